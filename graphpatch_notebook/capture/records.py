@@ -1,0 +1,212 @@
+"""What capture keeps: light records of frames, nodes and call sites. No tensors, no fx, no code.
+
+    Capture
+    └── Frame                one invocation of one module's `forward`
+        ├── Node ...         one value: input, parameter, buffer, attribute, op, call (of a submodule), output
+        │   ├── Site         the chain of call sites from `forward` down to the op: what the op *is*
+        │   └── Frame        the frame of the submodule, for calls
+        └── output           structure of what `forward` returned, over `Ref`s to nodes
+
+Arguments of a node are kept as they were, but for values that have a node: a `Ref` stands there.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, Literal, TypeAlias
+
+from torch.nn import Module
+
+from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec
+
+Kind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "constant", "op", "call", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The line itself, without its indentation; empty where the source is not at hand."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        text = self.text
+        return f'File "{self.file}", line {self.line}, in {self.function}' + (f"\n    {text}" if text else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """A chain of call sites: code object and instruction offset of each Python frame from `forward` to the op.
+
+    Sites are interned for the length of a capture, so that `is` compares them.
+
+    Attributes:
+        steps: (code object, `f_lasti`) from the outermost (`forward`, or a decorator around it) to the innermost frame
+            of the user's code.
+    """
+
+    steps: tuple[tuple[CodeType, int], ...]
+
+    @property
+    def leaf(self) -> tuple[CodeType, int]:
+        """The line of the user's code that calls torch."""
+        return self.steps[-1]
+
+    def source_lines(self) -> list[SourceLine]:
+        """Returns the user's source lines, outermost first."""
+        return [SourceLine(code.co_filename, line_at(code, lasti), code.co_name) for code, lasti in self.steps]
+
+
+def line_at(code: CodeType, lasti: int) -> int:
+    """Returns the line of the instruction at offset `lasti` of `code`."""
+    found = code.co_firstlineno
+    for start, end, line in code.co_lines():
+        if start <= lasti < end and line is not None:
+            found = line
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for the value of a node of the same frame, or for what lies at `dig` in that value."""
+
+    node: Node
+    dig: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A container of a class of its own (dataclass, `ModelOutput`, ...) whose children may hold `Ref`s."""
+
+    type: type
+    children: tuple[tuple[Key, Any], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One value in a frame.
+
+    Attributes:
+        kind: What it is.
+        op: For people: the name of the torch function (`linear`, `mul`), else of the input, parameter, submodule...
+        target: What makes it. op: the function that torch dispatched (as the function mode received it). parameter,
+            buffer, attribute: the attribute path from the frame's module (`weight`, `emb.weight`). call: the attribute
+            path of the submodule from the frame's module (`h.3`). input: the parameter's name. constant: a weak
+            reference to the tensor, or the object itself.
+        args, kwargs: The arguments, with `Ref`s (also inside containers and slices).
+        spec: What is known of the value.
+        base_name: The name it asks for, before numbering: the local variable, or else the torch function.
+        name: The name in the graph, unique in the frame: fixed when the frame is complete.
+        site: The call site (ops and calls).
+        occurrence: How often the same call site came up before in this frame.
+        element: For a value that the user's code unpacked from an op's result (`q, k = qkv.split(...)`): that op's
+            node and the position in it. Such a node has the site of that op, and no arguments.
+        is_plumbing: Whether the value only carries sizes (or is the container that such `element`s came from).
+        is_live: Whether a live run sees this value come up (arithmetic on sizes is not seen).
+        is_in_place: Whether the op wrote into its first argument and returned it.
+        is_mutated_later: Whether an op of the model wrote into this very tensor later.
+        is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
+        frame: The frame of the called submodule (calls only).
+        call_index: Which call of this submodule in this frame it is, from zero (calls only).
+        call_count: How often the submodule is called in this frame (calls only).
+    """
+
+    kind: Kind
+    op: str
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    spec: ValueSpec = field(default_factory=lambda: ScalarSpec(None))
+    base_name: str = ""
+    name: str = ""
+    site: Site | None = None
+    occurrence: int = 0
+    element: tuple[Node, int] | None = None
+    is_plumbing: bool = False
+    is_live: bool = True
+    is_in_place: bool = False
+    is_mutated_later: bool = False
+    is_view_filled_later: bool = False
+    frame: Frame | None = None
+    call_index: int = 0
+    call_count: int = 1
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name or self.base_name or self.op}: {self.spec}>"
+
+
+@dataclass(slots=True, eq=False)
+class InputParameter:
+    """A parameter of `forward`, as `inspect` tells it: its kind is that of `inspect.Parameter`."""
+
+    name: str
+    kind: Any
+    default: Any
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One invocation of one module.
+
+    Attributes:
+        module: The user's module.
+        attribute_path: Its attribute path from the module of the calling frame (`h.3`); empty for the root.
+        parent: The calling frame.
+        call: The node of the calling frame that stands for this frame; `None` for the root.
+        parameters: The parameters of `forward`, each with an `input` node, in order.
+        nodes: All nodes in order of execution, inputs first, the output last.
+        output: What `forward` returned, with a `Ref` for each value that has a node.
+        training: The module's `training` flag at capture.
+        opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
+            its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
+        doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
+            all (a value that came by a side channel). Each is a sentence.
+        custom_graph: The graph that a custom extraction function returned.
+    """
+
+    module: Module
+    attribute_path: str
+    parent: Frame | None
+    call: Node | None = None
+    parameters: list[InputParameter] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    output: Any = None
+    training: bool = False
+    opaque_reason: str | None = None
+    doubts: list[str] = field(default_factory=list)
+    custom_graph: Any = None
+    names: dict[str, Node] = field(default_factory=dict)
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The names of the calls that lead here from the root."""
+        return () if self.call is None or self.parent is None else (*self.parent.path, self.call.name)
+
+    @property
+    def output_node(self) -> Node:
+        """The node of what `forward` returned."""
+        return self.nodes[-1]
+
+    def calls(self) -> Iterator[Node]:
+        """Yields the nodes that call submodules, in order."""
+        return (node for node in self.nodes if node.kind == "call")
+
+    def walk(self) -> Iterator[Frame]:
+        """Yields this frame and all below it, in order of execution."""
+        yield self
+        for node in self.calls():
+            if node.frame is not None:
+                yield from node.frame.walk()
+
+    def inputs(self) -> Iterator[Node]:
+        """Yields the input nodes, in the order of `forward`'s parameters."""
+        return (node for node in self.nodes if node.kind == "input")

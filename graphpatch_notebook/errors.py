@@ -1,0 +1,79 @@
+"""Every exception and warning of this package.
+
+    GraphPatchError
+    ├── CaptureError(RuntimeError)            a module could not be captured
+    ├── PatchMapError(ValueError)             a patch map was refused before anything ran
+    │   └── UnknownPathError(KeyError)        ... and at least one of its paths does not exist
+    ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
+    ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
+    ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
+    └── GraphError(RuntimeError)              a graph cannot be built, or cannot stand for its module
+
+    GraphPatchWarning(UserWarning)
+    ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
+    ├── PatchNotFiredWarning                  a patch never fired during a call
+    ├── RepeatedCallWarning                   a module was called more often than when it was captured
+    ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
+    └── LiveFallbackWarning                   a graph was refused, the original module ran instead
+"""
+
+from __future__ import annotations
+
+
+class GraphPatchError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class CaptureError(GraphPatchError, RuntimeError):
+    """A module could not be captured as a graph."""
+
+
+class PatchMapError(GraphPatchError, ValueError):
+    """A patch map was refused on entry; nothing ran, and nothing was changed."""
+
+
+class UnknownPathError(PatchMapError, KeyError):
+    """A patch map names a path that does not exist."""
+
+    # `KeyError` prints the repr of its argument, which would show the line breaks as `\n`.
+    __str__ = Exception.__str__
+
+
+class PatchValueError(GraphPatchError, ValueError):
+    """A patch met a value that it cannot be applied to."""
+
+
+class PatchShapeError(GraphPatchError, ValueError):
+    """A patched name holds another kind of value than it did when the module was captured."""
+
+
+class PatchNotFiredError(GraphPatchError, RuntimeError):
+    """A patch of a strict context never fired during a call."""
+
+
+class GraphError(GraphPatchError, RuntimeError):
+    """A graph cannot be built, or cannot stand for its module."""
+
+
+class GraphPatchWarning(UserWarning):
+    """Base class of every warning that this package gives."""
+
+
+class CompilationWarning(GraphPatchWarning):
+    """A module was not captured as a graph and fell back to an `OpaqueGraphModule`."""
+
+
+class PatchNotFiredWarning(GraphPatchWarning):
+    """A patch never fired during a call of the `PatchableGraph` inside its context."""
+
+
+class RepeatedCallWarning(GraphPatchWarning):
+    """A patched module was called more often in one frame than when it was captured."""
+
+
+class AliasedPatchWarning(GraphPatchWarning):
+    """The patched node is a view that the model fills in later: the patch cuts it off from its base."""
+
+
+class LiveFallbackWarning(GraphPatchWarning):
+    """A graph was refused for these inputs, so the original module ran instead."""

@@ -1,0 +1,54 @@
+"""`ExtractionOptions`: how a model is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph
+from torch.nn import Module
+
+
+@dataclass(kw_only=True)
+class ExtractionOptions:
+    """How `PatchableGraph` captures a model. Every field may be left alone.
+
+    Attributes:
+        skip_compilation: Capture no graphs at all: every module becomes an `OpaqueGraphModule`, of which the inputs,
+            output, parameters, buffers and tensor attributes can be patched.
+        classes_to_skip_compiling: The same for modules of exactly these classes only.
+        error_on_compilation_failure: Raise the original exception of a module that cannot be captured.
+        warn_on_compilation_failure: Give a `CompilationWarning` with that exception instead, and go on with an
+            `OpaqueGraphModule`. Without either option this fallback is silent, but can be seen: in the tree, and as
+            `OpaqueGraphModule.reason`.
+        allow_unused_submodules: Whether submodules that the example inputs do not reach are fine (they become
+            `UnusedModule`). `None` means: fine, unless `error_on_compilation_failure` asks for errors.
+        custom_extraction_functions: For modules of these classes (or of subclasses of them), a function from the
+            module to an `fx.Graph` that *is* the module from then on. Its placeholders carry the names of `forward`'s
+            parameters, its output is wrapped in a one-element tuple, and the names of its nodes are kept.
+        postprocessing_function: Called with each graph module and the module that it was captured from; may edit the
+            graph in place.
+        copy_transformers_generation_config: Give the `PatchableGraph` of a transformers model its own copy of the
+            generation config.
+        run_graphs: Run patched calls as generated code, after a check against the eager model, instead of live.
+
+    Example:
+        >>> ExtractionOptions(skip_compilation=True).skip_compilation
+        True
+    """
+
+    skip_compilation: bool = False
+    classes_to_skip_compiling: set[type[Module]] = field(default_factory=set)
+    error_on_compilation_failure: bool = False
+    warn_on_compilation_failure: bool = False
+    allow_unused_submodules: bool | None = None
+    custom_extraction_functions: dict[type[Module], Callable[[Module], Graph]] = field(default_factory=dict)
+    postprocessing_function: Callable[[Any, Module], None] | None = None
+    copy_transformers_generation_config: bool = True
+    run_graphs: bool = False
+
+    def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:
+        """Returns the custom extraction function for `module`: that of the nearest class in its method order."""
+        functions = self.custom_extraction_functions
+        return next((functions[cls] for cls in type(module).__mro__ if cls in functions), None)

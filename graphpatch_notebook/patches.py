@@ -1,0 +1,276 @@
+"""The patches: operations on the value of a node. They know nothing of graphs and keep no state of where they stand.
+
+A patch is applied to the value of a node whenever that node comes up, and what it returns is what the rest of the
+model sees. One object may stand on several nodes, and in several contexts, at once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.errors import PatchValueError
+
+T = TypeVar("T")
+Scalar: TypeAlias = "bool | int | float | complex"
+TensorIndex: TypeAlias = Any
+"""Anything that indexes a tensor: an int, a slice, `...`, `None`, a list or tensor of indices, a mask, or a tuple."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Patch(Generic[T]):
+    """Base class of all patches: subclass it as a (keyword-only) dataclass and write `op`.
+
+    Attributes:
+        requires_clone: Whether `op` writes into the value that it is given. Then it is given a clone.
+        observes_only: Whether `op` only looks: what it returns is ignored, the model's own value goes on.
+        any_shape: Apply the patch also where the node holds a value of another rank, or of other sizes (beyond those
+            that follow the inputs), than when the model was captured. Without it that is a `PatchShapeError`.
+
+    Example:
+        >>> @dataclass(kw_only=True)
+        ... class ScalePatch(Patch[Tensor]):
+        ...     factor: float
+        ...     def op(self, original_output):
+        ...         return original_output * self.factor
+        >>> ScalePatch(factor=2.0).op(torch.ones(2))
+        tensor([2., 2.])
+    """
+
+    requires_clone: ClassVar[bool] = False
+    observes_only: ClassVar[bool] = False
+    any_shape: bool = False
+
+    @abstractmethod
+    def op(self, original_output: T) -> T:
+        """Returns what stands in for `original_output` from here on (may be the same object)."""
+        raise NotImplementedError(f"{type(self).__name__} must define op(self, original_output)")
+
+    def problem(self, shape: torch.Size | None) -> str | None:
+        """Returns what is wrong with using this patch on a node, in words, or `None` where nothing is.
+
+        Args:
+            shape: The recorded shape of the node's value; `None` for a value that is no tensor, or not known.
+        """
+        return None
+
+
+@dataclass(eq=False)
+class _SlicePatch(Patch[Any]):
+    """A patch that writes into a slice of a tensor, or replaces a number."""
+
+    requires_clone: ClassVar[bool] = True
+
+    def op(self, original_output: Any) -> Any:
+        index = getattr(self, "slice", None)
+        if isinstance(original_output, Tensor):
+            self._write(original_output, ... if index is None else index)
+            return original_output
+        if isinstance(original_output, (bool, int, float, complex)):
+            if index is not None:
+                raise PatchValueError(f"a slice cannot be taken of the number {original_output!r}; drop slice=")
+            return self._number(original_output)
+        raise PatchValueError(
+            f"{type(self).__name__} needs a tensor or a number, but the value here is of type "
+            f"{type(original_output).__name__}; use CustomPatch for it"
+        )
+
+    def problem(self, shape: torch.Size | None) -> str | None:
+        index = getattr(self, "slice", None)
+        try:
+            dimensions = indexed_dimensions(index)
+        except TypeError as error:
+            return str(error)
+        if shape is not None and dimensions > len(shape):
+            return (
+                f"slice {index!r} has {dimensions} dimensions, but the value recorded here has {len(shape)}: "
+                f"shape {tuple(shape)}"
+            )
+        value = getattr(self, "value", 0)
+        if not isinstance(value, (Tensor, bool, int, float, complex)):
+            return f"value must be a tensor or a number, not {type(value).__name__}; use value=torch.as_tensor(...)"
+        return None
+
+    def _write(self, target: Tensor, index: TensorIndex) -> None:
+        raise NotImplementedError
+
+    def _number(self, number: Scalar) -> Scalar:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class ZeroPatch(_SlicePatch):
+    """Sets the value, or a slice of it, to zero.
+
+    Args:
+        slice: What to set, as in `value[slice] = 0`; `None` for everything.
+
+    Example:
+        >>> ZeroPatch(slice=(slice(None), -1)).op(torch.ones(2, 2))
+        tensor([[1., 0.],
+                [1., 0.]])
+    """
+
+    slice: TensorIndex = None
+
+    def _write(self, target: Tensor, index: TensorIndex) -> None:
+        target[index] = 0
+
+    def _number(self, number: Scalar) -> Scalar:
+        return type(number)(0)
+
+
+@dataclass(eq=False)
+class AddPatch(_SlicePatch):
+    """Adds to the value, or to a slice of it. Gradients flow to `value`.
+
+    Args:
+        value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for `+=`.
+        slice: What to add to, as in `value[slice] += ...`; `None` for everything.
+
+    Example:
+        >>> AddPatch(value=torch.tensor([1.0, 2.0])).op(torch.zeros(2, 2))
+        tensor([[1., 2.],
+                [1., 2.]])
+    """
+
+    value: Tensor | Scalar
+    slice: TensorIndex = None
+
+    def _write(self, target: Tensor, index: TensorIndex) -> None:
+        target[index] += self.value
+
+    def _number(self, number: Scalar) -> Scalar:
+        return type(number)(number + _as_number(self.value))
+
+
+@dataclass(eq=False)
+class ReplacePatch(_SlicePatch):
+    """Replaces the value, or a slice of it. Gradients flow to `value`.
+
+    Args:
+        value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for writing
+            into a tensor (the dtype stays that of the node; a tensor on another device is an error).
+        slice: What to replace, as in `value[slice] = ...`; `None` for everything.
+
+    Example:
+        >>> ReplacePatch(value=5, slice=0).op(torch.zeros(2, 2))
+        tensor([[5., 5.],
+                [0., 0.]])
+    """
+
+    value: Tensor | Scalar
+    slice: TensorIndex = None
+
+    def _write(self, target: Tensor, index: TensorIndex) -> None:
+        target[index] = self.value
+
+    def _number(self, number: Scalar) -> Scalar:
+        return type(number)(_as_number(self.value))
+
+
+@dataclass(eq=False)
+class ProbePatch(Patch[Any]):
+    """Keeps the value of the node, which stays as it is.
+
+    Attributes:
+        activation: The value from the last time the node came up; `None` before. It is the model's own tensor, not a
+            copy, so that gradients reach it, unless the model writes into it later: then it is a copy made in time.
+
+    Example:
+        >>> probe = ProbePatch()
+        >>> probe.op(torch.ones(1))
+        tensor([1.])
+        >>> probe.activation
+        tensor([1.])
+    """
+
+    observes_only: ClassVar[bool] = True
+    activation: Any = field(default=None, init=False, repr=False)
+
+    def op(self, original_output: Any) -> Any:
+        self.activation = original_output
+        return original_output
+
+
+@dataclass(eq=False)
+class RecordPatch(Patch[Any]):
+    """Keeps the value of the node each time that it comes up, in order; the value stays as it is.
+
+    Attributes:
+        activations: The values so far, as `ProbePatch.activation` holds them.
+
+    Example:
+        >>> record = RecordPatch()
+        >>> _ = record.op(1), record.op(2)
+        >>> record.activations
+        [1, 2]
+    """
+
+    observes_only: ClassVar[bool] = True
+    activations: list[Any] = field(default_factory=list, init=False, repr=False)
+
+    def op(self, original_output: Any) -> Any:
+        self.activations.append(original_output)
+        return original_output
+
+
+@dataclass(eq=False)
+class CustomPatch(Patch[Any]):
+    """Applies a function of your own.
+
+    Args:
+        custom_op: From the value to what stands in for it.
+        requires_clone: Whether `custom_op` may write into the value that it is given. `True` is safe; `False` saves
+            a copy for functions that only read.
+
+    Example:
+        >>> CustomPatch(custom_op=lambda t: t.flip(0)).op(torch.arange(3))
+        tensor([2, 1, 0])
+    """
+
+    custom_op: Callable[[Any], Any]
+    requires_clone: bool = field(default=True, kw_only=True)  # type: ignore[misc]  # here the user chooses
+
+    def op(self, original_output: Any) -> Any:
+        return self.custom_op(original_output)
+
+    def problem(self, shape: torch.Size | None) -> str | None:
+        return None if callable(self.custom_op) else f"custom_op must be callable, not {self.custom_op!r}"
+
+
+def indexed_dimensions(index: TensorIndex) -> int:
+    """Returns how many dimensions of a tensor `index` uses up.
+
+    Raises:
+        TypeError: `index` cannot index a tensor.
+
+    Example:
+        >>> indexed_dimensions((0, ..., None, slice(1, 3)))
+        2
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    return sum(map(_used_by, parts))
+
+
+def _used_by(part: Any) -> int:
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if isinstance(part, Tensor):
+        return part.dim() if part.dtype in (torch.bool, torch.uint8) else 1
+    if isinstance(part, (int, slice)) or hasattr(part, "__index__"):
+        return 1
+    if isinstance(part, Sequence) and not isinstance(part, (str, bytes)):
+        return _used_by(torch.as_tensor(part))
+    if hasattr(part, "__array__"):
+        return _used_by(torch.as_tensor(part))
+    raise TypeError(f"slice {part!r} cannot index a tensor; use ints, slices, ..., None, tensors, or a tuple of these")
+
+
+def _as_number(value: Tensor | Scalar) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,116 @@
+"""The text of node paths: parse, format, find the nearest (pure text, no torch).
+
+A path is node names joined by dots, then optionally `|` and keys into the container that the last node holds:
+`transformer.h_0.attn.output|sub_0`. A name with characters that mean something here is written as a JSON string:
+`output|"a.b"`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+_PLAIN = re.compile(r'[^."|\s\[\]]+')
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPath:
+    """A node path, taken apart: `names` lead to the node, `dig` into its value."""
+
+    names: tuple[str, ...]
+    dig: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return format_path(self.names, self.dig)
+
+
+def format_segment(name: str) -> str:
+    """Returns `name` as it stands in a path: plain where that is unambiguous, else as a JSON string."""
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def format_path(names: Iterable[str], dig: Iterable[str] = ()) -> str:
+    """Returns the text of a path.
+
+    Example:
+        >>> format_path(["h_0", "output"], ["sub_0", "a.b"])
+        'h_0.output|sub_0."a.b"'
+    """
+    text = ".".join(map(format_segment, names))
+    dug = ".".join(map(format_segment, dig))
+    return f"{text}|{dug}" if dug else text
+
+
+def parse_path(text: str) -> ParsedPath:
+    """Takes the text of a path apart.
+
+    Raises:
+        ValueError: The text is no path; the message shows where it stops being one.
+
+    Example:
+        >>> parse_path("h_0.output|sub_0")
+        ParsedPath(names=('h_0', 'output'), dig=('sub_0',))
+    """
+    segments: tuple[list[str], list[str]] = ([], [])
+    side = position = 0
+    while True:
+        name, position = _read_segment(text, position)
+        segments[side].append(name)
+        if position == len(text):
+            return ParsedPath(tuple(segments[0]), tuple(segments[1]))
+        separator, position = text[position], position + 1
+        if separator == "|" and side == 0:
+            side = 1
+        elif separator != ".":
+            raise ValueError(f"not a node path: {text!r} (unexpected {separator!r} at position {position - 1})")
+
+
+def _read_segment(text: str, position: int) -> tuple[str, int]:
+    if text.startswith('"', position):
+        try:
+            return json.JSONDecoder().raw_decode(text, position)
+        except json.JSONDecodeError:
+            raise ValueError(f"not a node path: {text!r} (the quote at position {position} does not end)") from None
+    if match := _PLAIN.match(text, position):
+        return match.group(), match.end()
+    raise ValueError(f"not a node path: {text!r} (a name is missing at position {position})")
+
+
+def nearest(text: str, candidates: Sequence[str], count: int = 3) -> list[str]:
+    """Returns up to `count` of the candidates that a person who wrote `text` may have meant, best first.
+
+    Example:
+        >>> nearest("mlp.act.mul_9", ["mlp.act.mul_3", "mlp.c_fc.input", "attn.c_fc.weight"], count=1)
+        ['mlp.act.mul_3']
+    """
+    parts = _parts(text)
+    last = parts[-1] if parts else ""
+
+    # Comparing 50,000 paths letter by letter takes seconds: rank by shared parts first, then look closer.
+    def shared(candidate: str) -> float:
+        theirs = _parts(candidate)
+        leading = next((i for i, (a, b) in enumerate(zip(parts, theirs, strict=False)) if a != b), len(parts))
+        return len(set(parts) & set(theirs)) + 0.5 * leading + (theirs[-1:] == [last])
+
+    short_list = sorted(candidates, key=shared, reverse=True)[:200]
+    return sorted(short_list, key=lambda c: difflib.SequenceMatcher(None, text, c).ratio(), reverse=True)[:count]
+
+
+def _parts(text: str) -> list[str]:
+    return re.split(r"[.|]", text)
+
+
+def unique_name(base: str, taken: Iterable[str] | dict[str, object] | set[str]) -> str:
+    """Returns `base`, or `base_1`, `base_2`, ... whichever is the first that is not taken."""
+    return base if base not in taken else next(n for n in numbered(base) if n not in taken)
+
+
+def numbered(base: str) -> Iterator[str]:
+    """Yields `base_1`, `base_2`, ..."""
+    number = 0
+    while True:
+        number += 1
+        yield f"{base}_{number}"

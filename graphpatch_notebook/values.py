@@ -1,0 +1,165 @@
+"""Containers of values: taken apart, and described, the same way everywhere (tree, capture, patches, graphs).
+
+A container is a tuple, list, dict, namedtuple, dataclass, or a transformers `ModelOutput`. Its children have *keys*:
+`sub_0`, `sub_1`, ... in sequences, else the key or the field name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Key: TypeAlias = "int | str | Any"
+"""How a child is taken out of its container: by position (int), or by key or field name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What is known of a tensor: never the tensor itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    type_name: str = "Tensor"
+
+    def __str__(self) -> str:
+        return f"{self.type_name}({', '.join(map(str, self.shape))})"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarSpec:
+    """A number, or another plain constant (a string, `None`, a dtype) with the value it had."""
+
+    value: Any
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the value is one that patches can work on."""
+        return isinstance(self.value, (bool, int, float, complex))
+
+    def __str__(self) -> str:
+        return f"{type(self.value).__name__}({self.value})" if self.is_number else type(self.value).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSpec:
+    """An object that is neither a tensor, a constant nor a container, such as a cache."""
+
+    type_name: str
+
+    def __str__(self) -> str:
+        return self.type_name
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSpec:
+    """A container: its class, and for each child the text of its key, its key and its spec."""
+
+    type: type
+    children: tuple[tuple[str, Key, ValueSpec], ...]
+
+    def child(self, key_text: str) -> tuple[Key, ValueSpec] | None:
+        """Returns key and spec of the child that paths call `key_text`, if there is one."""
+        return next(((key, spec) for text, key, spec in self.children if text == key_text), None)
+
+    def __str__(self) -> str:
+        return f"{self.type.__name__}({len(self.children)})"
+
+
+ValueSpec: TypeAlias = "TensorSpec | ScalarSpec | ObjectSpec | ContainerSpec"
+
+
+def key_text(key: Key) -> str:
+    """Returns how a path writes `key`."""
+    return f"sub_{key}" if type(key) is int else str(key)
+
+
+def children(value: Any) -> list[tuple[Key, Any]] | None:
+    """Returns the children of a container with their keys, or `None` where `value` is no container."""
+    kind = type(value)
+    if kind is tuple or kind is list or isinstance(value, (tuple, list)):
+        return list(enumerate(value))
+    if isinstance(value, Mapping):
+        # An int key of a dict would read like a position: only text keys can be dug into by name.
+        return [(k if isinstance(k, str) else _DictKey(k), v) for k, v in value.items()]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _DictKey:
+    """A dictionary key that is no string."""
+
+    key: Any
+
+    def __str__(self) -> str:
+        return str(self.key)
+
+
+def take(value: Any, key: Key) -> Any:
+    """Returns the child of `value` at `key`.
+
+    Raises:
+        LookupError, AttributeError: This value has no such child.
+    """
+    if isinstance(key, _DictKey):
+        return value[key.key]
+    if isinstance(value, (tuple, list, Mapping)):
+        return value[key]
+    return getattr(value, key)
+
+
+def replaced(value: Any, key: Key, child: Any) -> Any:
+    """Returns a container like `value` with another child at `key`; `value` itself stays as it is.
+
+    A shallow copy: the other children are the same objects.
+    """
+    if isinstance(value, (tuple, list)):
+        items = [child if i == key else v for i, v in enumerate(value)]
+        return rebuilt_sequence(value, items)
+    import copy
+
+    result = copy.copy(value)
+    if isinstance(key, _DictKey):
+        result[key.key] = child
+    elif isinstance(result, Mapping):
+        result[key] = child  # type: ignore[index]  # a mapping that cannot be written to says so itself
+    else:
+        object.__setattr__(result, key, child)
+    return result
+
+
+def rebuilt_sequence(like: Any, items: list[Any]) -> Any:
+    """Returns a sequence of the class of `like` that holds `items`."""
+    kind: Any = type(like)
+    if kind is torch.Size:
+        return torch.Size(items)
+    if hasattr(kind, "_fields"):
+        return kind(*items)
+    return kind(items)
+
+
+def describe(value: Any) -> ValueSpec:
+    """Returns what is known of `value` without keeping it."""
+    if isinstance(value, Tensor):
+        name = "Tensor" if type(value) in (Tensor, torch.nn.Parameter) else type(value).__name__
+        return TensorSpec(value.shape, value.dtype, value.device, name)
+    if value is None or isinstance(value, _PLAIN):
+        return ScalarSpec(_plain_number(value))
+    if (inside := children(value)) is not None:
+        return ContainerSpec(type(value), tuple((key_text(k), k, describe(v)) for k, v in inside))
+    return ObjectSpec(type(value).__name__)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+
+
+def _plain_number(value: Any) -> Any:
+    # Capture counts sizes with a subclass of int that must not outlive it.
+    return int(value) if isinstance(value, int) and type(value) is not int and not isinstance(value, bool) else value

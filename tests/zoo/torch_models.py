@@ -1,0 +1,340 @@
+"""Models made of torch's own layers, those with fused fast paths among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .case import Call, Case, floats, simple_case, tokens
+
+# In eval mode without autograd nn.TransformerEncoderLayer and nn.MultiheadAttention run a fused kernel. It switches
+# itself off while a torch function mode is active, and the slow path rounds differently.
+FAST_PATH_TOLERANCE = 1e-5
+
+
+class MLP(nn.Module):
+    """A plain stack of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(6, 10)
+        self.act = nn.GELU()
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.act(self.hidden(x)))
+
+
+class CNN(nn.Module):
+    """Convolutions, pooling and a flattening whose width comes from the image size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 8, 3, padding=1, groups=2),
+            nn.GroupNorm(2, 8),
+            nn.SiLU(),
+            nn.AdaptiveAvgPool2d(2),
+        )
+        self.classifier = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.features(x), 1))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with batch norm, an in-place ReLU and a projected shortcut."""
+
+    def __init__(self, width_in: int, width_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width_out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width_out)
+        self.conv2 = nn.Conv2d(width_out, width_out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width_out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or width_in != width_out:
+            self.downsample = nn.Sequential(nn.Conv2d(width_in, width_out, 1, stride), nn.BatchNorm2d(width_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """A small ResNet whose running statistics are not those of a fresh batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.layer1 = ResidualBlock(8, 8, 1)
+        self.layer2 = ResidualBlock(8, 12, 2)
+        self.head = nn.Linear(12, 5)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.uniform_(-0.5, 0.5)
+                module.running_var.uniform_(0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer2(self.layer1(self.stem(x)))
+        return self.head(x.mean(dim=(-2, -1)))
+
+
+class UNet(nn.Module):
+    """Skip connections, a transposed convolution, and sizes cropped to those of the skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+        self.middle = nn.Conv2d(6, 6, 3, padding=1)
+        self.up = nn.ConvTranspose2d(6, 3, 2, stride=2)
+        self.out = nn.Conv2d(6, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = F.leaky_relu(self.down(x))
+        up = self.up(F.leaky_relu(self.middle(low), 0.2))[..., : x.shape[-2], : x.shape[-1]]
+        blurred = F.interpolate(low, size=x.shape[-2:], mode="bilinear", align_corners=False)
+        return self.out(torch.cat([up, x], dim=1)) + blurred[:, :3]
+
+
+class Recurrent(nn.Module):
+    """Embeds tokens and runs torch's LSTM or GRU, whose weights are plain tensors in a list besides parameters."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(99, 10)
+        self.rnn = kind(10, 8, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor, state: Tensor | tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, object]:
+        hidden, state = self.rnn(self.embedding(ids), state)
+        return self.head(hidden), state
+
+
+class CellLoop(nn.Module):
+    """Calls an LSTM cell once for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = c = x.new_zeros(x.shape[0], 8)
+        outputs = []
+        for position in x.unbind(1):
+            h, c = self.cell(position, (h, c))
+            outputs.append(h)
+        return torch.stack(outputs, 1), c
+
+
+class PooledEncoder(nn.Module):
+    """An encoder stack with nested tensors.
+
+    The nested fast path leaves zeros at padded positions where the slow path computes something, hence the pooling
+    over the positions that count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(24, 4, 40, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        hidden = self.encoder(x, src_key_padding_mask=padding)
+        if padding is None:
+            return hidden.mean(1)
+        keep = ~padding[..., None]
+        return torch.where(keep, hidden, 0.0).sum(1) / keep.sum(1)
+
+
+class EmbeddingBagClassifier(nn.Module):
+    """A bag of embeddings whose bags are given by offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(99, 8, mode="mean")
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        return self.head(self.bag(ids, offsets))
+
+
+def _padding(*lengths: int, total: int) -> Tensor:
+    return torch.arange(total) >= torch.tensor(lengths)[:, None]
+
+
+def _attention() -> nn.Module:
+    return nn.MultiheadAttention(24, 4, batch_first=True)
+
+
+def _attention_inputs(batch: int, length: int, source: int) -> tuple[Tensor, Tensor, Tensor]:
+    return floats(batch, length, 24), floats(batch, source, 24, seed=1), floats(batch, source, 24, seed=2)
+
+
+def _same_three_times(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x, x, x
+
+
+def _encoder_layer(norm_first: bool) -> Callable[[], nn.Module]:
+    return lambda: nn.TransformerEncoderLayer(24, 4, 40, batch_first=True, norm_first=norm_first, activation="gelu")
+
+
+def _state(batch: int) -> Tensor:
+    return floats(4, batch, 8, seed=3)
+
+
+TORCH: list[Case] = [
+    simple_case(
+        "torch-mlp",
+        MLP,
+        lambda: Call.of(floats(3, 6)),
+        {"other_rank": lambda: Call.of(floats(2, 5, 6)), "one_row": lambda: Call.of(floats(1, 6))},
+    ),
+    simple_case(
+        "torch-cnn",
+        CNN,
+        lambda: Call.of(floats(2, 3, 8, 8)),
+        {"other_size": lambda: Call.of(floats(3, 3, 11, 9))},
+    ),
+    simple_case(
+        "torch-resnet",
+        ResNet,
+        lambda: Call.of(floats(2, 3, 8, 8)),
+        {"other_size": lambda: Call.of(floats(3, 3, 11, 9))},
+    ),
+    simple_case(
+        "torch-resnet-train",
+        ResNet,
+        lambda: Call.of(floats(2, 3, 8, 8)),
+        {"other_size": lambda: Call.of(floats(3, 3, 11, 9))},
+        training=True,
+        mutates_state=True,
+        notes="Batch norm in train mode: every run moves the running statistics and counts batches.",
+    ),
+    simple_case(
+        "torch-unet",
+        UNet,
+        lambda: Call.of(floats(2, 3, 8, 8)),
+        {"odd_size": lambda: Call.of(floats(3, 3, 11, 9))},
+    ),
+    simple_case(
+        "torch-lstm",
+        lambda: Recurrent(nn.LSTM),
+        lambda: Call.of(tokens(3, 7)),
+        {
+            "other_size": lambda: Call.of(tokens(5, 11)),
+            "state": lambda: Call.of(tokens(3, 7), (_state(3), _state(3).tanh())),
+        },
+    ),
+    simple_case(
+        "torch-gru",
+        lambda: Recurrent(nn.GRU),
+        lambda: Call.of(tokens(3, 7)),
+        {"other_size": lambda: Call.of(tokens(5, 11)), "state": lambda: Call.of(tokens(3, 7), state=_state(3))},
+    ),
+    simple_case(
+        "torch-lstm-cell",
+        CellLoop,
+        lambda: Call.of(floats(3, 5, 6)),
+        {"other_size": lambda: Call.of(floats(2, 7, 6)), "no_steps_but_one": lambda: Call.of(floats(2, 1, 6))},
+    ),
+    simple_case(
+        "torch-attention",
+        _attention,
+        lambda: Call.of(*_attention_inputs(3, 7, 5)),
+        {
+            "other_size": lambda: Call.of(*_attention_inputs(2, 9, 11)),
+            "self_attention": lambda: Call.of(*_same_three_times(floats(3, 7, 24))),
+            "no_weights": lambda: Call.of(*_same_three_times(floats(3, 7, 24)), need_weights=False),
+            "padding": lambda: Call.of(*_attention_inputs(3, 7, 5), key_padding_mask=_padding(5, 3, 4, total=5)),
+            "mask": lambda: Call.of(*_attention_inputs(3, 7, 5), attn_mask=floats(7, 5, seed=4)),
+            "all_heads": lambda: Call.of(*_attention_inputs(3, 7, 5), average_attn_weights=False),
+        },
+        tolerance=FAST_PATH_TOLERANCE,
+        notes="One composite function of torch, and a fused kernel for self-attention without autograd.",
+    ),
+    *(
+        simple_case(
+            f"torch-encoder-layer-{'pre' if norm_first else 'post'}",
+            _encoder_layer(norm_first),
+            lambda: Call.of(floats(3, 7, 24)),
+            {
+                "other_size": lambda: Call.of(floats(2, 11, 24)),
+                "causal": lambda: Call.of(
+                    floats(3, 7, 24), src_mask=nn.Transformer.generate_square_subsequent_mask(7), is_causal=True
+                ),
+                "padding": lambda: Call.of(floats(3, 7, 24), src_key_padding_mask=_padding(7, 4, 6, total=7)),
+            },
+            tolerance=FAST_PATH_TOLERANCE,
+            notes="The fused kernel of the whole layer skips its submodules.",
+        )
+        for norm_first in (False, True)
+    ),
+    simple_case(
+        "torch-encoder",
+        PooledEncoder,
+        lambda: Call.of(floats(3, 7, 24)),
+        {
+            "other_size": lambda: Call.of(floats(2, 11, 24)),
+            "padding": lambda: Call.of(floats(3, 7, 24), _padding(7, 4, 6, total=7)),
+        },
+        tolerance=FAST_PATH_TOLERANCE,
+    ),
+    simple_case(
+        "torch-decoder-layer",
+        lambda: nn.TransformerDecoderLayer(24, 4, 40, batch_first=True),
+        lambda: Call.of(floats(3, 7, 24), floats(3, 5, 24, seed=1)),
+        {
+            "other_size": lambda: Call.of(floats(2, 9, 24), floats(2, 11, 24, seed=1)),
+            "causal": lambda: Call.of(
+                floats(3, 7, 24),
+                floats(3, 5, 24, seed=1),
+                tgt_mask=nn.Transformer.generate_square_subsequent_mask(7),
+                tgt_is_causal=True,
+            ),
+        },
+        # Its two attentions take the fused path of nn.MultiheadAttention.
+        tolerance=FAST_PATH_TOLERANCE,
+    ),
+    simple_case(
+        "torch-transformer",
+        lambda: nn.Transformer(24, 4, 2, 2, 40),
+        lambda: Call.of(floats(7, 3, 24), floats(5, 3, 24, seed=1)),
+        {
+            "other_size": lambda: Call.of(floats(11, 2, 24), floats(9, 2, 24, seed=1)),
+            "causal": lambda: Call.of(
+                floats(7, 3, 24),
+                floats(5, 3, 24, seed=1),
+                tgt_mask=nn.Transformer.generate_square_subsequent_mask(5),
+                tgt_is_causal=True,
+            ),
+        },
+        # Sequence-first inputs keep most of the fast paths off, but each version of torch decides that anew.
+        tolerance=FAST_PATH_TOLERANCE,
+    ),
+    simple_case(
+        "torch-encoder-layer-train",
+        _encoder_layer(False),
+        lambda: Call.of(floats(3, 7, 24)),
+        {"other_size": lambda: Call.of(floats(2, 11, 24))},
+        training=True,
+        notes="Dropout in train mode, inside of attention too; the fast path is off.",
+    ),
+    simple_case(
+        "torch-embedding-bag",
+        EmbeddingBagClassifier,
+        lambda: Call.of(tokens(3, 7)),
+        {"offsets": lambda: Call.of(tokens(11), torch.tensor([0, 4, 4, 9]))},
+    ),
+]
