@@ -1,0 +1,60 @@
+"""Capture: a model and example inputs in, a hierarchy of frames out.
+
+    recorder.py         the run: a function mode over swapped forwards
+    frame_recorder.py   one frame: which value belongs to which node
+    records.py          what is kept
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
+from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.recorder import Recorder
+from graphpatch_notebook.capture.sizes import Size
+from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.errors import CaptureError
+from graphpatch_notebook.options import ExtractionOptions
+
+__all__ = ["Frame", "capture"]
+
+
+def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+    """Runs `module` once, eagerly, on example inputs and returns the record of that run: its root frame.
+
+    The module is left as it was (what its own run changes aside). No code is generated, no tensor is kept.
+
+    Raises:
+        CaptureError: The module never ran its `forward`.
+        Exception: Whatever `module` raises on these inputs.
+    """
+    modules = reachable_modules(module)
+    recorder = Recorder(module, options)
+    swapped = swap(modules)
+    observer_token = observer.set(recorder)
+    apply_token = apply_observer.set(recorder)
+    try:
+        with visible_apply(), recorder:
+            module(*args, **kwargs)
+    finally:
+        apply_observer.reset(apply_token)
+        observer.reset(observer_token)
+        unswap(swapped)
+        for reached in modules:
+            _drop_sizes(reached)
+    if recorder.root_frame is None:
+        raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
+    return recorder.root_frame
+
+
+def _drop_sizes(module: Module) -> None:
+    """Puts plain integers in place of the sizes that the model kept for itself."""
+    for name, value in module.__dict__.items():
+        if type(value) is Size:
+            module.__dict__[name] = int(value)
+        elif type(value) in (tuple, list) and any(type(item) is Size for item in value):
+            module.__dict__[name] = type(value)(int(item) if type(item) is Size else item for item in value)

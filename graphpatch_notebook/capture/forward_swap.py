@@ -1,0 +1,127 @@
+"""Swaps `forward` on module instances, so that whoever runs the model can see module calls.
+
+A swapped `forward` costs one look at a context variable as long as nobody observes. Swaps are counted: several
+observers, also in other threads, share one swap of a module, and the last one to leave puts back what was there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.call_sites import invoke
+
+
+class Observer(Protocol):
+    """Sees each call of a swapped `forward` made in its context."""
+
+    def on_forward(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs `forward` (through `invoke`) and returns what the module's caller gets."""
+
+
+observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", default=None)
+
+_lock = threading.RLock()
+_swaps: dict[int, _Swap] = {}
+_ABSENT: Any = object()
+
+
+class _SwappedForward:
+    """Stands in for `forward` on a module instance; looks like it, and copies with the module as its real `forward`."""
+
+    def __init__(self, module: Module, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._module = module
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watching = observer.get()
+        if watching is None:
+            return self._original(*args, **kwargs)
+        return watching.on_forward(self._module, self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module must run its own weights, not those of the module that it was copied from.
+        return copy.deepcopy(self._original, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_same, (self._original,))
+
+
+def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+class _Swap:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.count = 0
+        self.attribute = innermost_forward(module)
+        self.before = module.__dict__.get(self.attribute, _ABSENT)
+        self.original: Callable[..., Any] = getattr(module, self.attribute)
+        self.forward = _SwappedForward(module, self.original)
+        # Bypasses `nn.Module.__setattr__`, which some models override.
+        module.__dict__[self.attribute] = self.forward
+
+    def restore(self) -> None:
+        if self.module.__dict__.get(self.attribute) is not self.forward:
+            return  # the user's code put another `forward` there meanwhile: that one stays
+        if self.before is _ABSENT:
+            del self.module.__dict__[self.attribute]
+        else:
+            self.module.__dict__[self.attribute] = self.before
+
+
+def innermost_forward(module: Module) -> str:
+    """Returns the attribute that holds the module's own forward.
+
+    accelerate puts its hooks around `forward` on the instance and keeps the module's own as `_old_forward`: weights
+    are loaded between the two, so this is where parameters exist.
+    """
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def swap(modules: Iterable[Module]) -> list[Module]:
+    """Swaps `forward` of each module, and returns the modules to hand to `unswap`."""
+    swapped: list[Module] = []
+    with _lock:
+        try:
+            for module in modules:
+                if (known := _swaps.get(id(module))) is None:
+                    known = _swaps[id(module)] = _Swap(module)
+                known.count += 1
+                swapped.append(module)
+        except BaseException:
+            unswap(swapped)
+            raise
+    return swapped
+
+
+def unswap(modules: Iterable[Module]) -> None:
+    """Takes one swap of each module back; the last one restores the module."""
+    with _lock:
+        for module in modules:
+            known = _swaps.get(id(module))
+            if known is None:
+                continue
+            known.count -= 1
+            if known.count <= 0:
+                del _swaps[id(module)]
+                known.restore()
+
+
+def original_forward(module: Module) -> Callable[..., Any]:
+    """Returns the module's own forward, whether it is swapped at present or not."""
+    known = _swaps.get(id(module))
+    return known.original if known is not None else getattr(module, innermost_forward(module))
+
+
+__all__ = ["Observer", "innermost_forward", "invoke", "observer", "original_forward", "swap", "unswap"]

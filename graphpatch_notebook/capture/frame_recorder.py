@@ -1,0 +1,310 @@
+"""Records one frame: which value belongs to which node, and the nodes in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.bytecode import Assigned
+from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, Structure
+from graphpatch_notebook.capture.sizes import Size
+from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors
+from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, children, describe
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, Module,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
+)  # fmt: skip
+_EMPTY = inspect.Parameter.empty
+
+
+class FrameStack(Protocol):
+    """What a frame needs of the recorder: the frames that run at this moment, innermost last."""
+
+    stack: list[FrameRecorder]
+
+
+class FrameRecorder:
+    """The frame being recorded: its record, and for each live value the node that it came from."""
+
+    def __init__(self, record: Frame, recorder: FrameStack) -> None:
+        self.record = record
+        self.recorder = recorder
+        self.wants_ops = True
+        self._values: dict[int, tuple[Callable[[], Any], Ref]] = {}
+        self._occurrences: dict[Site, int] = {}
+        self._calls: dict[int, int] = {}
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the innermost frame that runs at this moment."""
+        return bool(self.recorder.stack) and self.recorder.stack[-1] is self
+
+    def close(self) -> None:
+        """Forgets the values."""
+        self._values.clear()
+
+    # -- which value belongs to which node -----------------------------------------------------------------------------
+
+    def knows(self, value: Any) -> bool:
+        """Whether this very object is the value of a node."""
+        return self._lookup(value) is not None
+
+    def _lookup(self, value: Any) -> Ref | None:
+        known = self._values.get(id(value))
+        # The id of an object that died may have been given to another one.
+        return known[1] if known is not None and known[0]() is value else None
+
+    def register(self, value: Any, node: Node, dig: tuple[Key, ...] = ()) -> None:
+        """Notes that `value`, and what it contains, comes from `node`."""
+        if isinstance(value, Tensor):
+            self._values[id(value)] = (weakref.ref(value), Ref(node, dig))
+            return
+        if isinstance(value, _PLAIN) and type(value) is not Size:
+            return
+        # Containers and objects are held for the length of the frame: many of them cannot be referenced weakly.
+        self._values[id(value)] = ((lambda: value), Ref(node, dig))
+        for key, child in children(value) or ():
+            self.register(child, node, (*dig, key))
+
+    def refs(self, value: Any) -> Any:
+        """Returns arguments with a `Ref` in place of each value that has a node."""
+        return map_leaves(value, self._ref)
+
+    def _ref(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._lookup(leaf) or self._tensor_from_elsewhere(leaf)
+        if type(leaf) is Size:
+            return leaf.ref if leaf.owner is self else self._lookup(leaf) or int(leaf)
+        if isinstance(leaf, _PLAIN) or callable(leaf):
+            return leaf
+        if (known := self._lookup(leaf)) is not None:
+            return known
+        inside = children(leaf)
+        if inside is not None:
+            return Structure(type(leaf), tuple((key, self.refs(child)) for key, child in inside))
+        return self._object_from_elsewhere(leaf)
+
+    def _tensor_from_elsewhere(self, tensor: Tensor) -> Ref:
+        source = find_source(self.record.module, tensor)
+        if source is not None:
+            node = Node(
+                kind=source.kind, op=source.attribute_path, target=source.attribute_path, spec=describe(tensor),
+                base_name=source.attribute_path,
+            )  # fmt: skip
+        else:
+            node = Node(
+                kind="constant", op="constant", target=weakref.ref(tensor), spec=describe(tensor), is_live=False,
+                base_name="constant",
+            )  # fmt: skip
+        self.record.nodes.append(node)
+        self.register(tensor, node)
+        return Ref(node)
+
+    def _object_from_elsewhere(self, value: Any) -> Ref:
+        name = type(value).__name__
+        self.doubt(f"uses an object ({name}) that is none of its inputs")
+        node = Node(
+            kind="constant", op=name, target=_weak(value), spec=describe(value), is_live=False, base_name="constant"
+        )
+        self.record.nodes.append(node)
+        self.register(value, node)
+        return Ref(node)
+
+    def doubt(self, reason: str) -> None:
+        """Notes a reason why the graph may not stand for the module."""
+        if reason not in self.record.doubts:
+            self.record.doubts.append(reason)
+
+    # -- inputs and output ---------------------------------------------------------------------------------------------
+
+    def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
+        """Adds a node for each parameter of `forward`; returns the values that `forward` is to be given."""
+        given = dict(bound)
+        for parameter in self.record.parameters:
+            default = None if parameter.default is _EMPTY else parameter.default
+            value = bound.get(parameter.name, default)
+            node = Node(
+                kind="input", op=parameter.name, target=parameter.name, spec=describe(value), base_name=parameter.name
+            )
+            self.record.nodes.append(node)
+            if parameter.name in bound:
+                given[parameter.name] = self._own_sizes(value, node, ())
+                self.register(given[parameter.name], node)
+        return given
+
+    def _own_sizes(self, value: Any, node: Node, dig: tuple[Key, ...]) -> Any:
+        """Returns `value` with sizes that belong to this frame in place of those of the calling frame."""
+        if type(value) is Size:
+            return Size.of(int(value), self, Ref(node, dig))
+        if type(value) in (tuple, list, torch.Size) and any(type(item) is Size for item in value):
+            return type(value)([self._own_sizes(item, node, (*dig, i)) for i, item in enumerate(value)])
+        return value
+
+    def add_output(self, output: Any) -> None:
+        """Adds the output node."""
+        structure = self.refs(output)
+        self.record.output = structure
+        self._append_output(output)
+
+    def _append_output(self, output: Any) -> None:
+        self.record.nodes.append(
+            Node(kind="output", op="output", target="output", spec=describe(output), base_name="output")
+        )
+
+    def make_opaque(self, output: Any) -> None:
+        """Leaves the boundary of the frame only: inputs, held tensors, submodule calls, output."""
+        record = self.record
+        boundary = [node for node in record.nodes if node.kind == "input"]
+        for source, tensor in held_tensors(record.module):
+            path = source.attribute_path
+            boundary.append(Node(kind=source.kind, op=path, target=path, spec=describe(tensor), base_name=path))
+        boundary += record.calls()
+        record.nodes = boundary
+        record.output = None
+        self._append_output(output)
+
+    # -- ops and calls -------------------------------------------------------------------------------------------------
+
+    def count(self, site: Site) -> int:
+        """Returns how often `site` came up before in this frame, and counts."""
+        before = self._occurrences.get(site, 0)
+        self._occurrences[site] = before + 1
+        return before
+
+    def add_call(self, node: Node) -> None:
+        """Adds a call of a submodule."""
+        assert node.frame is not None
+        key = id(node.frame.module)
+        node.call_index = self._calls.get(key, 0)
+        self._calls[key] = node.call_index + 1
+        self.record.nodes.append(node)
+
+    def forget(self, call: Node) -> None:
+        """Takes back a call that raised: its frame is not whole."""
+        self.record.nodes.remove(call)
+        self.doubt(f"a call of {call.target!r} raised, and was handled")
+
+    def add_op(self, node: Node, name: str, result: Any, wrote: Tensor | None, variable: Assigned) -> Any:
+        """Adds an op with its result, and returns what the model is to go on with."""
+        node.base_name = variable if isinstance(variable, str) else node.op
+        if wrote is not None:
+            return self._add_in_place(node, result, wrote)
+        if isinstance(result, Tensor):
+            if self.knows(result):
+                result = alias(result)
+            node.spec = describe(result)
+            self._append(node, result)
+            return result
+        if name in SIZE_READS:
+            return self._add_size_read(node, result, variable)
+        if name in VALUE_READS:
+            line = str(node.site.source_lines()[-1].text) if node.site else ""
+            self.doubt(f"reads a value into Python ({node.op}: {line})")
+        if not _is_recorded(name, result):
+            return result
+        node.spec = describe(result)
+        node.is_plumbing = result is None
+        self._append(node, result)
+        if isinstance(node.spec, ContainerSpec) and isinstance(variable, tuple):
+            self._add_elements(node, result, variable)
+        return result
+
+    def _append(self, node: Node, value: Any) -> None:
+        self.record.nodes.append(node)
+        self.register(value, node)
+
+    def _add_in_place(self, node: Node, result: Any, wrote: Tensor) -> Any:
+        node.is_in_place = True
+        node.spec = describe(wrote)
+        self._mark_mutated(wrote)
+        self._append(node, wrote)
+        return result
+
+    def _mark_mutated(self, tensor: Tensor) -> None:
+        is_view = tensor._is_view()
+        for value in (tensor, tensor._base) if is_view else (tensor,):
+            for frame in self.recorder.stack:
+                ref = frame._lookup(value)
+                node = ref.node if ref is not None else None
+                while node is not None:
+                    node.is_mutated_later = True
+                    node.is_view_filled_later |= is_view and value is tensor
+                    inner = node.frame
+                    node = inner.output_node if inner is not None and inner.nodes else None
+
+    def _add_size_read(self, node: Node, result: Any, variable: Assigned) -> Any:
+        node.spec = describe(result)
+        node.is_plumbing = True
+        self.record.nodes.append(node)
+        if isinstance(result, int):
+            result = Size.of(result, self, Ref(node))
+        else:
+            result = torch.Size([Size.of(size, self, Ref(node, (i,))) for i, size in enumerate(result)])
+        if isinstance(variable, tuple):
+            self._add_elements(node, result, variable)
+        return result
+
+    def _add_elements(self, node: Node, result: Any, variables: tuple[str | None, ...]) -> None:
+        """Adds a node for each value that the user's code unpacked into a variable of its own."""
+        if len(variables) != len(result):
+            return
+        for position, (variable, value) in enumerate(zip(variables, result, strict=True)):
+            is_value = isinstance(value, Tensor) or type(value) is Size
+            if variable is None or not is_value:
+                continue
+            element = dataclasses.replace(
+                node, base_name=variable, args=(), kwargs={}, spec=describe(value), element=(node, position)
+            )
+            self.record.nodes.append(element)
+            if type(value) is Size:
+                value.ref = Ref(element)
+            else:
+                self.register(value, element)
+        node.is_plumbing = True
+
+    def record_size(self, func: Callable[..., Any], operands: tuple[Any, ...], result: int) -> Any:
+        """Records arithmetic on sizes."""
+        variable = call_sites.result_variable(call_sites.caller(1), func.__name__)
+        node = Node(
+            kind="op", op=func.__name__, target=func, args=self.refs(operands), spec=ScalarSpec(result),
+            base_name=variable if isinstance(variable, str) else func.__name__, is_plumbing=True, is_live=False,
+        )  # fmt: skip
+        self.record.nodes.append(node)
+        return Size.of(result, self, Ref(node))
+
+
+def _is_recorded(name: str, result: Any) -> bool:
+    if result is None:  # done for its side effect, such as switching gradients off
+        return True
+    if isinstance(result, (bool, int, float, complex)):
+        return name not in METADATA_READS and not name.startswith("is_") or name in VALUE_READS
+    inside = children(result)
+    return inside is not None and any(isinstance(child, Tensor) or children(child) for _, child in inside)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Returns another tensor object over the same memory, or the same one where torch cannot make one."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return tensor
+    try:
+        return tensor.view_as(tensor)
+    except RuntimeError:
+        return tensor
+
+
+def _weak(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

@@ -1,0 +1,72 @@
+"""Gives the nodes of a complete frame their names.
+
+The names that the model itself uses come first (inputs, submodules, parameters, buffers), then `output`, then the
+operations by the variables that hold them, last the plumbing: so that no name of the model ever moves.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.paths import unique_name
+
+_RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "constant": 4, "op": 4}
+PLUMBING_PREFIX = "size_"
+
+
+def name_nodes(frame: Frame) -> None:
+    """Fixes `Node.name` of every node of `frame`, and fills `frame.names`."""
+    frame.names.clear()
+    _number_calls(frame)
+    for node in sorted(frame.nodes, key=_rank):  # a stable sort: execution order within a rank
+        if not node.name:
+            node.name = unique_name(_base(node), frame.names)
+        frame.names[node.name] = node
+
+
+def _rank(node: Node) -> int:
+    return 5 if node.is_plumbing else _RANKS[node.kind]
+
+
+def _base(node: Node) -> str:
+    base = node.base_name or node.op
+    if node.kind == "call":
+        base = call_name(base)
+        return f"{base}_{node.call_index}" if node.call_count > 1 else base
+    if node.kind in ("parameter", "buffer", "attribute"):
+        return base.replace(".", "_")
+    return f"{PLUMBING_PREFIX}{base}" if node.is_plumbing and node.kind != "input" else base
+
+
+def call_name(attribute_path: str) -> str:
+    """Returns the node name of calls of the submodule at `attribute_path`.
+
+    Example:
+        >>> call_name("h.3"), call_name("0"), call_name("a-b")
+        ('h_3', 'sub_0', 'sub_a_b')
+    """
+    name = attribute_path.replace(".", "_")
+    return name if name.isidentifier() else "sub_" + re.sub(r"\W", "_", name)
+
+
+def _number_calls(frame: Frame) -> None:
+    by_module: dict[int, list[Node]] = {}
+    for node in frame.calls():
+        assert node.frame is not None
+        by_module.setdefault(id(node.frame.module), []).append(node)
+    for nodes in by_module.values():
+        # An attempt that raised leaves a gap, but still was the call with that number.
+        count = max(len(nodes), nodes[-1].call_index + 1)
+        for node in nodes:
+            node.call_count = count
+
+
+def is_python_name(name: str) -> bool:
+    """Whether `name` can be written as an attribute."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+__all__: Iterable[str] = ["PLUMBING_PREFIX", "call_name", "is_python_name", "name_nodes"]

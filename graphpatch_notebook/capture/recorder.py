@@ -1,0 +1,214 @@
+"""The run that captures: a function mode that sees torch calls, over swapped `forward`s that see module calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.call_sites import SiteTable, invoke
+from graphpatch_notebook.capture.frame_recorder import FrameRecorder, alias
+from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
+from graphpatch_notebook.capture.naming import name_nodes
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.tensor_sources import AttributePaths
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.values import describe
+
+
+class Recorder(TorchFunctionMode):
+    """Records one run of a model. Observes `forward` calls and `autograd.Function.apply` in its context."""
+
+    def __init__(self, root: Module, options: ExtractionOptions) -> None:
+        super().__init__()
+        self.root_module = root
+        self.options = options
+        self.paths = AttributePaths(root)
+        self.sites = SiteTable()
+        self.stack: list[FrameRecorder] = []
+        self.root_frame: Frame | None = None
+        self.failures: list[tuple[Frame, BaseException]] = []
+        self.muted = 0
+
+    @contextmanager
+    def mute(self) -> Iterator[None]:
+        """Keeps the engine's own tensor calls out of the record."""
+        self.muted += 1
+        try:
+            yield
+        finally:
+            self.muted -= 1
+
+    # -- torch calls -------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.muted or not self.stack or not self.stack[-1].wants_ops:
+            return func(*args, **kwargs)
+        return self._op(func, raw_name(func), args, kwargs)
+
+    def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call of an `autograd.Function` as one op, whatever it does inside."""
+        if self.muted or not self.stack or not self.stack[-1].wants_ops:
+            return apply(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.mute():
+                return apply(*args, **kwargs)
+
+        with self.mute():
+            return self._op(run, cls.__name__, args, kwargs, target=apply)
+
+    def _op(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> Any:
+        frame = self.stack[-1]
+        python_frame = call_sites.caller(1)
+        occurrence = None
+        refs: tuple[Any, Any] | None = None
+        # Whatever goes wrong in our own records must not disturb the user's model: the frame turns opaque instead.
+        try:
+            site = self.sites.site(python_frame)
+            occurrence = frame.count(site) if site is not None else 0
+            refs = frame.refs(args), frame.refs(kwargs)
+        except Exception as failure:
+            self._fail(frame, failure)
+        before = _version(args[0]) if args else None
+        result = func(*args, **kwargs)
+        if refs is None or occurrence is None:
+            return result
+        try:
+            node = Node(
+                kind="op", op=function_name(target or func) if target is None else name, target=target or func,
+                args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence,
+            )  # fmt: skip
+            wrote = self._wrote_in_place(name, args, kwargs, result, before)
+            variable = call_sites.result_variable(python_frame, getattr(func, "__name__", name))
+            return frame.add_op(node, name, result, wrote, variable)
+        except Exception as failure:
+            self._fail(frame, failure)
+            return result
+
+    @staticmethod
+    def _wrote_in_place(
+        name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: int | None
+    ) -> Tensor | None:
+        """Returns the tensor that the call wrote into, if it did."""
+        target = args[0] if args else None
+        if isinstance(kwargs.get("out"), Tensor) and kwargs["out"] is result:
+            return kwargs["out"]
+        if not isinstance(target, Tensor):
+            return None
+        if writes_in_place(name, kwargs):
+            return target
+        if result is target and before is not None and _version(target) != before:
+            return target
+        return None
+
+    def _fail(self, frame: FrameRecorder, failure: BaseException) -> None:
+        if frame.record.opaque_reason is None:
+            frame.record.opaque_reason = f"{type(failure).__name__}: {failure}"
+            self.failures.append((frame.record, failure))
+        frame.wants_ops = False
+
+    # -- module calls ------------------------------------------------------------------------------------------------
+
+    def on_forward(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs one frame and records it."""
+        parent = self.stack[-1] if self.stack else None
+        if (parent is None and (self.root_frame is not None or module is not self.root_module)) or self._is_inside_op():
+            return invoke(forward, args, kwargs)
+        with self.mute():
+            frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
+        self.stack.append(frame)
+        try:
+            output = invoke(forward, args, kwargs)
+        except BaseException:
+            if parent is not None and frame.record.call is not None:
+                parent.forget(frame.record.call)
+            raise
+        finally:
+            self.stack.pop()
+        with self.mute():
+            return self._leave(parent, frame, output)
+
+    def _is_inside_op(self) -> bool:
+        # Modules called inside an `autograd.Function` belong to its one node.
+        return self.muted > 0
+
+    def _enter(
+        self,
+        parent: FrameRecorder | None,
+        module: Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[FrameRecorder, tuple[Any, ...], dict[str, Any]]:
+        call = None
+        path = ""
+        if parent is not None:
+            path = self.paths.path(parent.record.module, module)
+            call = Node(kind="call", op=type(module).__name__, target=path, base_name=path)
+            call.site = self.sites.site(call_sites.caller(1))
+            try:
+                call.args, call.kwargs = parent.refs(args), parent.refs(kwargs)
+            except Exception as failure:
+                self._fail(parent, failure)
+        record = Frame(module, path, parent.record if parent is not None else None, call, training=module.training)
+        frame = FrameRecorder(record, self)
+        if call is not None and parent is not None:
+            call.frame = record
+            parent.add_call(call)
+        signature = signature_of(forward)
+        record.parameters = input_parameters(signature)
+        bound = bind(signature, args, kwargs)
+        if bound is not None:
+            bound = frame.add_inputs(bound)
+            args, kwargs = unbind(signature, bound, args, kwargs)
+        if self.options.skip_compilation or type(module) in self.options.classes_to_skip_compiling:
+            record.opaque_reason = "the options say to skip it"
+            frame.wants_ops = False
+        return frame, args, kwargs
+
+    def _leave(self, parent: FrameRecorder | None, frame: FrameRecorder, output: Any) -> Any:
+        record = frame.record
+        try:
+            frame.add_output(output)
+        except Exception as failure:
+            self._fail(frame, failure)
+        if record.opaque_reason is not None:
+            frame.make_opaque(output)
+        frame.close()
+        name_nodes(record)
+        if parent is None:
+            self.root_frame = record
+            return output
+        assert record.call is not None
+        record.call.spec = describe(output)
+        output = _distinct(output, parent)
+        parent.register(output, record.call)
+        return output
+
+
+def _distinct(output: Any, parent: FrameRecorder) -> Any:
+    """Returns an alias of a tensor that the submodule was given and handed back, so that the two can be told apart."""
+    return alias(output) if isinstance(output, Tensor) and parent.knows(output) else output
+
+
+def _version(value: Any) -> int | None:
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return value._version
+    except RuntimeError:  # inference tensors do not count their versions
+        return None
