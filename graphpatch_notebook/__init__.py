@@ -1,1 +1,82 @@
-"""Activation patching in the notebook, on any PyTorch model, at any intermediate value."""
+"""Activation patching in the notebook, on any PyTorch model, at any intermediate value.
+
+Example:
+    >>> import torch
+    >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+    >>> pg = PatchableGraph(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    >>> with pg.patch({"output": ZeroPatch()}):
+    ...     pg(torch.ones(1, 2)).tolist()
+    [[0.0, 0.0]]
+"""
+
+from __future__ import annotations
+
+from graphpatch_notebook.errors import (
+    AliasedPatchWarning,
+    CaptureError,
+    CompilationWarning,
+    GraphError,
+    GraphPatchError,
+    GraphPatchWarning,
+    LiveFallbackWarning,
+    PatchMapError,
+    PatchNotFiredError,
+    PatchNotFiredWarning,
+    PatchShapeError,
+    PatchValueError,
+    RepeatedCallWarning,
+    UnknownPathError,
+)
+from graphpatch_notebook.graph_modules import (
+    CompiledGraphModule,
+    MultiplyInvokedModule,
+    OpaqueGraphModule,
+    UnusedModule,
+)
+from graphpatch_notebook.node_path import NodePath
+from graphpatch_notebook.nodes import NodeMeta
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches import (
+    AddPatch,
+    CustomPatch,
+    Patch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "AddPatch",
+    "AliasedPatchWarning",
+    "CaptureError",
+    "CompilationWarning",
+    "CompiledGraphModule",
+    "CustomPatch",
+    "ExtractionOptions",
+    "GraphError",
+    "GraphPatchError",
+    "GraphPatchWarning",
+    "LiveFallbackWarning",
+    "MultiplyInvokedModule",
+    "NodeMeta",
+    "NodePath",
+    "OpaqueGraphModule",
+    "Patch",
+    "PatchMapError",
+    "PatchNotFiredError",
+    "PatchNotFiredWarning",
+    "PatchShapeError",
+    "PatchValueError",
+    "PatchableGraph",
+    "ProbePatch",
+    "RecordPatch",
+    "RepeatedCallWarning",
+    "ReplacePatch",
+    "UnknownPathError",
+    "UnusedModule",
+    "ZeroPatch",
+]

@@ -95,12 +95,22 @@ def nearest(text: str, candidates: Sequence[str], count: int = 3) -> list[str]:
         leading = next((i for i, (a, b) in enumerate(zip(parts, theirs, strict=False)) if a != b), len(parts))
         return len(set(parts) & set(theirs)) + 0.5 * leading + (theirs[-1:] == [last])
 
+    # Of mul_1 ... mul_8, all as like mul_9 by their letters, the last is the nearest.
+    def likeness(candidate: str) -> tuple[float, int]:
+        distance = abs(_last_number(text) - _last_number(candidate))
+        return difflib.SequenceMatcher(None, text, candidate).ratio(), -distance
+
     short_list = sorted(candidates, key=shared, reverse=True)[:200]
-    return sorted(short_list, key=lambda c: difflib.SequenceMatcher(None, text, c).ratio(), reverse=True)[:count]
+    return sorted(short_list, key=likeness, reverse=True)[:count]
 
 
 def _parts(text: str) -> list[str]:
     return re.split(r"[.|]", text)
+
+
+def _last_number(text: str) -> int:
+    match = re.search(r"[0-9]{1,9}$", text)
+    return int(match.group()) if match else 0
 
 
 def unique_name(base: str, taken: Iterable[str] | dict[str, object] | set[str]) -> str:

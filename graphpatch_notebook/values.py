@@ -7,14 +7,14 @@ A container is a tuple, list, dict, namedtuple, dataclass, or a transformers `Mo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-Key: TypeAlias = "int | str | Any"
+Key: TypeAlias = Any
 """How a child is taken out of its container: by position (int), or by key or field name."""
 
 
@@ -72,6 +72,16 @@ class ContainerSpec:
 
 
 ValueSpec: TypeAlias = "TensorSpec | ScalarSpec | ObjectSpec | ContainerSpec"
+
+
+def leaves(spec: ValueSpec) -> Iterator[tuple[tuple[str, ...], TensorSpec | ScalarSpec]]:
+    """Yields the tensors and numbers in `spec`, each with the texts of the keys that lead to it."""
+    if isinstance(spec, TensorSpec) or (isinstance(spec, ScalarSpec) and spec.is_number):
+        yield (), spec
+    elif isinstance(spec, ContainerSpec):
+        for text, _, child in spec.children:
+            for dig, leaf in leaves(child):
+                yield (text, *dig), leaf
 
 
 def key_text(key: Key) -> str:

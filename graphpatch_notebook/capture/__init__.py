@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch.nn import Module
@@ -17,8 +18,9 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.recorder import Recorder
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
-from graphpatch_notebook.errors import CaptureError
+from graphpatch_notebook.errors import CaptureError, CompilationWarning
 from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.paths import format_path
 
 __all__ = ["Frame", "capture"]
 
@@ -48,7 +50,37 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
             _drop_sizes(reached)
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
+    _report_failures(recorder)
+    _check_unused(recorder.root_frame, modules, options)
     return recorder.root_frame
+
+
+def _report_failures(recorder: Recorder) -> None:
+    for frame, failure in recorder.failures:
+        if recorder.options.error_on_compilation_failure:
+            raise failure
+        if recorder.options.warn_on_compilation_failure:
+            message = f"{format_path(frame.path) or 'the model'!r} became an OpaqueGraphModule: {frame.opaque_reason}"
+            warnings.warn(CompilationWarning(message), stacklevel=4)
+
+
+def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions) -> None:
+    allowed = options.allow_unused_submodules
+    if allowed or (allowed is None and not options.error_on_compilation_failure):
+        return
+    used = {id(frame.module) for frame in root.walk()}
+    names = {id(module): name for name, module in root.module.named_modules()}
+    # A container, or a module whose parts are called one by one, is not called itself.
+    unused = [
+        names.get(id(module), type(module).__name__)
+        for module in modules
+        if not any(id(inside) in used for inside in module.modules())
+    ]
+    if unused:
+        raise CaptureError(
+            f"the example inputs do not reach these submodules: {', '.join(sorted(unused))}; give inputs that do, or set "
+            "allow_unused_submodules=True"
+        )
 
 
 def _drop_sizes(module: Module) -> None:

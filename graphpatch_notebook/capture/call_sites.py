@@ -47,6 +47,11 @@ def is_users_code(code: CodeType) -> bool:
     return known[1]
 
 
+def is_own(code: CodeType) -> bool:
+    """Whether this is code of this package."""
+    return code.co_filename.startswith(_OWN)
+
+
 def leaf_frame(frame: FrameType | None) -> FrameType | None:
     """Returns the frame of the user's code that `frame` was called from, or `None` at the end of the walk."""
     last = None
@@ -108,8 +113,7 @@ def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
         code = frame.f_code
         if is_users_code(code):
             return assigned_variable(code, frame.f_lasti)
-        is_own = code.co_filename.startswith(_OWN)
-        if not is_own and code.co_name not in _DISPATCHERS and code.co_name != function_name:
+        if not is_own(code) and code.co_name not in _DISPATCHERS and code.co_name != function_name:
             return None
         frame = frame.f_back
     return None

@@ -29,6 +29,14 @@ class Observer(Protocol):
 
 observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", default=None)
 
+
+def _nobody(module: Module) -> Observer | None:
+    return None
+
+
+unobserved: Callable[[Module], Observer | None] = _nobody
+"""Asked when a swapped `forward` runs that nobody observes; patched runs put their answer to recomputation here."""
+
 _lock = threading.RLock()
 _swaps: dict[int, _Swap] = {}
 _ABSENT: Any = object()
@@ -45,7 +53,14 @@ class _SwappedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watching = observer.get()
         if watching is None:
-            return self._original(*args, **kwargs)
+            watching = unobserved(self._module)
+            if watching is None:
+                return self._original(*args, **kwargs)
+            token = observer.set(watching)
+            try:
+                return watching.on_forward(self._module, self._original, args, kwargs)
+            finally:
+                observer.reset(token)
         return watching.on_forward(self._module, self._original, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

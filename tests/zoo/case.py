@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, *args: Any, **kwargs: Any) -> Self:
+    def of(cls, *args: Any, **kwargs: Any) -> Call:
         return cls(args, kwargs)
 
     def run(self, module: Callable[..., Any]) -> Any:
@@ -44,6 +44,7 @@ class Case:
         tolerance: Non-zero only where torch's fast paths switch themselves off under a function mode.
         training: The model is in train mode and draws random numbers: call `seed_all` before each run.
         grad: Whether `scalar_loss` of the output can be backpropagated.
+        without_grad: The names of calls (`"example"` or a variant) to which `grad` does not apply.
         mutates_state: A run changes buffers, attributes or globals on which later runs may depend: compare runs of
             separate copies (`build()` twice, or `copy.deepcopy` of a model that has not run yet).
         notes: What is awkward about the model.
@@ -56,11 +57,15 @@ class Case:
     tolerance: float = 0.0
     training: bool = False
     grad: bool = True
+    without_grad: frozenset[str] = frozenset()
     mutates_state: bool = False
     notes: str = ""
 
     def __repr__(self) -> str:
         return f"Case({self.name})"
+
+    def has_grad(self, call_name: str) -> bool:
+        return self.grad and call_name not in self.without_grad
 
     def calls(self, model: nn.Module) -> dict[str, Call]:
         """The example (under that name) and the variants."""

@@ -199,7 +199,14 @@ TORCH: list[Case] = [
         "torch-mlp",
         MLP,
         lambda: Call.of(floats(3, 6)),
-        {"other_rank": lambda: Call.of(floats(2, 5, 6)), "one_row": lambda: Call.of(floats(1, 6))},
+        {
+            "other_rank": lambda: Call.of(floats(2, 5, 6)),
+            "vector": lambda: Call.of(floats(6)),
+            "empty": lambda: Call.of(floats(0, 6)),
+            "transposed": lambda: Call.of(floats(6, 5).T),
+            "expanded": lambda: Call.of(floats(1, 6).expand(3, 6)),
+            "with_grad": lambda: Call.of(floats(3, 6).requires_grad_()),
+        },
     ),
     simple_case(
         "torch-cnn",
@@ -304,24 +311,29 @@ TORCH: list[Case] = [
                 tgt_is_causal=True,
             ),
         },
-        # Its two attentions take the fused path of nn.MultiheadAttention.
         tolerance=FAST_PATH_TOLERANCE,
     ),
     simple_case(
         "torch-transformer",
-        lambda: nn.Transformer(24, 4, 2, 2, 40),
-        lambda: Call.of(floats(7, 3, 24), floats(5, 3, 24, seed=1)),
+        lambda: nn.Transformer(24, 4, 2, 2, 40, batch_first=True),
+        lambda: Call.of(floats(3, 7, 24), floats(3, 5, 24, seed=1)),
         {
-            "other_size": lambda: Call.of(floats(11, 2, 24), floats(9, 2, 24, seed=1)),
+            "other_size": lambda: Call.of(floats(2, 11, 24), floats(2, 9, 24, seed=1)),
             "causal": lambda: Call.of(
-                floats(7, 3, 24),
-                floats(5, 3, 24, seed=1),
+                floats(3, 7, 24),
+                floats(3, 5, 24, seed=1),
                 tgt_mask=nn.Transformer.generate_square_subsequent_mask(5),
                 tgt_is_causal=True,
             ),
         },
-        # Sequence-first inputs keep most of the fast paths off, but each version of torch decides that anew.
         tolerance=FAST_PATH_TOLERANCE,
+    ),
+    simple_case(
+        "torch-encoder-layer-sequence-first",
+        lambda: nn.TransformerEncoderLayer(24, 4, 40),
+        lambda: Call.of(floats(7, 3, 24)),
+        {"other_size": lambda: Call.of(floats(11, 2, 24))},
+        notes="Sequence-first inputs keep the fast paths off, so that no tolerance is needed.",
     ),
     simple_case(
         "torch-encoder-layer-train",

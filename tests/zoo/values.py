@@ -128,8 +128,10 @@ def _leaf_difference(a: Any, b: Any, where: str, tolerance: float | None) -> str
     if a is b:
         return None
     if isinstance(a, (float, complex)):
-        return _tensor_difference(torch.tensor(a, dtype=_widest(a)), torch.tensor(b, dtype=_widest(b)), where, tolerance)
-    if isinstance(a, Iterator) or isinstance(a, nn.Module):
+        return _tensor_difference(
+            torch.tensor(a, dtype=_widest(a)), torch.tensor(b, dtype=_widest(b)), where, tolerance
+        )
+    if isinstance(a, (Iterator, nn.Module)):
         return None
     if hasattr(a, "tobytes") and hasattr(a, "shape"):
         is_same = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
@@ -170,11 +172,12 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor, where: str, tolerance: 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """A dense, real, non-subclass tensor with the same bits."""
-    tensor = tensor.detach().as_subclass(torch.Tensor)
+    tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         return torch.cat([tensor._indices().to(torch.float64).flatten(), _plain(tensor._values()).double().flatten()])
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
+    tensor = tensor.as_subclass(torch.Tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.resolve_neg()
@@ -188,17 +191,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_call(call: Call) -> Call:
-    """A call on copies of all tensors and containers; tensors that were one stay one, modules are shared."""
-    memo: dict[int, Any] = {id(tensor): _copy_tensor(tensor) for tensor in tensors_of((call.args, call.kwargs))}
+    """A call on copies of all tensors and containers.
+
+    What was one tensor, or shared memory, does so in the copy too; modules are not copied. No copy has a gradient
+    history: each that requires a gradient is a leaf.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in tensors_of((call.args, call.kwargs)):
+        is_leaf_copied_as_is = isinstance(tensor, nn.Parameter)
+        source = tensor if is_leaf_copied_as_is else tensor.detach()
+        memo[id(tensor)] = copy.deepcopy(source, memo).requires_grad_(tensor.requires_grad)
     memo |= {id(leaf): leaf for _, leaf in flatten((call.args, call.kwargs)) if isinstance(leaf, nn.Module)}
     args, kwargs = copy.deepcopy((call.args, call.kwargs), memo)
     return Call(args, kwargs)
-
-
-def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return copy.deepcopy(tensor)
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @dataclasses.dataclass(frozen=True)

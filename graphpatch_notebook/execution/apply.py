@@ -1,0 +1,136 @@
+"""Applies patches to a value: digs, clones, checks, and says where it went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from graphpatch_notebook.errors import GraphPatchError, PatchShapeError, PatchValueError
+from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.shapes import shape_problem
+from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, replaced, take
+
+_BUILT_IN = (ZeroPatch, AddPatch, ReplacePatch)
+
+
+def apply_entry(entry: Entry, value: Any) -> Any:
+    """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
+
+    Containers on the way to a dug value are copied, never written into.
+
+    Raises:
+        PatchShapeError: The value is not of the kind that was captured.
+        PatchValueError: A patch cannot be applied to it.
+    """
+    return _apply_at(entry, value, entry.target.dig)
+
+
+def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...]) -> Any:
+    if not dig:
+        return _apply(entry, value)
+    try:
+        child = take(value, dig[0])
+    except (LookupError, AttributeError, TypeError) as error:
+        raise PatchShapeError(
+            f"{entry.target.path!r}: when it was captured this was a value inside a container, but there is no "
+            f"{dig[0]!r} in the {type(value).__name__} that came up now"
+        ) from error
+    patched = _apply_at(entry, child, dig[1:])
+    return value if patched is child else replaced(value, dig[0], patched)
+
+
+def _apply(entry: Entry, value: Any) -> Any:
+    target = entry.target
+    if isinstance(value, Tensor) and isinstance(target.spec, TensorSpec) and value.shape != target.spec.shape:
+        _check_shape(entry, value)
+    for patch in entry.patches:
+        value = _apply_patch(patch, target, value)
+    return value
+
+
+def _apply_patch(patch: Patch[Any], target: Target, value: Any) -> Any:
+    if patch.observes_only:
+        # The model writes into this tensor later: what was observed must stay as it was.
+        shown = value.clone() if target.node.is_mutated_later and isinstance(value, Tensor) else value
+        patch.op(shown)
+        return value
+    _check_kind(patch, target, value)
+    given = value.clone() if patch.requires_clone and isinstance(value, Tensor) else value
+    try:
+        return patch.op(given)
+    except GraphPatchError as error:
+        raise type(error)(f"{target.path!r}: {error}") from error
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        if not isinstance(patch, _BUILT_IN):
+            _add_note(error, f"raised by {type(patch).__name__} on {target.path!r}")
+            raise
+        raise PatchValueError(_explain(patch, target, value, error)) from error
+
+
+def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
+    was_absent = isinstance(target.spec, (ScalarSpec, ObjectSpec)) and not isinstance(value, Tensor)
+    if was_absent or isinstance(value, Tensor) == isinstance(target.spec, TensorSpec):
+        return
+    if target.node.kind == "input" and isinstance(value, Tensor):
+        return  # an input that the example did not have, or had as a number
+    if isinstance(patch, _BUILT_IN) and not patch.any_shape:
+        raise PatchShapeError(
+            f"{target.path!r} ({target.node.op}) was {target.spec} when it was captured, but is of type "
+            f"{type(value).__name__} now; patch another node, or make the PatchableGraph with such inputs"
+        )
+
+
+def _check_shape(entry: Entry, value: Tensor) -> None:
+    if all(patch.any_shape for patch in entry.patches):
+        return
+    target = entry.target
+    problem = shape_problem(target, value.shape)
+    if problem is not None:
+        raise PatchShapeError(
+            f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]
+            f"of shape {tuple(value.shape)} now: {problem}, so the name may mean another value here; if this is "
+            "meant, give the patch any_shape=True"
+        )
+
+
+def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) -> str:
+    index = getattr(patch, "slice", None)
+    parts = [f"{type(patch).__name__} on {target.path!r} ({target.node.op}): the value here is {_shown(value)}"]
+    if index is not None:
+        parts.append(f"slice={index!r}")
+    new = getattr(patch, "value", None)
+    if new is not None:
+        parts.append(f"the patch's value is {_shown(new)}")
+    hint = "a patch's value must broadcast to the slice, and follows torch's rules for writing in place"
+    if isinstance(new, Tensor) and isinstance(value, Tensor) and new.device != value.device:
+        hint = f"move the patch's value there: value.to({str(value.device)!r})"
+    return f"{', '.join(parts)}: {error} ({hint})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"of shape {tuple(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
+    return f"{value!r}"
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+
+
+def write_back(wrote: Tensor, patched: Any, target: Target) -> None:
+    """Writes the patched value of an in-place op back into the tensor that the op wrote into."""
+    if patched is wrote:
+        return
+    if not isinstance(patched, Tensor) or patched.shape != wrote.shape:
+        shown = tuple(patched.shape) if isinstance(patched, Tensor) else type(patched).__name__
+        raise PatchValueError(
+            f"{target.path!r} ({target.node.op}) writes in place into a tensor of shape {tuple(wrote.shape)}; "
+            f"a patch on it must keep that shape, not give {shown}"
+        )
+    wrote.copy_(patched)
+
+

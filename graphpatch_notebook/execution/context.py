@@ -1,0 +1,227 @@
+"""Patch contexts: which patches are active where, and what the model looks like meanwhile.
+
+A context belongs to the thread (or task) that entered it: a context variable holds the active ones. For the length of
+the block, the modules whose frames hold patches have their `forward` swapped, and a forward hook where their output is
+patched; without a run of the `PatchableGraph` in this very context, both do nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from graphpatch_notebook.capture import forward_swap
+from graphpatch_notebook.capture.autograd_functions import visible_apply
+from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
+from graphpatch_notebook.execution.live import Run
+from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
+from graphpatch_notebook.torch_compat import is_in_backward
+
+
+class ActiveContext:
+    """A patch context that was entered, with the plan of everything active in it (its own patches come last)."""
+
+    def __init__(self, owner: object, root: Module, entries: Sequence[Entry], plan: FramePlan, is_strict: bool) -> None:
+        self.owner = owner
+        self.root = root
+        self.entries = entries
+        self.plan = plan
+        self.is_strict = is_strict
+        self.watched: list[Module] = []
+        self.watched_ids: set[int] = set()
+        self.hooks: list[RemovableHandle] = []
+        self.has_runs = False
+        self.has_direct_calls = False
+        self.callers: Callers | None = None
+        self.origin: object = None
+
+
+_active: ContextVar[tuple[ActiveContext, ...]] = ContextVar("graphpatch_contexts", default=())
+_lock = threading.RLock()
+_entered: list[ActiveContext] = []
+
+
+def innermost(owner: object) -> ActiveContext | None:
+    """Returns the innermost active context of `owner` in this thread or task."""
+    return next((context for context in reversed(_active.get()) if context.owner is owner), None)
+
+
+def enter(
+    owner: object,
+    root: Module,
+    frame: Frame,
+    entries: Sequence[Entry],
+    callers: Callers,
+    custom_frames: Sequence[Frame] = (),
+    is_strict: bool = False,
+) -> ActiveContext:
+    """Activates `entries`, after those of the contexts of `owner` that are active already."""
+    outer = innermost(owner)
+    # Each context has entries of its own: whether one fired is asked context by context.
+    together = [*(Entry(e.target, e.patches) for e in (outer.entries if outer else ())), *entries]
+    plan = make_plan(frame, together, custom_frames)
+    context = ActiveContext(owner, root, together, plan, is_strict or (outer is not None and outer.is_strict))
+    context.callers = callers
+    # Kept until the end: what is watched must be let go of by the same ids.
+    modules = callers.modules_to_watch(plan)
+    context.watched_ids = {id(module) for module in modules}
+    try:
+        context.watched = swap(modules)
+        for planned in plan.walk():
+            if planned.output:
+                context.hooks.append(_hook(planned.frame.module))
+        with _lock:
+            _entered.append(context)
+        _active.set((*_active.get(), context))
+    except BaseException:
+        _let_go(context)
+        raise
+    return context
+
+
+def leave(context: ActiveContext) -> None:
+    """Takes back what `enter` did."""
+    _active.set(tuple(c for c in _active.get() if c is not context))
+    _let_go(context)
+
+
+def _let_go(context: ActiveContext) -> None:
+    with _lock:
+        if context in _entered:
+            _entered.remove(context)
+    for handle in context.hooks:
+        _unhook(handle)
+    context.hooks = []
+    unswap(context.watched)
+    context.watched = []
+
+
+# -- hooks on outputs, one for each module however many contexts want it ------------------------------------------------
+
+_hooks: dict[int, tuple[RemovableHandle, int]] = {}
+
+
+def _hook(module: Module) -> RemovableHandle:
+    with _lock:
+        handle, count = _hooks.get(id(module), (None, 0))
+        if handle is None:
+            handle = module.register_forward_hook(_on_output)
+            handle.graphpatch_module = module  # type: ignore[attr-defined]
+        _hooks[id(module)] = (handle, count + 1)
+        return handle
+
+
+def _unhook(handle: RemovableHandle) -> None:
+    key = id(handle.graphpatch_module)  # type: ignore[attr-defined]
+    with _lock:
+        known, count = _hooks[key]
+        if count > 1:
+            _hooks[key] = (known, count - 1)
+        else:
+            del _hooks[key]
+            handle.remove()
+
+
+def _on_output(module: Module, args: Any, output: Any) -> Any:
+    watching = observer.get()
+    return watching.on_output(module, output) if isinstance(watching, Run) else output
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
+    assert context.callers is not None
+    run = Run(context.root, context.plan, context.callers)
+    context.has_runs = True
+    result = _observed(run, function, args, kwargs)
+    unfired = run.unfired()
+    if unfired:
+        _report(unfired, context.is_strict)
+    return result
+
+
+def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    token = observer.set(run)
+    try:
+        if not run.plan.sees_ops:
+            return function(*args, **kwargs)
+        with visible_apply():
+            return function(*args, **kwargs)
+    finally:
+        observer.reset(token)
+
+
+def _report(unfired: list[tuple[Entry, str]], is_strict: bool) -> None:
+    text = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
+    message = f"{'a patch' if len(unfired) == 1 else f'{len(unfired)} patches'} never fired during this call: {text}"
+    if is_strict:
+        raise PatchNotFiredError(message)
+    warnings.warn(message, PatchNotFiredWarning, stacklevel=5)
+
+
+# -- activation checkpointing: forwards that run again during backward ---------------------------------------------------
+
+
+def _recomputing(module: Module) -> Run | None:
+    """Returns a run for a `forward` that nobody observes but that recomputes, in backward, what was patched before."""
+    if not is_in_backward():
+        _note_direct_call(module)
+        return None
+    # Backward may run in a thread of the autograd engine, which has no context of ours.
+    candidates = _active.get() or tuple(_entered)
+    mine = [c for c in candidates if id(module) in c.watched_ids and c.has_runs]
+    if not mine:
+        return None
+    context = mine[-1]
+    if context.has_direct_calls or any(c.owner is not context.owner for c in mine) or (not _active.get() and len(mine) > 1):
+        raise GraphPatchError(
+            f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it cannot be told "
+            "whether for a patched call or for another one: run backward inside the one context of its forward, and "
+            "do not call the original model in that context"
+        )
+    assert context.callers is not None
+    frames = context.callers.frames_of(module)
+    if len(frames) > 1 and any(plan.frame in frames for plan in context.plan.walk()):
+        raise GraphPatchError(
+            f"{type(module).__name__} is called several times and recomputed in backward (activation checkpointing): "
+            "it cannot be told which call is recomputed; switch checkpointing off to patch it"
+        )
+    return Run(context.root, context.plan, context.callers)
+
+
+def _note_direct_call(module: Module) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for context in _active.get():
+        if id(module) in context.watched_ids:
+            context.has_direct_calls = True
+
+
+forward_swap.unobserved = _recomputing
+
+
+class PatchContext:
+    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads."""
+
+    def __init__(self, activate: Callable[[], ActiveContext]) -> None:
+        self._activate = activate
+
+    def __enter__(self) -> None:
+        self._activate().origin = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        leave(next(context for context in reversed(_active.get()) if context.origin is self))

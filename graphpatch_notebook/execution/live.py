@@ -1,0 +1,336 @@
+"""A patched run: the model's own code runs, and patches are applied where their values come up.
+
+Only frames on the way to a patched value are seen at all, and only those with patched ops run under a function mode.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.autograd_functions import apply_observer
+from graphpatch_notebook.capture.call_sites import invoke
+from graphpatch_notebook.capture.functions import raw_name, writes_in_place
+from graphpatch_notebook.capture.inputs import bind, signature_of, unbind
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import PatchValueError, RepeatedCallWarning
+from graphpatch_notebook.execution.apply import apply_entry, write_back
+from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
+from graphpatch_notebook.execution.stand_in import StandIn
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import replaced
+
+
+class FrameRun:
+    """One frame of a patched run."""
+
+    __slots__ = ("calls", "mode", "module", "occurrences", "plan")
+
+    def __init__(self, module: Module | None, plan: FramePlan | None) -> None:
+        self.module = module
+        self.plan = plan
+        self.calls: dict[int, int] = {}
+        self.occurrences: dict[tuple[int, ...], int] = {}
+        self.mode: LiveMode | None = None
+
+
+class Run:
+    """One patched call of a model. Observes the swapped `forward`s in its context."""
+
+    def __init__(self, root: Module, plan: FramePlan, callers: Callers) -> None:
+        self.root = root
+        self.plan = plan
+        self.callers = callers
+        self.stack: list[FrameRun] = [FrameRun(None, plan)]
+        self.fired: set[int] = set()
+        self.reached: set[int] = set()
+        self._awaiting_output: dict[int, list[FrameRun]] = {}
+        self._warned: set[int] = set()
+
+    # -- module calls --------------------------------------------------------------------------------------------------
+
+    def on_forward(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs one frame, with the patches that stand on its inputs, parameters and ops."""
+        plan = self._plan_of(module)
+        frame = FrameRun(module, plan)
+        self.stack.append(frame)
+        try:
+            if plan is None:
+                return invoke(forward, args, kwargs)
+            self.reached.add(id(plan.frame))
+            output = self._run(frame, plan, forward, args, kwargs)
+        finally:
+            self.stack.pop()
+        if plan.output:
+            if _is_called_by_module_call():
+                self._awaiting_output.setdefault(id(module), []).append(frame)
+            else:
+                output = self._apply(plan.output, output)
+        return output
+
+    def on_output(self, module: Module, output: Any) -> Any:
+        """Applies the patches on a module's output, after the module's own hooks."""
+        waiting = self._awaiting_output.get(id(module))
+        if not waiting:
+            return output
+        plan = waiting.pop().plan
+        assert plan is not None
+        return self._apply(plan.output, output)
+
+    def _plan_of(self, module: Module) -> FramePlan | None:
+        caller = self.stack[-1]
+        if len(self.stack) == 1 and module is self.root:
+            return self.plan
+        key = id(module)
+        index = caller.calls.get(key, 0)
+        caller.calls[key] = index + 1
+        by_index = caller.plan.calls.get(key) if caller.plan is not None else None
+        if by_index is None:
+            return self._plan_without_caller(module) if len(self.stack) == 1 else None
+        plan = by_index.get(index)
+        if plan is None and index > 0:
+            self._warn_if_repeated(module, by_index)
+        return plan
+
+    def _plan_without_caller(self, module: Module) -> FramePlan | None:
+        """The plan of a module that is called from outside any frame, as by other methods of the model."""
+        frames = self.callers.frames_of(module)
+        if len(frames) != 1:
+            return None
+        return next((plan for plan in self.plan.walk() if plan.frame is frames[0]), None)
+
+    def _warn_if_repeated(self, module: Module, by_index: dict[int, FramePlan]) -> None:
+        call = next(iter(by_index.values())).frame.call
+        if call is None or call.call_count > 1 or id(module) in self._warned:
+            return
+        self._warned.add(id(module))
+        path = format_path(next(iter(by_index.values())).frame.path)
+        warnings.warn(
+            f"{path!r} was called once when it was captured, but is called again in this run: its patches apply to "
+            "the first call only; make the PatchableGraph with inputs that call it as often to patch each call",
+            RepeatedCallWarning,
+            stacklevel=2,
+        )
+
+    def _run(
+        self, frame: FrameRun, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if plan.has_custom_graph:
+            return self._run_custom(plan, forward, args, kwargs)
+        if plan.inputs:
+            args, kwargs = self._patched_inputs(plan, forward, args, kwargs)
+        if plan.tensors:
+            return self._run_on_stand_in(frame, plan, forward, args, kwargs)
+        return self._run_ops(frame, plan, forward, args, kwargs)
+
+    def _run_ops(
+        self, frame: FrameRun, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not plan.ops:
+            return invoke(forward, args, kwargs)
+        frame.mode = LiveMode(self, frame, plan)
+        outer = apply_observer.set(frame.mode)
+        try:
+            with frame.mode:
+                return invoke(forward, args, kwargs)
+        finally:
+            apply_observer.reset(outer)
+
+    def _patched_inputs(
+        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        signature = signature_of(forward)
+        bound = bind(signature, args, kwargs)
+        if bound is None:
+            return args, kwargs  # the call itself is wrong: let `forward` say so
+        for name, entries in plan.inputs.items():
+            absent = name not in bound
+            if absent and (parameter := signature.parameters.get(name)) is not None:
+                bound[name] = None if parameter.default is parameter.empty else parameter.default
+            before = bound.get(name)
+            bound[name] = self._apply(entries, before)
+            if absent and bound[name] is before:
+                del bound[name]
+        return unbind(signature, bound, args, kwargs)
+
+    def _run_on_stand_in(
+        self, frame: FrameRun, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        module = plan.frame.module
+        replacements: dict[str, Tensor] = {}
+        for path, entries in plan.tensors.items():
+            value = _tensor_at(module, path)
+            patched = self._apply(entries, value)
+            if patched is not value:
+                replacements[path] = patched
+        if not replacements:
+            return self._run_ops(frame, plan, forward, args, kwargs)
+        stand_in = StandIn(module, replacements)
+        bound_forward = stand_in.bind(forward)
+        try:
+            return self._run_ops(frame, plan, bound_forward, args, kwargs)
+        finally:
+            stand_in.hand_on_changes()
+
+    def _run_custom(
+        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        from graphpatch_notebook.capture.custom_graphs import run_custom
+
+        bound = bind(signature_of(forward), args, kwargs)
+        if bound is None:
+            return invoke(forward, args, kwargs)
+
+        def on_value(node: Any, value: Any) -> Any:
+            return self._apply(plan.custom.get(node.name, ()), value)
+
+        return run_custom(plan.frame.custom_graph, plan.frame.module, bound, on_value)
+
+    def _apply(self, entries: Any, value: Any) -> Any:
+        for entry in entries:
+            value = self.apply(entry, value)
+        return value
+
+    def apply(self, entry: Entry, value: Any) -> Any:
+        """Applies one entry and notes that it fired."""
+        self.fired.add(id(entry))
+        return apply_entry(entry, value)
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    def unfired(self) -> list[tuple[Entry, str]]:
+        """Returns the entries that never fired, each with the reason in words."""
+        return [
+            (entry, self._why(plan.frame))
+            for plan in self.plan.walk()
+            for entry in plan.entries()
+            if id(entry) not in self.fired
+        ]
+
+    def _why(self, frame: Frame) -> str:
+        if id(frame) in self.reached:
+            return "its module ran, but did not come to this operation"
+        outermost = frame
+        while outermost.parent is not None and id(outermost.parent) not in self.reached:
+            outermost = outermost.parent
+        return f"{format_path(outermost.path) or 'the model'!r} was not called"
+
+
+def _tensor_at(module: Module, path: str) -> Any:
+    *parents, name = path.split(".")
+    for parent in parents:
+        module = getattr(module, parent)
+    for holder in (module._parameters, module._buffers, module.__dict__):
+        if name in holder:
+            return holder[name]
+    raise PatchValueError(f"{type(module).__name__} no longer has the {name!r} that was captured")
+
+
+_MODULE_CALLERS = {"_call_impl", "inner", "_slow_forward"}
+
+
+def _is_called_by_module_call() -> bool:
+    """Whether the swapped `forward` was called by `Module.__call__`, which runs the module's hooks afterwards."""
+    frame = call_sites.caller(1).f_back  # the caller of `on_forward` is the swapped forward itself
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_MODULE_FILE):
+            return code.co_name in _MODULE_CALLERS
+        if not (call_sites.is_own(code) or code.co_filename.endswith(_ACCELERATE_FILE)):
+            return False
+        frame = frame.f_back
+    return False
+
+
+_MODULE_FILE = Module.__call__.__code__.co_filename
+_ACCELERATE_FILE = "hooks.py"
+
+
+class LiveMode(TorchFunctionMode):
+    """Applies patches where the call sites of their ops come up, in one frame."""
+
+    def __init__(self, run: Run, frame: FrameRun, plan: FramePlan) -> None:
+        super().__init__()
+        self.run = run
+        self.frame = frame
+        self.ops = plan.ops
+        self.leaves = plan.leaves
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        entries = self._entries_here()
+        if entries is None:
+            return func(*args, **(kwargs or {}))
+        return self._patched_op(entries, raw_name(func), func, args, kwargs or {})
+
+    def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Applies patches on the call of an `autograd.Function`."""
+        entries = self._entries_here()
+        # What happens inside belongs to the one node of the call.
+        outside = self.run.stack
+        self.run.stack = [*outside, FrameRun(None, None)]
+        try:
+            result = apply(*args, **kwargs)
+        finally:
+            self.run.stack = outside
+        return result if entries is None else self._patched(entries, cls.__name__, result, args, kwargs)
+
+    def _entries_here(self) -> list[Entry] | None:
+        if self.run.stack[-1] is not self.frame:
+            return None
+        leaf = call_sites.leaf_frame(call_sites.caller(2))
+        if leaf is None:
+            return None
+        offsets = self.leaves.get(id(leaf.f_code))
+        if offsets is None or leaf.f_lasti not in offsets:
+            return None
+        key, _ = call_sites.chain(leaf)
+        if key is None or (by_occurrence := self.ops.get(key)) is None:
+            return None
+        occurrence = self.frame.occurrences.get(key, 0)
+        self.frame.occurrences[key] = occurrence + 1
+        return by_occurrence.get(occurrence)
+
+    def _patched_op(
+        self,
+        entries: list[Entry],
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return self._patched(entries, name, func(*args, **kwargs), args, kwargs)
+
+    def _patched(
+        self, entries: list[Entry], name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        for entry in entries:
+            node = entry.target.node
+            if node.is_in_place:
+                wrote = _written(name, result, args, kwargs)
+                write_back(wrote, self.run.apply(entry, wrote), entry.target)
+            elif node.element is not None:
+                position = node.element[1]
+                result = _with_element(result, position, self.run.apply(entry, result[position]))
+            else:
+                result = self.run.apply(entry, result)
+        return result
+
+
+def _with_element(result: Any, position: int, patched: Any) -> Any:
+    return result if patched is result[position] else replaced(result, position, patched)
+
+
+def _written(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    return args[0] if writes_in_place(name, kwargs) or result is args[0] else result

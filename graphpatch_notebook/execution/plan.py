@@ -1,0 +1,143 @@
+"""What a patch context does, laid out by frame: which patches stand on which values of which frame.
+
+    [(target, patches), ...]  ->  FramePlan of the root
+                                  ├── inputs, tensors, output, ops: the entries of this frame
+                                  └── calls: module and call number -> FramePlan of the submodule's frame
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.call_sites import key_of
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.resolution import Target
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The patches that stand on one value."""
+
+    target: Target
+    patches: Sequence[Patch[Any]]
+
+
+@dataclass(slots=True, eq=False)
+class FramePlan:
+    """What is patched in one frame, and which frames below it hold patches.
+
+    Attributes:
+        frame: The captured frame.
+        calls: For each submodule (by id) and each of its calls in this frame (from zero), the plan of that frame.
+        inputs: Entries by parameter of `forward`.
+        tensors: Entries on parameters, buffers and attributes, by attribute path.
+        output: Entries on the output.
+        ops: Entries on ops by the key of their call site, then by occurrence.
+        leaves: The innermost call sites of `ops`: offsets by id of code object.
+        custom: Entries on the nodes of a custom graph, by the node's name there.
+        has_custom_graph: Whether a custom graph stands for this frame.
+    """
+
+    frame: Frame
+    calls: dict[int, dict[int, FramePlan]] = field(default_factory=dict)
+    inputs: dict[str, list[Entry]] = field(default_factory=dict)
+    tensors: dict[str, list[Entry]] = field(default_factory=dict)
+    output: list[Entry] = field(default_factory=list)
+    ops: dict[tuple[int, ...], dict[int, list[Entry]]] = field(default_factory=dict)
+    leaves: dict[int, set[int]] = field(default_factory=dict)
+    custom: dict[str, list[Entry]] = field(default_factory=dict)
+
+    @property
+    def has_custom_graph(self) -> bool:
+        return self.frame.custom_graph is not None
+
+    @property
+    def sees_ops(self) -> bool:
+        """Whether ops are patched, here or below."""
+        return any(plan.ops for plan in self.walk())
+
+    def walk(self) -> Iterator[FramePlan]:
+        """Yields this plan and all below it."""
+        yield self
+        for by_index in self.calls.values():
+            for plan in by_index.values():
+                yield from plan.walk()
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields the entries of this frame."""
+        for entries in (*self.inputs.values(), *self.tensors.values(), self.output, *self.custom.values()):
+            yield from entries
+        for by_occurrence in self.ops.values():
+            for entries in by_occurrence.values():
+                yield from entries
+
+    def add(self, entry: Entry) -> None:
+        """Adds an entry of this frame."""
+        node = entry.target.node
+        if node.kind == "output":
+            self.output.append(entry)
+        elif self.has_custom_graph:
+            self.custom.setdefault(str(node.target if node.kind == "op" else node.name), []).append(entry)
+        elif node.kind == "input":
+            self.inputs.setdefault(node.target, []).append(entry)
+        elif node.kind == "op":
+            assert node.site is not None
+            self.ops.setdefault(key_of(node.site), {}).setdefault(node.occurrence, []).append(entry)
+            code, offset = node.site.leaf
+            self.leaves.setdefault(id(code), set()).add(offset)
+        else:
+            self.tensors.setdefault(node.target, []).append(entry)
+
+
+def make_plan(root: Frame, entries: Iterable[Entry], custom_frames: Sequence[Frame] = ()) -> FramePlan:
+    """Returns the plan of the root frame for `entries`, in their order, and for the frames with custom graphs."""
+    plan = FramePlan(root)
+    plans = {id(root): plan}
+    for frame in custom_frames:
+        _plan_of(frame, plans)
+    for entry in entries:
+        _plan_of(entry.target.frame, plans).add(entry)
+    return plan
+
+
+def _plan_of(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
+    known = plans.get(id(frame))
+    if known is None:
+        assert frame.parent is not None and frame.call is not None
+        known = plans[id(frame)] = FramePlan(frame)
+        calls = _plan_of(frame.parent, plans).calls.setdefault(id(frame.module), {})
+        calls[frame.call.call_index] = known
+    return known
+
+
+class Callers:
+    """Which frames call which module, in a whole capture."""
+
+    def __init__(self, root: Frame) -> None:
+        self._frames: dict[int, list[Frame]] = {}
+        for frame in root.walk():
+            self._frames.setdefault(id(frame.module), []).append(frame)
+
+    def frames_of(self, module: Module) -> list[Frame]:
+        """Returns the frames of `module`, in order of execution."""
+        return self._frames.get(id(module), [])
+
+    def modules_to_watch(self, plan: FramePlan) -> list[Module]:
+        """Returns the modules whose frames must be seen to tell the frames of `plan` from all others.
+
+        These are the modules of its frames, and whatever else calls one of these: otherwise a call from elsewhere
+        would be taken for one of the calls that the plan counts.
+        """
+        watched: dict[int, Module] = {}
+        for planned in plan.walk():
+            watched[id(planned.frame.module)] = planned.frame.module
+        for module in list(watched.values()):
+            for frame in self.frames_of(module):
+                if frame.parent is not None:
+                    watched.setdefault(id(frame.parent.module), frame.parent.module)
+        return list(watched.values())

@@ -1,0 +1,147 @@
+"""Whether a name still means the same kind of value: other sizes are fine where they follow the inputs' sizes.
+
+Sizes are followed from the inputs through the recorded nodes by their *values*: a dimension of an op's result follows
+the inputs if its size is one that follows the inputs among the op's arguments, and is fixed if it is the size of a
+fixed dimension (of a weight, say). A dimension that is neither is taken to follow the inputs wherever any of the
+arguments does: this check may pass too much, and is only asked when a shape differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
+from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+
+_VIEWS = {"view", "reshape", "unflatten"}
+
+
+def shape_problem(target: Target, shape: torch.Size) -> str | None:
+    """Returns in words how `shape` differs from what was captured, or `None` where it may differ like that."""
+    if not isinstance(target.spec, TensorSpec) or target.spec.shape == shape:
+        return None
+    captured = target.spec.shape
+    if len(captured) != len(shape):
+        return f"it had {len(captured)} dimensions when it was captured, and has {len(shape)} now"
+    following = FollowingSizes().of(target.frame, target.node, target.spec)
+    for position, (then, now) in enumerate(zip(captured, shape, strict=True)):
+        # A dimension of size one is broadcast by the model's own code.
+        if then != now and then != 1 and then not in following:
+            return f"dimension {position} does not follow the inputs' sizes, yet was {then} and is {now} now"
+    return None
+
+
+class FollowingSizes:
+    """Finds, for the nodes of a capture, the sizes that follow the sizes of the inputs."""
+
+    def __init__(self) -> None:
+        self._of_frame: dict[int, dict[int, set[int]]] = {}
+
+    def of(self, frame: Frame, node: Node, spec: TensorSpec) -> set[int]:
+        """Returns the sizes of `spec`, the value of `node`, that follow the inputs."""
+        known = self._frame(frame)
+        return known.get(id(node), set(spec.shape))
+
+    def _frame(self, frame: Frame) -> dict[int, set[int]]:
+        if id(frame) in self._of_frame:
+            return self._of_frame[id(frame)]
+        sizes: dict[int, set[int]] = {}
+        self._of_frame[id(frame)] = sizes
+        for node in frame.nodes:
+            sizes[id(node)] = self._node(frame, node, sizes)
+        return sizes
+
+    def _node(self, frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
+        own = _sizes(node.spec)
+        if node.kind == "input":
+            return self._input(frame, node, own)
+        if node.kind in ("parameter", "buffer", "attribute", "constant"):
+            return set()
+        if node.kind == "output":
+            arguments: list[Ref] = list(_refs(frame.output)) if frame.output is not None else []
+            return own & _union(sizes, arguments) if arguments else own
+        if frame.opaque_reason is not None:
+            return own
+        source = node.element[0] if node.element is not None else node
+        arguments = [*_refs(source.args), *_refs(source.kwargs)]
+        if node.kind == "call":
+            return own & _union(sizes, arguments) | self._called(node, own)
+        return _followed(node, own, arguments, sizes)
+
+    def _input(self, frame: Frame, node: Node, own: set[int]) -> set[int]:
+        if frame.parent is None or frame.call is None:
+            return own
+        # What the caller hands over: any of it, as arguments are not matched to parameters here.
+        outside = self._frame(frame.parent)
+        arguments = [*_refs(frame.call.args), *_refs(frame.call.kwargs)]
+        return own & _union(outside, arguments) if arguments else own
+
+    def _called(self, node: Node, own: set[int]) -> set[int]:
+        if node.frame is None or not node.frame.nodes or node.frame.opaque_reason is not None:
+            return own
+        return own & self._frame(node.frame).get(id(node.frame.output_node), own)
+
+
+def _followed(node: Node, own: set[int], arguments: list[Ref], sizes: dict[int, set[int]]) -> set[int]:
+    following = _union(sizes, arguments)
+    if not following:
+        return set()
+    fixed = {size for ref in arguments for size in _sizes(ref.node.spec)} - following
+    if node.op in _VIEWS and isinstance(node.spec, TensorSpec) and arguments:
+        return _through_view(node, following)
+    return own - fixed
+
+
+def _through_view(node: Node, following: set[int]) -> set[int]:
+    """A view's `-1` is fixed where the other dimensions already take up all that follows the inputs."""
+    assert isinstance(node.spec, TensorSpec)
+    source = node.args[0].node.spec if node.args and isinstance(node.args[0], Ref) else None
+    result = set(node.spec.shape) & following
+    if not isinstance(source, TensorSpec):
+        return set(node.spec.shape)
+    before = math.prod(size for size in source.shape if size in following)
+    after = math.prod(size for size in node.spec.shape if size in following)
+    if before == after:
+        return result
+    literal = _literal_sizes(node)
+    return result | {size for size in node.spec.shape if size not in literal}
+
+
+def _literal_sizes(node: Node) -> set[int]:
+    found: set[int] = set()
+    map_leaves(node.args[1:], lambda leaf: found.add(leaf) if type(leaf) is int else None)
+    return found
+
+
+def _union(sizes: dict[int, set[int]], refs: list[Ref]) -> set[int]:
+    return set().union(*(sizes.get(id(ref.node), set()) for ref in refs)) if refs else set()
+
+
+def _refs(value: Any) -> Iterator[Ref]:
+    found: list[Ref] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            found.append(leaf)
+        elif isinstance(leaf, Structure):
+            for _, child in leaf.children:
+                map_leaves(child, note)
+        return leaf
+
+    map_leaves(list(value) if type(value) is torch.Size else value, note)
+    return iter(found)
+
+
+def _sizes(spec: ValueSpec) -> set[int]:
+    if isinstance(spec, TensorSpec):
+        return set(spec.shape)
+    if isinstance(spec, ContainerSpec):
+        return set().union(*(_sizes(child) for _, _, child in spec.children))
+    value = getattr(spec, "value", None)
+    return {value} if type(value) is int else set()

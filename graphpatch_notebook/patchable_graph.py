@@ -1,0 +1,244 @@
+"""`PatchableGraph`: a model, captured, whose every value can be looked at and patched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture import capture
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.execution import context as contexts
+from graphpatch_notebook.execution.context import ActiveContext, PatchContext
+from graphpatch_notebook.execution.patch_map import entries_of
+from graphpatch_notebook.execution.plan import Callers
+from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
+from graphpatch_notebook.node_path import NodePath
+from graphpatch_notebook.nodes import NodeMap
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.resolution import Target
+
+# What `nn.Module` defines and the model may define anew: always asked of the model.
+_OF_THE_MODEL = (
+    "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
+    "get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
+    "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
+    "share_memory state_dict to to_empty train type xpu zero_grad _apply"
+).split()
+_OWN = {"_module", "_root_frame", "_options", "_callers", "_targets", "_nodes", "_hierarchy", "_custom_frames"}
+
+
+class PatchableGraph(Module):
+    """A model that is used like the model, and whose every intermediate value has a name and can be patched.
+
+    The model runs once, eagerly, on the example inputs; what it does is recorded as a hierarchy of graphs, one for each
+    call of a submodule. The model itself is shared, never copied or changed: without active patches, calling the
+    `PatchableGraph` runs the model's own code. Attributes and methods of the model are reachable through it, and its
+    methods (`generate`, say) run patched inside a patch context.
+
+    Args:
+        module: The model.
+        extraction_options: An `ExtractionOptions`, if given first of the example inputs; else the default ones.
+        *example_args: Example inputs, positional.
+        **example_kwargs: Example inputs, by keyword.
+
+    Raises:
+        CaptureError: The model could not be captured on these inputs.
+        Exception: Whatever the model raises on these inputs.
+
+    Example:
+        >>> import torch
+        >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+        >>> with pg.patch({"output": ZeroPatch()}):
+        ...     print(pg(torch.ones(1, 2)).tolist())
+        [[0.0, 0.0, 0.0]]
+    """
+
+    def __init__(self, module: Module, *example_args: Any, **example_kwargs: Any) -> None:
+        if not isinstance(module, Module):
+            raise TypeError(f"PatchableGraph needs a torch.nn.Module, not {type(module).__name__}")
+        options = ExtractionOptions()
+        if example_args and isinstance(example_args[0], ExtractionOptions):
+            options, *rest = example_args
+            example_args = tuple(rest)
+        super().__init__()
+        state = self.__dict__
+        state["_module"] = module
+        state["_options"] = options
+        state["_root_frame"] = capture(module, options, example_args, example_kwargs)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops all that is derived from the capture, to be derived again when it is needed."""
+        state = self.__dict__
+        state["_targets"] = {}
+        state["_callers"] = state["_nodes"] = state["_hierarchy"] = None
+        state["_custom_frames"] = [frame for frame in self._root_frame.walk() if frame.custom_graph is not None]
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> NodePath:
+        """The root of the hierarchy, as a `NodePath`: tab completes its children, its repr is the tree.
+
+        Example:
+            >>> import torch
+            >>> PatchableGraph(torch.nn.ReLU(), torch.ones(2)).graph
+            <root>: CompiledGraphModule
+            ├─input: Tensor(2)
+            ├─relu: Tensor(2)
+            └─output: Tensor(2)
+        """
+        return NodePath(self._root_frame, self._code_of)
+
+    @property
+    def nodes(self) -> NodeMap:
+        """A read-only mapping of every patchable path to its `NodeMeta`, in execution order."""
+        if self.__dict__["_nodes"] is None:
+            self.__dict__["_nodes"] = NodeMap(self._root_frame)
+        return self.__dict__["_nodes"]  # type: ignore[no-any-return]
+
+    @property
+    def _graph_module(self) -> GraphModule:
+        """The hierarchy of graph modules, callable like the model."""
+        if self.__dict__["_hierarchy"] is None:
+            self.__dict__["_hierarchy"] = build_hierarchy(self._root_frame)
+        return self.__dict__["_hierarchy"]  # type: ignore[no-any-return]
+
+    def _code_of(self, frame: Frame) -> str:
+        found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)
+        assert isinstance(found, CompiledGraphModule)
+        return found.code
+
+    # -- patching ------------------------------------------------------------------------------------------------------
+
+    def patch(
+        self, patch_map: Mapping[str | NodePath, Patch[Any] | Sequence[Patch[Any]]], *, strict: bool = False
+    ) -> PatchContext:
+        """Returns a context manager in which calls of this object, and of its methods, run with these patches.
+
+        Several patches on one path run in order. Contexts nest and add up: patches of inner ones run after those of
+        outer ones. A context holds for the thread (or task) that entered it. Calls of the original model are never
+        affected, and after the block the model is as it was.
+
+        Args:
+            patch_map: From node paths (strings or `NodePath`s) to a patch or a list of patches.
+            strict: Whether a patch that never fires during a call is an error rather than a warning.
+
+        Raises:
+            UnknownPathError: On entry; a `KeyError`. The message names all that is wrong with the patch map.
+            PatchMapError: On entry; a `ValueError`. Likewise, where all paths exist.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+            >>> with pg.patch({"relu": [AddPatch(value=1.0), probe := ProbePatch()]}):
+            ...     _ = pg(torch.ones(2))
+            >>> probe.activation
+            tensor([2., 2.])
+        """
+
+        def activate() -> ActiveContext:
+            entries = entries_of(self._root_frame, patch_map, self.__dict__["_targets"])
+            return self._enter(entries, strict)
+
+        return PatchContext(activate)
+
+    def _enter(self, entries: Sequence[Any], is_strict: bool = False) -> ActiveContext:
+        if self.__dict__["_callers"] is None:
+            self.__dict__["_callers"] = Callers(self._root_frame)
+        return contexts.enter(
+            self, self._module, self._root_frame, entries, self._callers, self._custom_frames, is_strict
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model, with the active patches if there are any."""
+        return self._call(self._module, args, kwargs)
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = contexts.innermost(self)
+        if context is not None:
+            return contexts.call(context, function, args, kwargs)
+        if not self._custom_frames:
+            return function(*args, **kwargs)
+        context = self._enter(())
+        try:
+            return contexts.call(context, function, args, kwargs)
+        finally:
+            contexts.leave(context)
+
+    # -- being the model -----------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN or "_module" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        value = getattr(self._module, name)
+        if inspect.ismethod(value) and value.__self__ is self._module:
+
+            @functools.wraps(value)
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return self._call(value, args, kwargs)
+
+            return method
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or isinstance(getattr(type(self), name, None), property) and name != "training":
+            raise AttributeError(f"{name!r} of a PatchableGraph cannot be set")
+        if "_module" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._module)})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
+        result = object.__new__(type(self))
+        memo[id(self)] = result
+        derived = {"_targets", "_callers", "_nodes", "_hierarchy", "_custom_frames"}
+        # The model first: the records of the capture refer to it, not the other way round.
+        result.__dict__["_module"] = copy.deepcopy(self._module, memo)
+        for name, value in self.__dict__.items():
+            if name not in derived and name != "_module":
+                result.__dict__[name] = copy.deepcopy(value, memo)
+        result._forget()
+        return result
+
+    def __repr__(self) -> str:
+        inside = repr(self._graph_module).replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n  (_graph_module): {inside}\n)"
+
+
+def _asked_of_the_model(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(Module, name))
+    def method(self: PatchableGraph, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self._module, name)(*args, **kwargs)
+        return self if result is self._module else result
+
+    return method
+
+
+for _name in _OF_THE_MODEL:
+    if hasattr(Module, _name):  # not every version of torch has all of them
+        setattr(PatchableGraph, _name, _asked_of_the_model(_name))
+
+
+def _training(self: PatchableGraph) -> bool:
+    return self._module.training
+
+
+def _set_training(self: PatchableGraph, value: bool) -> None:
+    if "_module" in self.__dict__:
+        self._module.training = value
+
+
+PatchableGraph.training = property(_training, _set_training)  # type: ignore[assignment]

@@ -1,0 +1,156 @@
+"""Places in a capture, and how one leads to the next: what `NodePath` wears its attributes over."""
+
+from __future__ import annotations
+
+import keyword
+from dataclasses import dataclass
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment
+from graphpatch_notebook.resolution import Unresolvable, nearest_paths, parse
+from graphpatch_notebook.tree import Entry, LabelOf, frame_entry, is_shown, spec_entry
+from graphpatch_notebook.values import ContainerSpec, ValueSpec
+
+
+class UnknownChildError(UnknownPathError, AttributeError):
+    """A graph, a node or a container has no such child."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A graph, a node, or a value inside the container that a node holds.
+
+    Attributes:
+        root: The root frame of the capture.
+        names: The names that lead to the node.
+        dig: The keys, as paths write them, that lead into the node's value.
+        frame: The frame that the node is in; the root frame for the root.
+        node: The node; `None` for the root.
+        graph: The frame that this place *is*, if it is a graph.
+        spec: What was recorded of the value, if it is none.
+    """
+
+    root: Frame
+    names: tuple[str, ...]
+    dig: tuple[str, ...]
+    frame: Frame
+    node: Node | None
+    graph: Frame | None
+    spec: ValueSpec | None
+
+    @classmethod
+    def of_root(cls, root: Frame) -> Place:
+        """Returns the place of the root graph."""
+        return cls(root, (), (), root, None, root, None)
+
+    @property
+    def path(self) -> str:
+        """The text of the path that leads here; empty for the root."""
+        return format_path(self.names, self.dig)
+
+    @property
+    def last_name(self) -> str:
+        """The end of the path, as a path writes it."""
+        return format_segment((*self.names, *self.dig)[-1]) if self.names else "<root>"
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return repr(self.path) if self.names else "the root graph"
+
+    def child(self, name: str) -> Place | None:
+        """Returns the child called `name`, if there is one."""
+        if self.graph is not None:
+            if (node := self.graph.names.get(name)) is None:
+                return None
+            graph = node.frame if node.kind == "call" else None
+            spec = node.spec if graph is None else None
+            return Place(self.root, (*self.names, name), (), self.graph, node, graph, spec)
+        if isinstance(self.spec, ContainerSpec) and (found := self.spec.child(name)):
+            return Place(self.root, self.names, (*self.dig, name), self.frame, self.node, None, found[1])
+        return None
+
+    def children(self) -> list[str]:
+        """Returns the names of the children, without plumbing and constants.
+
+        Inputs that the example did not have are there, though the tree leaves them out: they can be patched.
+        """
+        if self.graph is not None:
+            nodes = self.graph.nodes
+            return [n.name for n in nodes if is_shown(n) or (n.kind == "input" and not n.is_plumbing)]
+        return [text for text, _, _ in self.spec.children] if isinstance(self.spec, ContainerSpec) else []
+
+    def below(self, *names: str) -> Place:
+        """Returns the place to which `names` lead from here, one child after the other.
+
+        Raises:
+            UnknownChildError: There is no such child; the message names the nearest paths.
+        """
+        here = self
+        for position, name in enumerate(names):
+            if (child := here.child(name)) is None:
+                raise here._unknown(names[position:])
+            here = child
+        return here
+
+    def at(self, key: str | int) -> Place:
+        """Returns the place that `key` names: a child, a path from here on, or a position in a sequence.
+
+        Raises:
+            UnknownChildError: There is none.
+        """
+        if isinstance(key, int):
+            return self._at_position(key)
+        if not isinstance(key, str):
+            raise TypeError(f"a child is named by a text or a position, not by {key!r}")
+        if (child := self.child(key)) is not None:
+            return child
+        try:
+            parsed = parse(key)
+        except Unresolvable as problem:
+            raise UnknownChildError(problem.message) from None
+        here = self.below(*parsed.names)
+        if parsed.dig and here.graph is not None:
+            raise UnknownChildError(f"{here.title} is a graph, not a container: its children follow a dot, not '|'")
+        return here.below(*parsed.dig)
+
+    def _at_position(self, position: int) -> Place:
+        if not isinstance(self.spec, ContainerSpec):
+            raise UnknownChildError(f"{self.title} is no container: it has no position {position}")
+        wanted = position + len(self.spec.children) if position < 0 else position
+        found = (text for text, key, _ in self.spec.children if type(key) is int and key == wanted)
+        return self.below(next(found, f"sub_{position}"))
+
+    def _unknown(self, names: tuple[str, ...]) -> UnknownChildError:
+        message = f"{self.title} has no child {names[0]!r}"
+        if isinstance(self.spec, ContainerSpec):
+            return UnknownChildError(f"{message}; it has {', '.join(map(repr, self.children())) or 'none'}")
+        if self.graph is None:
+            return UnknownChildError(f"{message}: it is a value, {self.spec}")
+        close = nearest_paths(self.root, ParsedPath((*self.names, *names)))
+        return UnknownChildError(f"{message}; nearest: {', '.join(map(repr, close))}" if close else message)
+
+    def python(self) -> str:
+        """Returns the Python expression that leads here from a `PatchableGraph` called `pg`."""
+        return python_path("pg.graph", (*self.names, *self.dig))
+
+    def entry(self, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> Entry:
+        """Returns the entry of this place in the tree."""
+        if self.graph is not None:
+            return frame_entry(self.graph, self.last_name, show_plumbing=show_plumbing, label_of=label_of)
+        assert self.spec is not None  # what is no graph has a value
+        return spec_entry(self.spec, self.last_name, show_all=show_plumbing, label_of=label_of)
+
+
+def python_path(start: str, names: tuple[str, ...]) -> str:
+    """Returns the Python expression that leads along `names`, from the expression `start`.
+
+    Example:
+        >>> python_path("pg.graph", ("h_0", "lambda", "_code"))
+        "pg.graph.h_0['lambda']['_code']"
+    """
+    for name in names:
+        is_attribute = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
+        start += f".{name}" if is_attribute else f"[{name!r}]"
+    return start

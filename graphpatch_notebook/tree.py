@@ -1,0 +1,368 @@
+"""The tree of a capture, as text: which nodes are shown, what is folded where there are too many, and how it is drawn.
+
+Frame or ValueSpec
+  -> Entry             a node, its label, its children    (`frame_entry`, `spec_entry`)
+  -> Line ...          cut to a number of lines           (`tree_lines`)
+  -> str, rich, HTML                                      (`plain`, `coloured`, `rich_text`, `html`)
+"""
+
+from __future__ import annotations
+
+import html as html_module
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.paths import format_segment
+from graphpatch_notebook.resolution import graph_class
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+MAX_LINES = 200
+_LONGEST_PERIOD = 12
+
+Style: TypeAlias = Literal["name", "graph", "tensor", "container", "number", "object", "note", "line"]
+LabelOf: TypeAlias = Callable[[ValueSpec], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One node of the tree.
+
+    Attributes:
+        name: Its name, as a path writes it.
+        label: What stands behind the name.
+        style: What colour the label has.
+        children: The nodes below it.
+        size: How many entries there are from here on down.
+        pattern: Equal for entries that look the same but for their own name.
+    """
+
+    name: str
+    label: str
+    style: Style
+    children: tuple[Entry, ...] = ()
+    size: int = field(init=False)
+    pattern: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", 1 + sum(child.size for child in self.children))
+        inside = tuple((child.name, child.pattern) for child in self.children)
+        object.__setattr__(self, "pattern", hash((self.label, inside)))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the tree, in parts that may have colours of their own."""
+
+    branch: str
+    name: str
+    label: str
+    style: Style
+    note: str = ""
+
+    def parts(self) -> list[tuple[str, Style]]:
+        """Returns the texts that make up the line."""
+        label = f": {self.label}" if self.label and self.name else self.label
+        return [
+            p for p in ((self.branch, "line"), (self.name, "name"), (label, self.style), (self.note, "note")) if p[0]
+        ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> Entry:
+    """Returns the entry of a frame with all that the tree shows of it.
+
+    Args:
+        frame: The frame.
+        name: What it is called there.
+        show_plumbing: Show also what only carries sizes, constants, and inputs that the example did not have.
+        label_of: From what was recorded of a value to its label; the default is the one of the tree. With it graphs
+            have no label.
+    """
+    entries = (_node_entry(node, show_plumbing, label_of) for node in frame.nodes if show_plumbing or is_shown(node))
+    return Entry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
+
+
+def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> Entry:
+    name = format_segment(node.name)
+    if node.kind == "call" and node.frame is not None:
+        return frame_entry(node.frame, name, show_plumbing=show_plumbing, label_of=label_of)
+    if node.kind == "call":
+        return Entry(name, "" if label_of else graph_class(None), "graph")
+    return spec_entry(node.spec, name, show_all=show_plumbing, label_of=label_of)
+
+
+def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> Entry:
+    """Returns the entry of a value: containers opened, without the `None`s, strings and the like (unless `show_all`)."""
+    inside: Iterable[Entry] = ()
+    if isinstance(spec, ContainerSpec):
+        inside = (
+            spec_entry(child, format_segment(text), show_all=show_all, label_of=label_of)
+            for text, _, child in spec.children
+            if show_all or not is_clutter(child)
+        )
+    return Entry(name, (label_of or str)(spec), _style_of(spec), tuple(inside))
+
+
+def is_shown(node: Node) -> bool:
+    """Whether the tree shows `node` without being asked to."""
+    if node.kind in ("call", "output"):
+        return True
+    return not node.is_plumbing and node.kind != "constant" and not is_clutter(node.spec)
+
+
+def is_clutter(spec: ValueSpec) -> bool:
+    """Whether there is nothing at all in the value that somebody would look at or patch."""
+    if isinstance(spec, ContainerSpec):
+        return all(is_clutter(child) for _, _, child in spec.children)
+    return isinstance(spec, ScalarSpec) and not spec.is_number
+
+
+def _style_of(spec: ValueSpec) -> Style:
+    if isinstance(spec, TensorSpec):
+        return "tensor"
+    if isinstance(spec, ContainerSpec):
+        return "container"
+    return "object" if isinstance(spec, ObjectSpec) or not spec.is_number else "number"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is folded
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a line stands for: an entry, or a run of entries that look like earlier ones."""
+
+    entry: Entry
+    note: str = ""
+    run: tuple[Entry, ...] = ()
+    rows: list[_Row] = field(default_factory=list)
+    is_folded: bool = False
+
+
+def tree_lines(entry: Entry, *, path: str, max_lines: int | None = MAX_LINES, depth: int | None = None) -> list[Line]:
+    """Returns the lines of the tree of `entry`.
+
+    A tree of more than `max_lines` is cut: runs of graphs that look the same are folded into one line, then the
+    deepest graphs are closed, and the last line says how to see more.
+
+    Args:
+        entry: The root of the tree.
+        path: How Python reaches it (`pg.graph.h_0`), for that last line.
+        max_lines: The most lines that there may be; `None` for all.
+        depth: How many levels below the root to open; `None` for all.
+    """
+    is_whole = depth is None and (max_lines is None or entry.size <= max_lines)
+    top = _Row(entry)
+    if is_whole:
+        _open_wholly(top)
+    else:
+        _open_breadth_first(top, max_lines, depth)
+    lines: list[Line] = []
+    _draw(top, "", "", lines)
+    if not is_whole and (hidden := entry.size - len(lines) + _stand_in_lines(top)) > 0:
+        lines.append(Line("", "", "", "note", _how_to_see_more(top, path, hidden)))
+    return lines
+
+
+def _open_wholly(row: _Row) -> None:
+    row.rows = [_Row(child) for child in row.entry.children]
+    for child in row.rows:
+        _open_wholly(child)
+
+
+def _open_breadth_first(top: _Row, max_lines: int | None, depth: int | None) -> None:
+    # The levels near the root say most: they are opened first, and what does not fit any more stays closed.
+    queue = deque([(top, 0)])
+    left = float("inf") if max_lines is None else max_lines - 2
+    while queue:
+        row, level = queue.popleft()
+        if row.run or not row.entry.children:
+            continue
+        rows = _folded_runs(row.entry.children) if max_lines is not None else [_Row(c) for c in row.entry.children]
+        if depth is not None and level >= depth:
+            rows = []
+        elif level == 0 and len(rows) > left:
+            rows = _without_middle(rows, int(left))
+        if not rows or len(rows) > left:
+            row.is_folded, row.note = True, f" … {row.entry.size - 1:,} nodes"
+            continue
+        left -= len(rows)
+        row.rows = rows
+        queue.extend((child, level + 1) for child in rows)
+
+
+def _folded_runs(entries: Sequence[Entry]) -> list[_Row]:
+    """Returns a row for each entry, but one row for all repetitions of a group of entries that holds a graph."""
+    keys = [(re.sub(r"_?\d+$", "", e.name), e.pattern) for e in entries]
+    rows: list[_Row] = []
+    at = 0
+    while at < len(entries):
+        period, times = _repetition(keys, entries, at)
+        rows += map(_Row, entries[at : at + period])
+        if times > 1:
+            again = tuple(entries[at + period : at + period * times])
+            rows.append(_Row(again[0], run=again, note=_run_note(entries[at : at + period], again)))
+        at += period * times
+    return rows
+
+
+def _repetition(keys: Sequence[tuple[str, int]], entries: Sequence[Entry], at: int) -> tuple[int, int]:
+    """Returns the length of the group of entries that repeats itself from `at` on, and how often it is there."""
+    for period in range(1, _LONGEST_PERIOD + 1):
+        group = keys[at : at + period]
+        if not any(entry.style == "graph" for entry in entries[at : at + period]):
+            continue
+        times = 1
+        while keys[at + period * times : at + period * (times + 1)] == group:
+            times += 1
+        if times > 1:
+            return period, times
+    return 1, 1
+
+
+def _run_note(group: Sequence[Entry], again: Sequence[Entry]) -> str:
+    times = len(again) // len(group)
+    same = f"(same as {group[0].name}{' … ' + group[-1].name if len(group) > 1 else ''})"
+    if len(group) > 1:
+        return f"{again[0].name} … {again[-1].name}: {times} × {same}"
+    label = f"{group[0].label} " if group[0].label else ""
+    if times == 1:
+        return f"{again[0].name}: {label}{same}"
+    return f"{again[0].name} … {again[-1].name}: {times} × {label}{same}"
+
+
+def _without_middle(rows: list[_Row], most: int) -> list[_Row]:
+    tail = most // 4
+    gap = rows[most - tail - 1 : len(rows) - tail]
+    entries = tuple(entry for row in gap for entry in (row.run or (row.entry,)))
+    return [
+        *rows[: most - tail - 1],
+        _Row(entries[0], run=entries, note=f"… {len(entries):,} nodes"),
+        *rows[len(rows) - tail :],
+    ]
+
+
+def _stand_in_lines(row: _Row) -> int:
+    return bool(row.run) + sum(map(_stand_in_lines, row.rows))
+
+
+def _how_to_see_more(top: _Row, path: str, hidden: int) -> str:
+    more = f"… {hidden:,} more node{'s' * (hidden != 1)}: "
+    closed = _first_closed(top)
+    if closed:
+        return f"{more}{_reached(path, closed)} shows a subtree, pg.nodes lists all"
+    return f"{more}{path}._tree(max_lines=None) shows them, pg.nodes lists all"
+
+
+def _first_closed(row: _Row) -> tuple[str, ...] | None:
+    """Returns the names that lead to the first closed graph below `row`."""
+    for child in row.rows:
+        if (child.is_folded or child.run) and child.entry.style == "graph":
+            return (child.entry.name,)
+        if (below := _first_closed(child)) is not None:
+            return (child.entry.name, *below)
+    return None
+
+
+def _reached(path: str, names: tuple[str, ...]) -> str:
+    import keyword
+
+    for name in names:
+        is_attribute = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
+        path += f".{name}" if is_attribute else f"[{name!r}]"
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How it is drawn
+
+
+def _draw(row: _Row, branch: str, indent: str, lines: list[Line]) -> None:
+    entry = row.entry
+    lines.append(
+        Line(branch, "", row.note, "note") if row.run else Line(branch, entry.name, entry.label, entry.style, row.note)
+    )
+    for position, child in enumerate(row.rows):
+        is_last = position == len(row.rows) - 1
+        _draw(child, indent + ("└─" if is_last else "├─"), indent + ("  " if is_last else "│ "), lines)
+
+
+_ANSI: dict[Style, str] = {
+    "name": "",
+    "graph": "\x1b[1;36m",
+    "tensor": "\x1b[32m",
+    "container": "\x1b[33m",
+    "number": "\x1b[35m",
+    "object": "\x1b[35m",
+    "note": "\x1b[2m",
+    "line": "\x1b[2m",
+}
+_RICH: dict[Style, str] = {
+    "name": "",
+    "graph": "bold cyan",
+    "tensor": "green",
+    "container": "yellow",
+    "number": "magenta",
+    "object": "magenta",
+    "note": "dim",
+    "line": "dim",
+}
+# Readable on white and on black: contrast of at least 4 to both.
+_CSS: dict[Style, str] = {
+    "name": "",
+    "graph": "color:#2c7fb8;font-weight:600",
+    "tensor": "color:#3a8a4d",
+    "container": "color:#a06a1c",
+    "number": "color:#a05aa8",
+    "object": "color:#a05aa8",
+    "note": "opacity:.7",
+    "line": "opacity:.5",
+}
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """Returns the tree as text."""
+    return "\n".join("".join(text for text, _ in line.parts()) for line in lines)
+
+
+def coloured(lines: Iterable[Line]) -> str:
+    """Returns the tree as text for a terminal, coloured by ANSI codes."""
+    return "\n".join("".join(_ansi(*part) for part in line.parts()) for line in lines)
+
+
+def _ansi(text: str, style: Style) -> str:
+    return f"{_ANSI[style]}{text}\x1b[0m" if _ANSI[style] else text
+
+
+def rich_text(lines: Iterable[Line]) -> Text:
+    """Returns the tree as a `rich.text.Text`; imports rich."""
+    from rich.text import Text
+
+    parts: list[tuple[str, str]] = []
+    for line in lines:
+        if parts:
+            parts.append(("\n", ""))
+        parts += [(text, _RICH[style]) for text, style in line.parts()]
+    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
+def html(lines: Iterable[Line]) -> str:
+    """Returns the tree as HTML that needs no style sheet; all text is escaped."""
+    body = "\n".join("".join(_span(*part) for part in line.parts()) for line in lines)
+    return f'<pre style="line-height:1.25;white-space:pre;overflow-x:auto">{body}</pre>'
+
+
+def _span(text: str, style: Style) -> str:
+    escaped = html_module.escape(text)
+    return f'<span style="{_CSS[style]}">{escaped}</span>' if _CSS[style] else escaped
