@@ -6,6 +6,7 @@ model sees. One object may stand on several nodes, and in several contexts, at o
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -265,10 +266,9 @@ def _used_by(part: Any) -> int:
         return part.dim() if part.dtype in (torch.bool, torch.uint8) else 1
     if isinstance(part, (int, slice)) or hasattr(part, "__index__"):
         return 1
-    if isinstance(part, Sequence) and not isinstance(part, (str, bytes)):
-        return _used_by(torch.as_tensor(part))
-    if hasattr(part, "__array__"):
-        return _used_by(torch.as_tensor(part))
+    if hasattr(part, "__array__") or (isinstance(part, Sequence) and not isinstance(part, (str, bytes))):
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):
+            return _used_by(torch.as_tensor(part))
     raise TypeError(f"slice {part!r} cannot index a tensor; use ints, slices, ..., None, tensors, or a tuple of these")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import keyword
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,19 @@ def _read_segment(text: str, position: int) -> tuple[str, int]:
     if match := _PLAIN.match(text, position):
         return match.group(), match.end()
     raise ValueError(f"not a node path: {text!r} (a name is missing at position {position})")
+
+
+def python_path(start: str, names: Iterable[str]) -> str:
+    """Returns the Python expression that leads along `names`, from the expression `start` for a `NodePath`.
+
+    Example:
+        >>> python_path("pg.graph", ["h_0", "lambda", "_code"])
+        "pg.graph.h_0['lambda']['_code']"
+    """
+    for name in names:
+        is_attribute = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
+        start += f".{name}" if is_attribute else f"[{name!r}]"
+    return start
 
 
 def nearest(text: str, candidates: Sequence[str], count: int = 3) -> list[str]:

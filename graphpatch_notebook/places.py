@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import keyword
 from dataclasses import dataclass
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.paths import ParsedPath, format_path, format_segment
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, python_path
 from graphpatch_notebook.resolution import Unresolvable, nearest_paths, parse
 from graphpatch_notebook.tree import Entry, LabelOf, frame_entry, is_shown, spec_entry
 from graphpatch_notebook.values import ContainerSpec, ValueSpec
@@ -141,16 +140,3 @@ class Place:
             return frame_entry(self.graph, self.last_name, show_plumbing=show_plumbing, label_of=label_of)
         assert self.spec is not None  # what is no graph has a value
         return spec_entry(self.spec, self.last_name, show_all=show_plumbing, label_of=label_of)
-
-
-def python_path(start: str, names: tuple[str, ...]) -> str:
-    """Returns the Python expression that leads along `names`, from the expression `start`.
-
-    Example:
-        >>> python_path("pg.graph", ("h_0", "lambda", "_code"))
-        "pg.graph.h_0['lambda']['_code']"
-    """
-    for name in names:
-        is_attribute = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
-        start += f".{name}" if is_attribute else f"[{name!r}]"
-    return start

@@ -36,7 +36,7 @@ class Target:
     spec: ValueSpec
 
 
-class Unresolvable(Exception):
+class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
     """A node path means no value that can be patched (caught inside the package, which adds the context).
 
     Attributes:
@@ -66,9 +66,9 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
         if node.frame is None or node.kind != "call":
             if rest:
                 raise _beyond_node(root, frame, node, rest, parsed)
-            return _dug(root, frame, node, parsed)
+            return _dug(frame, node, parsed)
         frame = node.frame
-    raise _stops_at_graph(root, frame, parsed)
+    raise _stops_at_graph(frame, parsed)
 
 
 def parse(text: str) -> ParsedPath:
@@ -100,7 +100,7 @@ def graph_class(frame: Frame | None) -> str:
 # Into a container
 
 
-def _dug(root: Frame, frame: Frame, node: Node, parsed: ParsedPath) -> Target:
+def _dug(frame: Frame, node: Node, parsed: ParsedPath) -> Target:
     if not is_patchable(node):
         raise Unresolvable(_why_not_patchable(node, format_path(parsed.names)))
     keys: list[Key] = []
@@ -122,7 +122,10 @@ def _dug(root: Frame, frame: Frame, node: Node, parsed: ParsedPath) -> Target:
 
 def _why_not_patchable(node: Node, path: str) -> str:
     if node.kind == "constant":
-        return f"{path!r} is a constant in the code of the model, not a value that its run makes; patch the node that uses it"
+        return (
+            f"{path!r} is a constant in the code of the model, not a value that its run makes; "
+            "patch the node that uses it"
+        )
     return (
         f"{path!r} is arithmetic on sizes, which happens in plain Python, out of sight of a patch; "
         "patch a tensor that is made from it"
@@ -199,7 +202,7 @@ def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], di
             yield from _respelled(call.frame, (*before, call.name), names[len(attributes) :], dig)
 
 
-def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvable:
+def _stops_at_graph(frame: Frame, parsed: ParsedPath) -> Unresolvable:
     path = format_path(parsed.names) or "<root>"
     if parsed.dig and parsed.dig[0] in frame.names:
         meant = format_path((*parsed.names, parsed.dig[0]), parsed.dig[1:])
@@ -226,7 +229,7 @@ def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], p
     path, meant = format_path(names), ParsedPath(names, (*rest, *parsed.dig))
     asked = str(parsed)
     try:
-        hint = f"did you mean {_dug(root, frame, node, meant).path!r}?"
+        hint = f"did you mean {_dug(frame, node, meant).path!r}?"
     except Unresolvable as problem:
         if isinstance(node.spec, ContainerSpec):
             hint = f"a dot does not lead into a container, write {str(meant)!r} ({problem.message})"

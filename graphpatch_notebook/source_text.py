@@ -41,9 +41,9 @@ def code_text(place: Place, code_of: Callable[[Frame], str]) -> CodeText:
 def _value_text(node: Node, frame: Frame) -> str:
     if lines := _lines(node):
         return lines
-    title = f"{node.kind.capitalize()} {str(node.target)!r} of {type(frame.module).__name__}"
-    if node.kind == "output":
-        title = f"Output of {type(frame.module).__name__}"
+    has_target = node.kind in ("input", "parameter", "buffer", "attribute")
+    name = "" if node.kind == "output" else f" {(str(node.target) if has_target else node.op)!r}"
+    title = f"{node.kind.capitalize()}{name} of {type(frame.module).__name__}"
     line = _signature_line(frame.module, node) if node.kind in ("input", "output") else None
     return f"{title}\n{line}" if line else title
 

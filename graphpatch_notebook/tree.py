@@ -11,12 +11,12 @@ from __future__ import annotations
 import html as html_module
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.paths import format_segment
+from graphpatch_notebook.paths import format_segment, python_path
 from graphpatch_notebook.resolution import graph_class
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MAX_LINES = 200
-_LONGEST_PERIOD = 12
+# Groups of up to so many nodes are looked for that repeat themselves (layers with the ops between them, loops).
+_LONGEST_PERIOD = 24
+# Ops without a graph between them are folded only in a graph of so many nodes, and from so many repetitions on.
+_LONG_GRAPH, _MANY_TIMES = 40, 4
 
 Style: TypeAlias = Literal["name", "graph", "tensor", "container", "number", "object", "note", "line"]
 LabelOf: TypeAlias = Callable[[ValueSpec], str]
@@ -102,7 +105,7 @@ def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> En
 
 
 def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> Entry:
-    """Returns the entry of a value: containers opened, without the `None`s, strings and the like (unless `show_all`)."""
+    """Returns the entry of a value: containers opened, without `None`s, strings and the like (unless `show_all`)."""
     inside: Iterable[Entry] = ()
     if isinstance(spec, ContainerSpec):
         inside = (
@@ -190,12 +193,12 @@ def _open_breadth_first(top: _Row, max_lines: int | None, depth: int | None) -> 
         if row.run or not row.entry.children:
             continue
         rows = _folded_runs(row.entry.children) if max_lines is not None else [_Row(c) for c in row.entry.children]
-        if depth is not None and level >= depth:
+        if depth is not None and level >= depth and row.entry.style == "graph":
             rows = []
         elif level == 0 and len(rows) > left:
             rows = _without_middle(rows, int(left))
         if not rows or len(rows) > left:
-            row.is_folded, row.note = True, f" … {row.entry.size - 1:,} nodes"
+            row.is_folded, row.note = True, f" … {_nodes(row.entry.size - 1)}"
             continue
         left -= len(rows)
         row.rows = rows
@@ -203,12 +206,13 @@ def _open_breadth_first(top: _Row, max_lines: int | None, depth: int | None) -> 
 
 
 def _folded_runs(entries: Sequence[Entry]) -> list[_Row]:
-    """Returns a row for each entry, but one row for all repetitions of a group of entries that holds a graph."""
+    """Returns a row for each entry, but one row for all repetitions of a group of entries."""
     keys = [(re.sub(r"_?\d+$", "", e.name), e.pattern) for e in entries]
+    has_graph = [entry.style == "graph" for entry in entries]
     rows: list[_Row] = []
     at = 0
     while at < len(entries):
-        period, times = _repetition(keys, entries, at)
+        period, times = _repetition(keys, has_graph, at)
         rows += map(_Row, entries[at : at + period])
         if times > 1:
             again = tuple(entries[at + period : at + period * times])
@@ -217,16 +221,16 @@ def _folded_runs(entries: Sequence[Entry]) -> list[_Row]:
     return rows
 
 
-def _repetition(keys: Sequence[tuple[str, int]], entries: Sequence[Entry], at: int) -> tuple[int, int]:
+def _repetition(keys: Sequence[tuple[str, int]], has_graph: Sequence[bool], at: int) -> tuple[int, int]:
     """Returns the length of the group of entries that repeats itself from `at` on, and how often it is there."""
-    for period in range(1, _LONGEST_PERIOD + 1):
+    for period in range(1, min(_LONGEST_PERIOD, (len(keys) - at) // 2) + 1):
         group = keys[at : at + period]
-        if not any(entry.style == "graph" for entry in entries[at : at + period]):
-            continue
         times = 1
         while keys[at + period * times : at + period * (times + 1)] == group:
             times += 1
-        if times > 1:
+        if times > 1 and any(has_graph[at : at + period]):
+            return period, times
+        if times >= _MANY_TIMES and len(keys) >= _LONG_GRAPH:
             return period, times
     return 1, 1
 
@@ -248,7 +252,7 @@ def _without_middle(rows: list[_Row], most: int) -> list[_Row]:
     entries = tuple(entry for row in gap for entry in (row.run or (row.entry,)))
     return [
         *rows[: most - tail - 1],
-        _Row(entries[0], run=entries, note=f"… {len(entries):,} nodes"),
+        _Row(entries[0], run=entries, note=f"… {_nodes(len(entries))}"),
         *rows[len(rows) - tail :],
     ]
 
@@ -258,30 +262,23 @@ def _stand_in_lines(row: _Row) -> int:
 
 
 def _how_to_see_more(top: _Row, path: str, hidden: int) -> str:
-    more = f"… {hidden:,} more node{'s' * (hidden != 1)}: "
-    closed = _first_closed(top)
-    if closed:
-        return f"{more}{_reached(path, closed)} shows a subtree, pg.nodes lists all"
+    more = f"… {_nodes(hidden, 'more ')}: "
+    closed = max(_closed(top), key=lambda found: found[1], default=None)
+    if closed is not None:
+        return f"{more}{python_path(path, closed[0])} shows a subtree, pg.nodes lists all"
     return f"{more}{path}._tree(max_lines=None) shows them, pg.nodes lists all"
 
 
-def _first_closed(row: _Row) -> tuple[str, ...] | None:
-    """Returns the names that lead to the first closed graph below `row`."""
+def _closed(row: _Row) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields, for each closed graph below `row`, the names that lead to it and its size."""
     for child in row.rows:
-        if (child.is_folded or child.run) and child.entry.style == "graph":
-            return (child.entry.name,)
-        if (below := _first_closed(child)) is not None:
-            return (child.entry.name, *below)
-    return None
+        closed = child.run or ((child.entry,) if child.is_folded else ())
+        yield from (((entry.name,), entry.size) for entry in closed if entry.style == "graph")
+        yield from (((child.entry.name, *names), size) for names, size in _closed(child))
 
 
-def _reached(path: str, names: tuple[str, ...]) -> str:
-    import keyword
-
-    for name in names:
-        is_attribute = name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
-        path += f".{name}" if is_attribute else f"[{name!r}]"
-    return path
+def _nodes(count: int, which: str = "") -> str:
+    return f"{count:,} {which}node{'s' * (count != 1)}"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ A container is a tuple, list, dict, namedtuple, dataclass, or a transformers `Mo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 Key: TypeAlias = Any
 """How a child is taken out of its container: by position (int), or by key or field name."""
@@ -43,7 +44,9 @@ class ScalarSpec:
         return isinstance(self.value, (bool, int, float, complex))
 
     def __str__(self) -> str:
-        return f"{type(self.value).__name__}({self.value})" if self.is_number else type(self.value).__name__
+        # Six digits tell numbers apart; more only fill the tree.
+        shown = float(f"{self.value:.6g}") if isinstance(self.value, float) else self.value
+        return f"{type(self.value).__name__}({shown})" if self.is_number else type(self.value).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,8 @@ def describe(value: Any) -> ValueSpec:
     """Returns what is known of `value` without keeping it."""
     if isinstance(value, Tensor):
         name = "Tensor" if type(value) in (Tensor, torch.nn.Parameter) else type(value).__name__
+        if is_lazy(value):  # a lazy module's parameter that has no shape yet
+            return ObjectSpec(name)
         return TensorSpec(value.shape, value.dtype, value.device, name)
     if value is None or isinstance(value, _PLAIN):
         return ScalarSpec(_plain_number(value))
@@ -173,3 +178,36 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 def _plain_number(value: Any) -> Any:
     # Capture counts sizes with a subclass of int that must not outlive it.
     return int(value) if isinstance(value, int) and type(value) is not int and not isinstance(value, bool) else value
+
+
+def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
+    """Returns a container of class `kind` with `items` at `keys`, as `children` took them out of such a container.
+
+    No constructor of the class runs where it could change what it is given: a `ModelOutput` comes back with just the
+    fields that it had, also where the class requires others (these are `None`).
+
+    Example:
+        >>> from collections import OrderedDict
+        >>> rebuilt(OrderedDict, ["a", "b"], [1, None])
+        OrderedDict([('a', 1), ('b', None)])
+    """
+    result: Any
+    if issubclass(kind, (tuple, list)):
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    plain_keys = [key.key if isinstance(key, _DictKey) else key for key in keys]
+    if dataclasses.is_dataclass(kind):
+        result = kind.__new__(kind)
+        if isinstance(result, Mapping):  # a `ModelOutput`: its items are the fields that are not None
+            for field in dataclasses.fields(kind):
+                object.__setattr__(result, field.name, None)
+            for key, item in zip(plain_keys, items, strict=True):
+                result[key] = item  # type: ignore[index]
+            return result
+        for key, item in zip(plain_keys, items, strict=True):
+            object.__setattr__(result, key, item)
+        return result
+    if issubclass(kind, dict):
+        result = kind.__new__(kind)
+        result.update(zip(plain_keys, items, strict=True))
+        return result
+    return kind(dict(zip(plain_keys, items, strict=True)))  # type: ignore[call-arg]  # a mapping made from a dict

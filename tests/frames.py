@@ -19,15 +19,12 @@ def tensor(*shape: int) -> TensorSpec:
 
 
 def spec_of(value: Any) -> ValueSpec:
-    """`tensor(2)` is itself; a shape in angle brackets inside containers is written as a meta tensor."""
+    """Returns a spec as it is, and the spec of any other value (containers hold real tensors)."""
     return value if isinstance(value, (TensorSpec, ScalarSpec)) else describe(value)
 
 
 class FrameBuilder:
-    """Adds nodes to a frame in order.
-
-    with the names that they get: numbering is capture's business.
-    """
+    """Adds nodes to a frame in order, under the names that they are given: numbering is capture's business."""
 
     def __init__(self, module: nn.Module | None = None, parent: Frame | None = None, attribute_path: str = "") -> None:
         self.frame = Frame(module or nn.Identity(), attribute_path, parent)
@@ -87,6 +84,28 @@ class TupleOutputModule(nn.Module):
 
     def forward(self, x):
         return (self.linear(x), self.linear(x + 1))
+
+
+# As the documentation prints it.
+DOCUMENTED_TREE = """\
+<root>: CompiledGraphModule
+├─x: Tensor(3, 2)
+├─linear_0: CompiledGraphModule
+│ ├─input: Tensor(3, 2)
+│ ├─weight: Tensor(3, 2)
+│ ├─bias: Tensor(3)
+│ ├─linear: Tensor(3, 3)
+│ └─output: Tensor(3, 3)
+├─add: Tensor(3, 2)
+├─linear_1: CompiledGraphModule
+│ ├─input: Tensor(3, 2)
+│ ├─weight: Tensor(3, 2)
+│ ├─bias: Tensor(3)
+│ ├─linear: Tensor(3, 3)
+│ └─output: Tensor(3, 3)
+└─output: tuple(2)
+  ├─sub_0: Tensor(3, 3)
+  └─sub_1: Tensor(3, 3)"""
 
 
 def tuple_frame() -> Frame:

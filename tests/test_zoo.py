@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from torch import nn
 
 from tests.zoo import CASES, Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, close, copy_call, flatten, same_state, scalar_loss, snapshot
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny operations on two threads take ten times as long while something else wants the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

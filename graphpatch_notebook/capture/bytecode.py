@@ -1,4 +1,4 @@
-"""Which local variable a call's result is assigned to, read off the caller's bytecode.
+"""What the bytecode around a call says: which instruction it is, and which variable its result is assigned to.
 
 The same idea as in the `executing` library (https://github.com/alexmojaki/executing): the instruction after the call
 is the store. Only offsets are looked at, nothing is run.
@@ -27,11 +27,36 @@ class _Code:
         self.code = code
         self.instructions = [i for i in dis.get_instructions(code) if i.opname not in _PADDING]
         self.offsets = [i.offset for i in self.instructions]
+        self.early_calls = {i.offset for i in dis.get_instructions(code) if i.opname == "PRECALL"}
         self.assigned: dict[int, Assigned] = {}
+
+    def position(self, lasti: int) -> int:
+        """Returns the index of the instruction that `lasti` means."""
+        while lasti >= 0 and lasti not in self.early_calls and lasti not in self.offsets:
+            lasti -= 2  # a cache entry behind its instruction
+        # Python 3.11 runs specialised calls in the instruction before the call itself.
+        is_early = lasti in self.early_calls
+        return bisect.bisect_right(self.offsets, lasti) - (0 if is_early else 1)
 
 
 # Hashing a code object hashes its whole content: look them up by id, and keep them alive.
 _codes: dict[int, _Code] = {}
+
+
+def _known(code: CodeType) -> _Code:
+    known = _codes.get(id(code))
+    if known is None:
+        known = _codes[id(code)] = _Code(code)
+    return known
+
+
+def instruction_offset(code: CodeType, lasti: int) -> int:
+    """Returns the offset of the instruction that `lasti` means, however the interpreter has specialised it.
+
+    The same call stands at other offsets of `f_lasti` before and after Python 3.11 and later have warmed up.
+    """
+    known = _known(code)
+    return known.offsets[known.position(lasti)]
 
 
 def assigned_variable(code: CodeType, lasti: int) -> Assigned:
@@ -45,17 +70,14 @@ def assigned_variable(code: CodeType, lasti: int) -> Assigned:
         >>> assigned_variable(f.__code__, call.offset)
         'y'
     """
-    known = _codes.get(id(code))
-    if known is None:
-        known = _codes[id(code)] = _Code(code)
+    known = _known(code)
     if lasti not in known.assigned:
         known.assigned[lasti] = _read(known, lasti)
     return known.assigned[lasti]
 
 
 def _read(code: _Code, lasti: int) -> Assigned:
-    # In a Python-to-Python call of Python 3.11, `f_lasti` stands on a cache entry behind the instruction.
-    position = bisect.bisect_right(code.offsets, lasti)
+    position = code.position(lasti) + 1
     following = code.instructions[position : position + 40]
     while following and following[0].opname in _DUPLICATES:
         following = following[1:]
@@ -67,7 +89,7 @@ def _read(code: _Code, lasti: int) -> Assigned:
         count = int(first.arg or 0)
         plain = _leading_stores(following[1:])
         return tuple(names[:count]) if plain >= count else None
-    stored = _stored(first)
+    stored = _stored(first) or _stored_attribute(following)
     return stored[0] if stored else None
 
 
@@ -91,6 +113,13 @@ def _stored(instruction: dis.Instruction) -> list[str | None]:
         return [_usable(instruction.argval[0])]
     if name in ("STORE_ATTR", "POP_TOP"):
         return [None]
+    return []
+
+
+def _stored_attribute(following: list[dis.Instruction]) -> list[str | None]:
+    """`self.keys = torch.cat(...)`: the attribute is the name that the user gave."""
+    if len(following) > 1 and following[0].opname.startswith("LOAD_FAST") and following[1].opname == "STORE_ATTR":
+        return [_usable(following[1].argval)]
     return []
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphpatch_notebook.capture.bytecode import Assigned, assigned_variable
+from graphpatch_notebook.capture.bytecode import Assigned, assigned_variable, instruction_offset
 from graphpatch_notebook.capture.records import Site
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -30,21 +30,36 @@ def invoke(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 _INVOKE = invoke.__code__
 
-# By id, with the code object kept alive: hashing a code object hashes its whole content.
-_visible: dict[int, tuple[CodeType, bool]] = {}
 
+class _Code:
+    """What is known of a code object; kept with it, so that its `id` stays its own."""
 
-def is_users_code(code: CodeType) -> bool:
-    """Whether a frame of this code is a line that a person would call theirs.
+    __slots__ = ("code", "is_users", "offsets")
 
-    The forwards of torch's own modules are; torch's functions, its dispatch, and this package are not.
-    """
-    known = _visible.get(id(code))
-    if known is None:
+    def __init__(self, code: CodeType) -> None:
         file = code.co_filename
         in_torch = file.startswith(_TORCH) and (not file.startswith(_TORCH_MODULES) or file == _MODULE_MACHINERY)
-        known = _visible[id(code)] = (code, not in_torch and not file.startswith(_OWN))
-    return known[1]
+        self.code = code
+        self.is_users = not in_torch and not file.startswith(_OWN)
+        self.offsets: dict[int, int] = {}
+
+    def offset(self, lasti: int) -> int:
+        """Returns the offset of the instruction that `lasti` means."""
+        found = self.offsets.get(lasti)
+        if found is None:
+            found = self.offsets[lasti] = instruction_offset(self.code, lasti)
+        return found
+
+
+# By id: hashing a code object hashes its whole content.
+_codes: dict[int, _Code] = {}
+
+
+def _known(code: CodeType) -> _Code:
+    known = _codes.get(id(code))
+    if known is None:
+        known = _codes[id(code)] = _Code(code)
+    return known
 
 
 def is_own(code: CodeType) -> bool:
@@ -53,13 +68,22 @@ def is_own(code: CodeType) -> bool:
 
 
 def leaf_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the frame of the user's code that `frame` was called from, or `None` at the end of the walk."""
+    """Returns the frame of the user's code that `frame` was called from, or `None` at the end of the walk.
+
+    A line that a person would call theirs is in a forward of torch's own modules, too; torch's functions, its
+    dispatch, and this package are not.
+    """
     last = None
     while frame is not None and frame.f_code is not _INVOKE:
-        if is_users_code(frame.f_code):
+        if _known(frame.f_code).is_users:
             return frame
         last, frame = frame, frame.f_back
     return last if frame is not None else None
+
+
+def offset_in(frame: FrameType) -> int:
+    """Returns the offset of the instruction that `frame` is at."""
+    return _known(frame.f_code).offset(frame.f_lasti)
 
 
 class SiteTable:
@@ -89,12 +113,15 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
         if code is _INVOKE:
             if last is not None and (not steps or steps[-1][0] is not last.f_code):
                 # `forward` itself counts even where it is one of torch's inner modules.
-                key += (id(last.f_code), last.f_lasti)
-                steps.append((last.f_code, last.f_lasti))
+                offset = offset_in(last)
+                key += (id(last.f_code), offset)
+                steps.append((last.f_code, offset))
             return tuple(key), steps
-        if is_users_code(code):
-            key += (id(code), frame.f_lasti)
-            steps.append((code, frame.f_lasti))
+        known = _known(code)
+        if known.is_users:
+            offset = known.offset(frame.f_lasti)
+            key += (id(code), offset)
+            steps.append((code, offset))
         last, frame = frame, frame.f_back
     return None, steps
 
@@ -111,7 +138,7 @@ def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
     """
     while frame is not None and frame.f_code is not _INVOKE:
         code = frame.f_code
-        if is_users_code(code):
+        if _known(code).is_users:
             return assigned_variable(code, frame.f_lasti)
         if not is_own(code) and code.co_name not in _DISPATCHERS and code.co_name != function_name:
             return None

@@ -1,4 +1,7 @@
-"""Maps over the arguments of an op: torch functions take tensors in tuples, lists, dicts and slices."""
+"""Maps over the arguments of an op: torch functions take tensors in tuples, lists, dicts and slices.
+
+Named tuples are leaves here: their classes may refuse to hold anything but what they were made for.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from graphpatch_notebook.values import rebuilt_sequence
 
 
 def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -17,8 +18,6 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return tuple([leaf(item) for item in value])
     if kind is tuple or kind is list:
         return kind([map_leaves(item, leaf) for item in value])
-    if isinstance(value, tuple):
-        return rebuilt_sequence(value, [map_leaves(item, leaf) for item in value])
     if kind is dict:
         return {key: map_leaves(item, leaf) for key, item in value.items()}
     if kind is slice:

@@ -197,7 +197,7 @@ class FrameRecorder:
 
     def add_op(self, node: Node, name: str, result: Any, wrote: Tensor | None, variable: Assigned) -> Any:
         """Adds an op with its result, and returns what the model is to go on with."""
-        node.base_name = variable if isinstance(variable, str) else node.op
+        node.base_name = variable if isinstance(variable, str) else node.op.rstrip("_") or node.op
         if wrote is not None:
             return self._add_in_place(node, result, wrote)
         if isinstance(result, Tensor):

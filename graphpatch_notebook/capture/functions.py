@@ -38,6 +38,7 @@ def function_name(func: Callable[..., Any]) -> str:
     name = raw_name(func)
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
+    name = name.split(".")[0]  # an overload of an operator: `relu.default`
     return name if name.isidentifier() else "op"
 
 

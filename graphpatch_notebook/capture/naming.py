@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 _RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "constant": 4, "op": 4}
 PLUMBING_PREFIX = "size_"
@@ -38,7 +39,13 @@ def _base(node: Node) -> str:
         return f"{base}_{node.call_index}" if node.call_count > 1 else base
     if node.kind in ("parameter", "buffer", "attribute"):
         return base.replace(".", "_")
-    return f"{PLUMBING_PREFIX}{base}" if node.is_plumbing and node.kind != "input" else base
+    return f"{PLUMBING_PREFIX}{base}" if node.is_plumbing and _carries_sizes(node.spec) else base
+
+
+def _carries_sizes(spec: ValueSpec) -> bool:
+    if isinstance(spec, ContainerSpec):
+        return all(_carries_sizes(child) for _, _, child in spec.children)
+    return not isinstance(spec, TensorSpec)
 
 
 def call_name(attribute_path: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -177,6 +178,9 @@ class Recorder(TorchFunctionMode):
             args, kwargs = unbind(signature, bound, args, kwargs)
         if self.options.skip_compilation or type(module) in self.options.classes_to_skip_compiling:
             record.opaque_reason = "the options say to skip it"
+        elif isinstance(module, torch.jit.ScriptModule):
+            record.opaque_reason = "it is a TorchScript module: its code runs outside Python"
+        if record.opaque_reason is not None:
             frame.wants_ops = False
         return frame, args, kwargs
 

@@ -50,7 +50,7 @@ class Site:
     Sites are interned for the length of a capture, so that `is` compares them.
 
     Attributes:
-        steps: (code object, `f_lasti`) from the outermost (`forward`, or a decorator around it) to the innermost frame
+        steps: (code object, instruction offset) from the outermost (`forward`, or a decorator around it) to the innermost frame
             of the user's code.
     """
 
@@ -63,14 +63,14 @@ class Site:
 
     def source_lines(self) -> list[SourceLine]:
         """Returns the user's source lines, outermost first."""
-        return [SourceLine(code.co_filename, line_at(code, lasti), code.co_name) for code, lasti in self.steps]
+        return [SourceLine(code.co_filename, line_at(code, offset), code.co_name) for code, offset in self.steps]
 
 
-def line_at(code: CodeType, lasti: int) -> int:
-    """Returns the line of the instruction at offset `lasti` of `code`."""
+def line_at(code: CodeType, offset: int) -> int:
+    """Returns the line of the instruction at `offset` of `code`."""
     found = code.co_firstlineno
     for start, end, line in code.co_lines():
-        if start <= lasti < end and line is not None:
+        if start <= offset < end and line is not None:
             found = line
     return found
 
@@ -171,6 +171,8 @@ class Frame:
         doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
             all (a value that came by a side channel). Each is a sentence.
         custom_graph: The graph that a custom extraction function returned.
+        names: The nodes by name.
+        following_sizes: What `execution.shapes` found out about this frame, once it was asked.
     """
 
     module: Module
@@ -185,6 +187,7 @@ class Frame:
     doubts: list[str] = field(default_factory=list)
     custom_graph: Any = None
     names: dict[str, Node] = field(default_factory=dict)
+    following_sizes: dict[int, set[int]] | None = None
 
     @property
     def path(self) -> tuple[str, ...]:

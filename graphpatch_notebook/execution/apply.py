@@ -16,12 +16,17 @@ from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, 
 _BUILT_IN = (ZeroPatch, AddPatch, ReplacePatch)
 
 
+class MissingChildError(Exception):
+    """The container that came up does not hold the value to patch (caught inside the package)."""
+
+
 def apply_entry(entry: Entry, value: Any) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
     Containers on the way to a dug value are copied, never written into.
 
     Raises:
+        MissingChildError: The value to patch is not in the container that came up.
         PatchShapeError: The value is not of the kind that was captured.
         PatchValueError: A patch cannot be applied to it.
     """
@@ -34,10 +39,7 @@ def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...]) -> Any:
     try:
         child = take(value, dig[0])
     except (LookupError, AttributeError, TypeError) as error:
-        raise PatchShapeError(
-            f"{entry.target.path!r}: when it was captured this was a value inside a container, but there is no "
-            f"{dig[0]!r} in the {type(value).__name__} that came up now"
-        ) from error
+        raise MissingChildError(f"there is no {dig[0]!r} in the {type(value).__name__} that came up") from error
     patched = _apply_at(entry, child, dig[1:])
     return value if patched is child else replaced(value, dig[0], patched)
 

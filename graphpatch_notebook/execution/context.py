@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.autograd_functions import visible_apply
 from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
-from graphpatch_notebook.execution.live import Run
+from graphpatch_notebook.execution.live import Run, runs_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
 from graphpatch_notebook.torch_compat import is_in_backward
 
@@ -78,7 +78,7 @@ def enter(
     try:
         context.watched = swap(modules)
         for planned in plan.walk():
-            if planned.output:
+            if planned.output and runs_hooks(planned.frame.module):
                 context.hooks.append(_hook(planned.frame.module))
         with _lock:
             _entered.append(context)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -20,7 +21,7 @@ from graphpatch_notebook.capture.functions import raw_name, writes_in_place
 from graphpatch_notebook.capture.inputs import bind, signature_of, unbind
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchValueError, RepeatedCallWarning
-from graphpatch_notebook.execution.apply import apply_entry, write_back
+from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.stand_in import StandIn
 from graphpatch_notebook.paths import format_path
@@ -49,6 +50,7 @@ class Run:
         self.callers = callers
         self.stack: list[FrameRun] = [FrameRun(None, plan)]
         self.fired: set[int] = set()
+        self.missing: dict[int, str] = {}
         self.reached: set[int] = set()
         self._awaiting_output: dict[int, list[FrameRun]] = {}
         self._warned: set[int] = set()
@@ -70,7 +72,7 @@ class Run:
         finally:
             self.stack.pop()
         if plan.output:
-            if _is_called_by_module_call():
+            if runs_hooks(module) and _is_called_by_module_call():
                 self._awaiting_output.setdefault(id(module), []).append(frame)
             else:
                 output = self._apply(plan.output, output)
@@ -200,16 +202,21 @@ class Run:
         return value
 
     def apply(self, entry: Entry, value: Any) -> Any:
-        """Applies one entry and notes that it fired."""
+        """Applies one entry and notes that it fired, or why it could not."""
+        try:
+            patched = apply_entry(entry, value)
+        except MissingChildError as missing:
+            self.missing[id(entry)] = str(missing)
+            return value
         self.fired.add(id(entry))
-        return apply_entry(entry, value)
+        return patched
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     def unfired(self) -> list[tuple[Entry, str]]:
         """Returns the entries that never fired, each with the reason in words."""
         return [
-            (entry, self._why(plan.frame))
+            (entry, self.missing.get(id(entry)) or self._why(plan.frame))
             for plan in self.plan.walk()
             for entry in plan.entries()
             if id(entry) not in self.fired
@@ -227,11 +234,17 @@ class Run:
 def _tensor_at(module: Module, path: str) -> Any:
     *parents, name = path.split(".")
     for parent in parents:
-        module = getattr(module, parent)
+        child = module._modules.get(parent)  # an attribute of that name may be something else: `half`, say
+        module = child if child is not None else getattr(module, parent)
     for holder in (module._parameters, module._buffers, module.__dict__):
         if name in holder:
             return holder[name]
     raise PatchValueError(f"{type(module).__name__} no longer has the {name!r} that was captured")
+
+
+def runs_hooks(module: Module) -> bool:
+    """Whether forward hooks can be registered on `module`: scripted modules take none."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 _MODULE_CALLERS = {"_call_impl", "inner", "_slow_forward"}
@@ -291,7 +304,7 @@ class LiveMode(TorchFunctionMode):
         if leaf is None:
             return None
         offsets = self.leaves.get(id(leaf.f_code))
-        if offsets is None or leaf.f_lasti not in offsets:
+        if offsets is None or call_sites.offset_in(leaf) not in offsets:
             return None
         key, _ = call_sites.chain(leaf)
         if key is None or (by_occurrence := self.ops.get(key)) is None:

@@ -19,7 +19,8 @@ from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
-_VIEWS = {"view", "reshape", "unflatten"}
+_VIEWS = {"view", "reshape", "flatten", "unflatten"}
+_PERMUTATIONS = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "T", "mT", "t"}
 
 
 def shape_problem(target: Target, shape: torch.Size) -> str | None:
@@ -29,7 +30,7 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
     captured = target.spec.shape
     if len(captured) != len(shape):
         return f"it had {len(captured)} dimensions when it was captured, and has {len(shape)} now"
-    following = FollowingSizes().of(target.frame, target.node, target.spec)
+    following = _of(target.frame, target.node, target.spec)
     for position, (then, now) in enumerate(zip(captured, shape, strict=True)):
         # A dimension of size one is broadcast by the model's own code.
         if then != now and then != 1 and then not in following:
@@ -37,65 +38,75 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
     return None
 
 
-class FollowingSizes:
-    """Finds, for the nodes of a capture, the sizes that follow the sizes of the inputs."""
+def _of(frame: Frame, node: Node, spec: TensorSpec) -> set[int]:
+    """Returns the sizes of `spec`, the value of `node`, that follow the inputs."""
+    return _frame(frame).get(id(node), set(spec.shape))
 
-    def __init__(self) -> None:
-        self._of_frame: dict[int, dict[int, set[int]]] = {}
 
-    def of(self, frame: Frame, node: Node, spec: TensorSpec) -> set[int]:
-        """Returns the sizes of `spec`, the value of `node`, that follow the inputs."""
-        known = self._frame(frame)
-        return known.get(id(node), set(spec.shape))
-
-    def _frame(self, frame: Frame) -> dict[int, set[int]]:
-        if id(frame) in self._of_frame:
-            return self._of_frame[id(frame)]
-        sizes: dict[int, set[int]] = {}
-        self._of_frame[id(frame)] = sizes
+def _frame(frame: Frame) -> dict[int, set[int]]:
+    known = frame.following_sizes
+    if known is None:
+        known = {}
         for node in frame.nodes:
-            sizes[id(node)] = self._node(frame, node, sizes)
-        return sizes
+            known[id(node)] = _node(frame, node, known)
+        frame.following_sizes = known
+    return known
 
-    def _node(self, frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
-        own = _sizes(node.spec)
-        if node.kind == "input":
-            return self._input(frame, node, own)
-        if node.kind in ("parameter", "buffer", "attribute", "constant"):
-            return set()
-        if node.kind == "output":
-            arguments: list[Ref] = list(_refs(frame.output)) if frame.output is not None else []
-            return own & _union(sizes, arguments) if arguments else own
-        if frame.opaque_reason is not None:
-            return own
-        source = node.element[0] if node.element is not None else node
-        arguments = [*_refs(source.args), *_refs(source.kwargs)]
-        if node.kind == "call":
-            return own & _union(sizes, arguments) | self._called(node, own)
-        return _followed(node, own, arguments, sizes)
 
-    def _input(self, frame: Frame, node: Node, own: set[int]) -> set[int]:
-        if frame.parent is None or frame.call is None:
-            return own
-        # What the caller hands over: any of it, as arguments are not matched to parameters here.
-        outside = self._frame(frame.parent)
-        arguments = [*_refs(frame.call.args), *_refs(frame.call.kwargs)]
-        return own & _union(outside, arguments) if arguments else own
+def _node(frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
+    own = _sizes(node.spec)
+    if node.kind == "input":
+        return _input(frame, own)
+    if node.kind in ("parameter", "buffer", "attribute", "constant"):
+        return set()
+    if frame.opaque_reason is not None:
+        return own
+    source = node.element[0] if node.element is not None else node
+    arguments = [*_refs(frame.output if node.kind == "output" else source.args), *_refs(source.kwargs)]
+    if node.kind == "output":
+        return own & _union(sizes, arguments) if arguments else own
+    if node.kind == "call":
+        return _called(node, own) | own & _union(sizes, arguments)
+    return _followed(node, own, arguments, sizes)
 
-    def _called(self, node: Node, own: set[int]) -> set[int]:
-        if node.frame is None or not node.frame.nodes or node.frame.opaque_reason is not None:
-            return own
-        return own & self._frame(node.frame).get(id(node.frame.output_node), own)
+
+def _input(frame: Frame, own: set[int]) -> set[int]:
+    if frame.parent is None or frame.call is None:
+        return own
+    # What the caller hands over: any of it, as arguments are not matched to parameters here. The caller's own sizes
+    # are worked out up to this call only, which is all that this call can depend on.
+    outside = frame.parent.following_sizes
+    outside = _frame(frame.parent) if outside is None else outside
+    arguments = [*_refs(frame.call.args), *_refs(frame.call.kwargs)]
+    return own & _union(outside, arguments) if arguments else own
+
+
+def _called(node: Node, own: set[int]) -> set[int]:
+    if node.frame is None or not node.frame.nodes or node.frame.opaque_reason is not None:
+        return own
+    return own & _frame(node.frame).get(id(node.frame.output_node), own)
 
 
 def _followed(node: Node, own: set[int], arguments: list[Ref], sizes: dict[int, set[int]]) -> set[int]:
     following = _union(sizes, arguments)
     if not following:
         return set()
-    fixed = {size for ref in arguments for size in _sizes(ref.node.spec)} - following
     if node.op in _VIEWS and isinstance(node.spec, TensorSpec) and arguments:
         return _through_view(node, following)
+    fixed: set[int] = set()
+    for ref in arguments:
+        theirs = _sizes(ref.node.spec) - following
+        if ref.node.kind not in ("parameter", "buffer") and node.op not in _PERMUTATIONS:
+            theirs &= _aligned(ref.node.spec, node.spec)
+        fixed |= theirs
     return own - fixed
+
+
+def _aligned(argument: ValueSpec, result: ValueSpec) -> set[int]:
+    """Returns the sizes that stand at the same place, from the right, in both shapes."""
+    if not isinstance(argument, TensorSpec) or not isinstance(result, TensorSpec):
+        return _sizes(argument)
+    return {a for a, b in zip(reversed(argument.shape), reversed(result.shape), strict=False) if a == b}
 
 
 def _through_view(node: Node, following: set[int]) -> set[int]:

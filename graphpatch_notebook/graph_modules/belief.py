@@ -1,0 +1,185 @@
+"""Whether the graph of a frame may stand for its module.
+
+A graph is a record of one run: it has the example's branches and flags in it. It is believed for calls of one form (a
+*signature*: see `signatures`) once it was seen to equal the module bit for bit on such a call. The verdict is about a
+frame alone, given what the submodules return: so that a frame that fails spoils no other.
+
+The first call of a new form runs the module itself, whose result the caller gets; then the graph runs on copies of the
+inputs, with the buffers and the random state as they were, over the modules' own children. Both must return the same
+bits, write the same into inputs and buffers, and leave the same random state. Else the graph is refused for calls of
+this form, with the reason, and the module runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from graphpatch_notebook.errors import LiveFallbackWarning
+from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.graph_modules.live_runs import Runnable, is_live_only, live_only, run_live
+from graphpatch_notebook.graph_modules.signatures import UnseenError, Watch, input_key, settings_key
+from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.paths import format_path
+
+_MOST_VERDICTS = 1000
+
+
+class RunnableGraph(Runnable, Protocol):
+    """What this needs of a graph module."""
+
+    @property
+    def doubts(self) -> list[str]:
+        """What speaks against the graph, whatever the inputs."""
+
+    @property
+    def belief(self) -> Belief:
+        """The verdicts on the graph so far."""
+
+    def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph."""
+
+
+@dataclass(slots=True)
+class Belief:
+    """The verdicts on one graph, by signature.
+
+    Attributes:
+        verdicts: For each signature the reason why the graph was refused, or `None` where it is believed.
+        watch: What the module looked like when these verdicts were found: they hold as long as it does.
+        reason: Why the graph did not run in the last call; `None` where it did, or where nothing was called.
+        reported: Reasons that the user was warned of.
+    """
+
+    verdicts: dict[Hashable, str | None] = field(default_factory=dict)
+    watch: Watch | None = None
+    reason: str | None = None
+    reported: set[str] = field(default_factory=set)
+
+
+def run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the graph where it is believed, else the module."""
+    if is_live_only.get():
+        return run_live(graph_module, args, kwargs)
+    with _reporting():
+        belief = graph_module.belief
+        key, reason = signature(graph_module, args, kwargs)
+        if reason is None and key not in belief.verdicts:
+            return examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
+        belief.reason = reason = reason or belief.verdicts[key]
+        if reason is None:
+            return graph_module.run_graph(args, kwargs)
+        _report(graph_module, reason)
+        return run_live(graph_module, args, kwargs)
+
+
+def signature(
+    graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Hashable, str | None]:
+    """Returns the key of this call in the verdicts, and the reason why no verdict could hold, if there is one.
+
+    Forgets the verdicts if the module has changed.
+    """
+    if graph_module.doubts:
+        return None, "; ".join(graph_module.doubts)
+    try:
+        key = (input_key(args, kwargs), settings_key())
+    except UnseenError as unseen:
+        return None, str(unseen)
+    belief = graph_module.belief
+    if belief.watch is None or belief.watch.sees_change() or len(belief.verdicts) >= _MOST_VERDICTS:
+        belief.watch = Watch(graph_module.frame.module, [callee.frame.module for callee in graph_module.callees()])
+        belief.verdicts.clear()
+    return key, None
+
+
+def examine(
+    graph_module: RunnableGraph,
+    key: Hashable,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run_module: Callable[[], Any],
+) -> Any:
+    """Runs the module and then, on copies, its graph; notes the verdict, and returns what the module returned."""
+    before, copies, reason = _prepared(graph_module, args, kwargs)
+    result = run_module()
+    if reason is None and before is not None:
+        reason = before.unrepeatable_change() or _compare(graph_module, before, copies, (args, kwargs), result)
+    belief = graph_module.belief
+    belief.verdicts[key] = belief.reason = reason
+    if reason is not None:
+        _report(graph_module, reason)
+    return result
+
+
+def _prepared(
+    graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ModuleState | None, Any, str | None]:
+    try:
+        return ModuleState(graph_module.frame.module), copied((args, kwargs)), None
+    except Exception as error:
+        return None, None, f"its inputs cannot be copied ({type(error).__name__}: {error})"
+
+
+def _compare(graph_module: RunnableGraph, before: ModuleState, copies: Any, inputs: Any, result: Any) -> str | None:
+    """Runs the graph on copies of the inputs; returns in what it differs from the module, if it does."""
+    after = ModuleState(graph_module.frame.module)
+    before.restore()
+    try:
+        with live_only():
+            try:
+                value = graph_module.run_graph(*copies)
+            except Exception as error:
+                return f"its graph raises {type(error).__name__}: {_first_line(error)}"
+        state = ModuleState(graph_module.frame.module)
+        return (
+            difference(value, result, "output")
+            or difference(copies, inputs, "inputs")
+            or (state.difference(after) if state is not None else None)
+        )
+    finally:
+        after.restore()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+# -- what the user is told -------------------------------------------------------------------------------------------------
+
+_refusals: ContextVar[list[str] | None] = ContextVar("graphpatch_refusals", default=None)
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Gives one warning, at the end of the outermost block, for all graphs that were newly refused in it."""
+    if _refusals.get() is not None:
+        yield
+        return
+    refusals: list[str] = []
+    token = _refusals.set(refusals)
+    try:
+        yield
+    finally:
+        _refusals.reset(token)
+    if refusals:
+        graphs = "a graph was" if len(refusals) == 1 else f"{len(refusals)} graphs were"
+        more = f"\n  ... and {len(refusals) - 5} more" if len(refusals) > 5 else ""
+        lines = "".join(f"\n  {line}" for line in refusals[:5])
+        warnings.warn(
+            f"{graphs} not believed for these inputs, so the original modules run instead:{lines}{more}",
+            LiveFallbackWarning,
+            stacklevel=3,
+        )
+
+
+def _report(graph_module: RunnableGraph, reason: str) -> None:
+    refusals = _refusals.get()
+    if refusals is not None and reason not in graph_module.belief.reported:
+        graph_module.belief.reported.add(reason)
+        frame = graph_module.frame
+        refusals.append(f"{format_path(frame.path) or '<root>'} ({type(frame.module).__name__}): {reason}")

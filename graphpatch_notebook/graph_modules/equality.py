@@ -1,0 +1,110 @@
+"""Whether two values are equal bit for bit, and if not, where they differ."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.values import children, key_text
+
+_PLAIN = (
+    bool, int, str, bytes, type(None), type(Ellipsis), range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def difference(a: Any, b: Any, where: str) -> str | None:
+    """Returns the first difference between two values in words, or `None` where they are equal bit for bit.
+
+    Equal are: classes of containers, keys and their order, and for tensors class, dtype, shape, strides, device,
+    `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal only if they are the same.
+
+    Example:
+        >>> difference((torch.zeros(1), None), (-torch.zeros(1), None), "output")
+        'output|sub_0: 1 of 1 values differ'
+    """
+    if a is b:
+        return None
+    if type(a) is not type(b) and not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return f"{where}: {type(a).__name__} is not {type(b).__name__}"
+    if isinstance(a, Tensor):
+        return _tensor_difference(a, b, where)
+    if isinstance(a, (float, complex)):
+        return None if _same_number(a, b) else f"{where}: {a!r} is not {b!r}"
+    if type(a) in _PLAIN:
+        return None if a == b else f"{where}: {a!r} is not {b!r}"
+    inside_a, inside_b = children(a), children(b)
+    if inside_a is None or inside_b is None or isinstance(a, Module):
+        return f"{where}: objects of type {type(a).__name__} cannot be compared"
+    if [key for key, _ in inside_a] != [key for key, _ in inside_b]:
+        return f"{where}: the keys differ"
+    inner = f"{where}." if "|" in where else f"{where}|"
+    differences = (
+        difference(x, y, inner + key_text(key)) for (key, x), (_, y) in zip(inside_a, inside_b, strict=True)
+    )
+    return next((text for text in differences if text is not None), None)
+
+
+def _same_number(a: complex, b: complex) -> bool:
+    if isinstance(a, complex):
+        return _same_number(a.real, b.real) and _same_number(a.imag, b.imag)
+    assert isinstance(b, float)
+    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+
+
+def _tensor_difference(a: Tensor, b: Tensor, where: str) -> str | None:
+    if _plain_class(a) is not _plain_class(b):
+        return f"{where}: {type(a).__name__} is not {type(b).__name__}"
+    for name in ("dtype", "shape", "device", "layout", "requires_grad"):
+        if getattr(a, name) != getattr(b, name):
+            return f"{where}: {name} {getattr(a, name)} is not {getattr(b, name)}"
+    if a.layout is torch.strided and a.stride() != b.stride():
+        return f"{where}: strides {a.stride()} are not {b.stride()}"
+    if a.device.type == "meta":
+        return None
+    with torch.no_grad():
+        parts = [(_plain(x), _plain(y)) for x, y in zip(_parts(a), _parts(b), strict=True)]
+        # One answer, not two, has to come back from the device where all is well.
+        if all(x.shape == y.shape and torch.equal(_bits(x), _bits(y)) for x, y in parts):
+            return None
+        wrong = sum(_count_different(x, y) for x, y in parts)
+        return f"{where}: {wrong} of {a.numel()} values differ" if wrong else None
+
+
+def _plain_class(tensor: Tensor) -> type:
+    return Tensor if type(tensor) is torch.nn.Parameter else type(tensor)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        coalesced = tensor.coalesce()
+        return [coalesced.indices(), coalesced.values()]
+    return [tensor] if tensor.layout is torch.strided else [tensor.to_dense()]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a real tensor of no subclass with the same bits."""
+    tensor = tensor.detach().as_subclass(Tensor)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
+def _count_different(a: Tensor, b: Tensor) -> int:
+    if a.shape != b.shape:
+        return max(a.numel(), b.numel())
+    different = _bits(a) != _bits(b)
+    if a.is_floating_point():
+        different &= ~(a.isnan() & b.isnan())
+    return int(different.sum())

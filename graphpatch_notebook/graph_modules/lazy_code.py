@@ -1,0 +1,89 @@
+"""Python code from graphs: generated when somebody needs it, shared by equal graphs, readable in tracebacks."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import fx
+
+from graphpatch_notebook.graph_modules.build import OWNER_NAMES
+
+_lock = threading.Lock()
+_generations = 0
+_numbers = itertools.count(1)
+
+
+def code_generations() -> int:
+    """Returns how often code was generated from a graph since this package was imported."""
+    return _generations
+
+
+@dataclass(frozen=True)
+class GeneratedCode:
+    """The code of one graph.
+
+    Attributes:
+        text: The source of `forward`.
+        function: `forward` itself; its first argument is the graph module.
+        shared: Keeps the code object, and its lines for tracebacks, alive.
+    """
+
+    text: str
+    function: Callable[..., Any]
+    shared: _SharedCode
+
+
+class _SharedCode:
+    """A code object, for all graphs with this source."""
+
+    def __init__(self, text: str) -> None:
+        file = f"<graphpatch code {next(_numbers)}>"
+        module_code = compile(text, file, "exec")
+        self.code = next(part for part in module_code.co_consts if isinstance(part, CodeType))
+        self.module_code = module_code
+        # Without a modification time the entry stays until it is taken out.
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        weakref.finalize(self, linecache.cache.pop, file, None)
+
+
+_shared: weakref.WeakValueDictionary[str, _SharedCode] = weakref.WeakValueDictionary()
+
+
+def generate(graph: fx.Graph) -> GeneratedCode:
+    """Returns the code of `graph` as it is now.
+
+    Graphs with equal source share one code object, whatever the globals that it runs with.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> graph.output(graph.placeholder("x"))
+        output
+        >>> print(generate(graph).text)
+        def forward(self, x):
+            return x
+    """
+    global _generations
+    python = graph.python_code(_name_of_module(graph))
+    text = python.src.strip("\n ")
+    with _lock:
+        _generations += 1
+        shared = _shared.get(text)
+        if shared is None:
+            shared = _shared[text] = _SharedCode(text)
+    globals_ = dict(python.globals)
+    exec(shared.module_code, globals_)
+    function = globals_["forward"]
+    assert isinstance(function, FunctionType) and function.__code__ is shared.code
+    return GeneratedCode(text, function, shared)
+
+
+def _name_of_module(graph: fx.Graph) -> str:
+    taken = {str(node.target) for node in graph.nodes if node.op == "placeholder"}
+    return next(name for name in OWNER_NAMES if name not in taken)

@@ -1,0 +1,136 @@
+"""Live runs of a frame: the module's own code runs in place of its graph.
+
+Graphs that *are* their module (edited, or from custom extraction functions) still run where the module's code calls
+them: what the module calls is then diverted to the graph modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.forward_swap import (
+    Observer,
+    innermost_forward,
+    invoke,
+    observer,
+    original_forward,
+    swap,
+    unswap,
+)
+from graphpatch_notebook.capture.records import Frame
+
+
+class Runnable(Protocol):
+    """What this needs of a graph module."""
+
+    @property
+    def frame(self) -> Frame:
+        """The record of the frame."""
+
+    @property
+    def calls_own_graphs(self) -> bool:
+        """Whether there may be graphs below it that are their module."""
+
+    def callees(self) -> Sequence[Runnable]:
+        """Returns the graph modules that it calls."""
+
+    def callee(self, module: Module, call_index: int) -> Runnable | None:
+        """Returns the graph module of one call."""
+
+    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs what lies inside of all hooks."""
+
+
+is_live_only: ContextVar[bool] = ContextVar("graphpatch_live_only", default=False)
+"""Whether graphs that are only records of their module do not run at present."""
+
+
+@contextmanager
+def live_only() -> Iterator[None]:
+    """Makes all modules run live, but for those whose graph is the module."""
+    token = is_live_only.set(True)
+    try:
+        yield
+    finally:
+        is_live_only.reset(token)
+
+
+def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the module's own forward, inside of all hooks."""
+    forward = original_forward(graph_module.frame.module)
+    if not graph_module.calls_own_graphs:
+        with observed_by(_NOBODY):
+            return invoke(forward, args, kwargs)
+    swapped = swap([callee.frame.module for callee in graph_module.callees()])
+    try:
+        with observed_by(_Router(graph_module)):
+            return invoke(forward, args, kwargs)
+    finally:
+        unswap(swapped)
+
+
+def is_hooked(module: Module) -> bool:
+    """Whether hooks of accelerate lie around the module's own forward."""
+    return innermost_forward(module) != "forward"
+
+
+def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `run(args, kwargs)` where the hooks of accelerate run the module's own forward."""
+    swapped = swap([module])
+    try:
+        with observed_by(_Diversion(module, run)):
+            return module.forward(*args, **kwargs)
+    finally:
+        unswap(swapped)
+
+
+@contextmanager
+def observed_by(watching: Observer) -> Iterator[None]:
+    """Makes `watching` see the swapped forwards that run in the block."""
+    token = observer.set(watching)
+    try:
+        yield
+    finally:
+        observer.reset(token)
+
+
+class _Nobody:
+    """Takes no notice, and keeps others from taking notice."""
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return invoke(forward, args, kwargs)
+
+
+_NOBODY = _Nobody()
+
+
+class _Router:
+    """Diverts what a module calls to the graph modules of these calls."""
+
+    def __init__(self, graph_module: Runnable) -> None:
+        self._graph_module = graph_module
+        self._counts: dict[int, int] = {}
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call_index = self._counts.get(id(module), 0)
+        self._counts[id(module)] = call_index + 1
+        callee = self._graph_module.callee(module, call_index)
+        with observed_by(_NOBODY):
+            return invoke(forward, args, kwargs) if callee is None else callee.run_frame(args, kwargs)
+
+
+class _Diversion:
+    """Diverts the forward of one module."""
+
+    def __init__(self, module: Module, run: Callable[..., Any]) -> None:
+        self._module = module
+        self._run = run
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with observed_by(_NOBODY):
+            return self._run(args, kwargs) if module is self._module else invoke(forward, args, kwargs)

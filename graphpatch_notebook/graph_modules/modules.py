@@ -1,0 +1,414 @@
+"""The graph modules: a hierarchy that mirrors the model's, in which graphs run in place of the modules' own code.
+
+    GraphModule                  stands for one frame of one of the user's modules
+    ├── CompiledGraphModule      runs its graph, where that is known to equal the module
+    ├── OpaqueGraphModule        has no graph: runs the module
+    └── UnusedModule             was not reached by the example: runs the module
+    MultiplyInvokedModule        the graph modules of a module that was called several times
+
+A graph module shares parameters, buffers and hooks with its module (the very same dictionaries), has the graph modules
+of the submodules under their own names, and hands all other attributes through.
+"""
+
+from __future__ import annotations
+
+import keyword
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch import fx
+from torch.nn import Module, ModuleList
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graph_modules import belief, live_runs
+from graphpatch_notebook.graph_modules.build import BuiltGraph, build
+from graphpatch_notebook.graph_modules.copies import FrameReference, PackedGraph
+from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
+from graphpatch_notebook.paths import format_path, unique_name
+
+# What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
+_SHARED = tuple(name for name, value in vars(Module()).items() if isinstance(value, (dict, set)) and name != "_modules")
+_build_lock = threading.RLock()
+
+
+class Hierarchy:
+    """What all graph modules of one model share.
+
+    Attributes:
+        has_own_graphs: Whether there are graphs that are their module, rather than a record of it: edited ones, and
+            those of custom extraction functions.
+    """
+
+    def __init__(self) -> None:
+        self.has_own_graphs = False
+
+
+class _Mirror(Module):
+    """A module that stands for another one, with which it shares all but the submodules. Abstract."""
+
+    # Set without `Module.__init__`: a hierarchy may have thousands of these.
+    _original_module: Module
+
+    def __init__(self, module: Module) -> None:
+        state = self.__dict__
+        original = module.__dict__
+        for name in _SHARED:
+            if name in original:
+                state[name] = original[name]
+        state["_modules"] = type(original["_modules"])()
+        state["_original_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__
+        for registry in ("_parameters", "_buffers", "_modules"):
+            if name in state.get(registry, ()):
+                return state[registry][name]
+        if "_original_module" not in state:  # being copied or unpickled
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        return getattr(state["_original_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name) or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._original_module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._original_module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._original_module)})
+
+    @property
+    def training(self) -> bool:
+        """The flag of the user's module."""
+        return self._original_module.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self._original_module.training = value
+
+    def train(self, mode: bool = True) -> Any:
+        """Puts the user's module in training mode, or in evaluation mode."""
+        self._original_module.train(mode)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # what `to`, `half`, `cuda`, ... are made of
+        self._original_module._apply(*args, **kwargs)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state dict of the user's module."""
+        return self._original_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads a state dict into the user's module."""
+        return self._original_module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yields the parameters of the user's module under its names."""
+        return self._original_module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yields the buffers of the user's module under its names."""
+        return self._original_module.named_buffers(*args, **kwargs)
+
+
+class GraphModule(_Mirror):
+    """Stands for one frame: one invocation of one of the user's modules. Abstract.
+
+    Called like the module, and returns what the module returns.
+    """
+
+    _frame: Frame
+    _callees: list[GraphModule]
+    _hierarchy: Hierarchy
+
+    def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
+        super().__init__(frame.module)
+        state = self.__dict__
+        state["_frame"] = frame
+        state["_callees"] = []
+        state["_hierarchy"] = hierarchy
+
+    @property
+    def frame(self) -> Frame:
+        """The record of the frame."""
+        return self._frame
+
+    @property
+    def path(self) -> str:
+        """The path of the frame from the root; empty for the root."""
+        return format_path(self._frame.path)
+
+    @property
+    def reason(self) -> str | None:
+        """Why there is no graph, or why the graph does not stand for the module; `None` where it may."""
+        return self._frame.opaque_reason
+
+    @property
+    def has_own_graph(self) -> bool:
+        """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
+        return False
+
+    def callee(self, module: Module, call_index: int) -> GraphModule | None:
+        """Returns the graph module of the given call of `module` in this frame, if it came up during capture."""
+        for callee in self._callees:
+            call = callee._frame.call
+            if callee._original_module is module and call is not None and call.call_index == call_index:
+                return callee
+        return None
+
+    def callees(self) -> list[GraphModule]:
+        """Returns the graph modules that this one calls, in order."""
+        return list(self._callees)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the frame: its graph, or the module where there is none that can stand for it."""
+        if live_runs.is_hooked(self._original_module):
+            return live_runs.run_in_hook(self, self.run_frame, args, kwargs)
+        return self.run_frame(args, kwargs)
+
+    @abstractmethod
+    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs what lies inside of all hooks."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_frame"] = FrameReference(self._frame)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__["_frame"] = state["_frame"].frame
+
+
+@final
+class OpaqueGraphModule(GraphModule):
+    """A module without a graph: the options say to skip it, or it could not be captured. Runs the module itself."""
+
+    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the module."""
+        return live_runs.run_live(self, args, kwargs)
+
+
+@final
+class CompiledGraphModule(GraphModule):
+    """Runs the graph of one frame as generated code.
+
+    The code is generated when it is first needed. A graph that is a record of the module runs only where it is known
+    to equal the module bit for bit, for inputs of this form; everywhere else the module itself runs (see `belief`).
+    A graph that was edited, or that a custom extraction function made, *is* the module: it always runs.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+        >>> print(pg._graph_module.code)
+        def forward(self, input : torch.Tensor):
+            input_1 = input
+            relu = torch.nn.functional.relu(input_1, inplace = False);  input_1 = None
+            return relu
+    """
+
+    _built: BuiltGraph | None
+    _generated: GeneratedCode | None
+    _is_edited: bool
+    _aliases: dict[str, Any]
+    _belief: belief.Belief
+
+    def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
+        super().__init__(frame, hierarchy)
+        state = self.__dict__
+        state["_built"] = state["_generated"] = None
+        state["_is_edited"] = False
+        state["_aliases"] = {}
+        state["_belief"] = belief.Belief()
+        hierarchy.has_own_graphs |= frame.custom_graph is not None
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph, built when it is first asked for; after editing it, call `recompile()`. May be set."""
+        return self._build().graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        self._build().graph = graph
+        self.recompile()
+
+    def recompile(self) -> None:
+        """Says that the graph was edited: from now on it is the module, and its code is generated anew when needed."""
+        self.__dict__["_is_edited"] = True
+        self.__dict__["_generated"] = None
+        self._hierarchy.has_own_graphs = True
+
+    @property
+    def code(self) -> str:
+        """The Python code of the graph as it is now."""
+        return self._code().text
+
+    @property
+    def doubts(self) -> list[str]:
+        """What speaks against the graph as a stand-in for the module on other inputs, or at all; each a sentence."""
+        return self._frame.doubts
+
+    @property
+    def reason(self) -> str | None:
+        """Why the graph did not run when the module was last called; `None` where it ran."""
+        return self._belief.reason
+
+    @property
+    def has_own_graph(self) -> bool:
+        """Whether the graph *is* the module: it was edited, or a custom extraction function made it."""
+        return self._is_edited or self._frame.custom_graph is not None
+
+    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph, or the module."""
+        if self.has_own_graph:
+            return self.run_graph(args, kwargs)
+        return belief.run(self, args, kwargs)
+
+    def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph as it is now, with fresh code."""
+        result = self._code().function(self, *args, **kwargs)
+        # The graphs of custom extraction functions hand out a one-element tuple.
+        return result[0] if self._frame.custom_graph is not None else result
+
+    def _build(self) -> BuiltGraph:
+        if self._built is None:
+            with _build_lock:
+                if self._built is None:
+                    self._aliases.clear()
+                    self.__dict__["_built"] = build(self._frame, self)
+        assert self._built is not None
+        return self._built
+
+    def _code(self) -> GeneratedCode:
+        generated = self._generated
+        if generated is None:
+            generated = self.__dict__["_generated"] = generate(self.graph)
+        return generated
+
+    # -- what the code refers to ---------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__
+        if name in state.get("_aliases", ()):
+            alias = state["_aliases"][name]
+            return _attribute(self, alias) if isinstance(alias, str) else alias
+        built = state.get("_built")
+        if built is not None and name in built.constants:
+            value = built.constants[name]()
+            if value is None:
+                raise GraphError(f"a tensor that the graph of {self.path or 'the root'!r} uses no longer exists")
+            return value
+        return super().__getattr__(name)
+
+    def of_call(self, node: Node) -> str:
+        """Returns how the code calls the graph module of a call node."""
+        callee = next((c for c in self._callees if c._frame is node.frame), None)
+        if callee is None:
+            raise GraphError(f"there is no graph module for the call {node.name!r} in {self.path or 'the root'!r}")
+        paths = [node.target, *(name for name, _ in self.named_children())]
+        if node.call_count > 1:
+            paths = [f"{path}.{node.call_index}" for path in paths]
+        return next((p for p in paths if _is_writable(p) and _below(self, p) is callee), None) or self._alias(
+            node.name, callee
+        )
+
+    def of_attribute(self, path: str) -> str:
+        """Returns how the code reads what the user's module has at `path`."""
+        return path if _is_writable(path) else self._alias(path, path)
+
+    def _alias(self, name: str, what: Any) -> str:
+        text = "_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+        alias = unique_name(text, {*self._aliases, *dir(self)})
+        self._aliases[alias] = what
+        return alias
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Code is generated anew where it is needed, graphs that are only records are built anew.
+        state["_generated"] = None
+        state["_built"] = PackedGraph.of(self._build()) if self._is_edited else None
+        state["_belief"] = belief.Belief()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(packed := state["_built"], PackedGraph):
+            self.__dict__["_built"] = packed.unpacked(self._frame)
+
+
+def _is_writable(path: str) -> bool:
+    """Whether Python code can reach `path` from a graph module by attributes."""
+    return not any(keyword.iskeyword(name) or name in _TAKEN for name in path.split("."))
+
+
+_TAKEN = frozenset(dir(CompiledGraphModule)) | frozenset(dir(ModuleList))
+
+
+def _below(module: Module, path: str) -> Module | None:
+    found: Module | None = module
+    for name in path.split("."):
+        found = found._modules.get(name) if found is not None else None
+    return found
+
+
+def _attribute(module: GraphModule, path: str) -> Any:
+    found: Any = module._original_module
+    for name in path.split("."):
+        found = getattr(found, name) if not isinstance(found, Module) else _held(found, name)
+    return found
+
+
+def _held(module: Module, name: str) -> Any:
+    # A parameter may be called like a method of the class: then only the registries have it.
+    for registry in (module._parameters, module._buffers, module._modules, module.__dict__):
+        if name in registry:
+            return registry[name]
+    return getattr(module, name)
+
+
+@final
+class UnusedModule(_Mirror):
+    """A submodule that the example did not reach, or only in part. Runs the module itself."""
+
+    def __init__(self, module: Module, children: Callable[[], dict[str, Module | None]] | None = None) -> None:
+        super().__init__(module)
+        self.__dict__["_modules"].update(module._modules if children is None else children())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        return self._original_module.forward(*args, **kwargs)
+
+
+@final
+class MultiplyInvokedModule(ModuleList):
+    """The graph modules of a module that was called several times in one frame, in order of the calls."""
+
+    def __init__(self, module: Module, calls: list[Module]) -> None:
+        super().__init__(calls)
+        self.__dict__["_original_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        if name in modules:
+            return modules[name]
+        if "_original_module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_original_module"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: which of the calls is meant cannot be told."""
+        name = type(self._original_module).__name__
+        raise GraphError(f"this {name} was called {len(self)} times; call one of its graphs: module[0](...)")

@@ -1,0 +1,191 @@
+"""What a run of a frame depends on, as far as it can be seen from outside: for which runs a verdict holds.
+
+    input_key      of the inputs: structure, plain values, and of tensors all but what they hold
+    settings_key   grad mode, autocast, ...
+    Watch          of the module: flags, attributes, classes, submodules, the dtypes of parameters, plain globals
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.values import children
+
+_PLAIN = (
+    bool, int, str, bytes, type(None), type(Ellipsis), range,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class UnseenError(Exception):
+    """A value whose insides cannot be seen."""
+
+
+def input_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Returns a key that is equal for calls that differ in the contents of tensors only.
+
+    Raises:
+        UnseenError: One of the inputs is an object, such as a cache: what is in it cannot be seen.
+
+    Example:
+        >>> input_key((torch.ones(2), 3), {}) == input_key((torch.zeros(2), 3), {})
+        True
+        >>> input_key((torch.ones(2), 3), {}) == input_key((torch.ones(2), True), {})
+        False
+    """
+    tensors: list[Tensor] = []
+    key = (tuple([_key(value, tensors) for value in args]), _key(kwargs, tensors))
+    ids = [id(tensor) for tensor in tensors]
+    # Some modules ask whether two inputs are one object (attention: are query and key the same?).
+    return key if len(set(ids)) == len(ids) else (key, tuple(map(ids.index, ids)))
+
+
+def _key(value: Any, tensors: list[Tensor]) -> Hashable:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        strides = value.stride() if value.layout is torch.strided else None
+        return kind, value.shape, strides, value.dtype, value.device, value.requires_grad
+    if kind in _PLAIN or isinstance(value, enum.Enum):
+        return kind, value
+    if kind is float or kind is complex:
+        return kind, repr(value)  # 0.0 is not -0.0
+    if kind is tuple or kind is list:
+        return kind, tuple([_key(item, tensors) for item in value])
+    if kind is dict:
+        return kind, tuple([(key, _key(item, tensors)) for key, item in value.items()])
+    if kind is slice:
+        return kind, tuple([_key(part, tensors) for part in (value.start, value.stop, value.step)])
+    if isinstance(value, (Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
+        return kind, value
+    if (inside := children(value)) is not None:
+        return kind, tuple([(key, _key(item, tensors)) for key, item in inside])
+    raise UnseenError(f"it is given an object ({kind.__name__}), and what is in that cannot be seen")
+
+
+def settings_key() -> Hashable:
+    """Returns the settings of torch that the code of a module may ask for."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        *[
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            for device in _AUTOCAST_DEVICES
+        ],
+    )
+
+
+class Watch:
+    """Remembers what a frame's module looks like, and tells whether it still does.
+
+    Args:
+        module: The module of the frame.
+        called: The modules that the frame calls: its code may ask these too, and what lies between.
+    """
+
+    def __init__(self, module: Module, called: Iterable[Module]) -> None:
+        self._module = module
+        self._forward = original_forward(module)
+        self._modules = [(m, m.__class__, m.training, _tensor_kinds(m)) for m in _near(module, called)]
+        self._tables = [table for m, *_ in self._modules for table in _tables(m)]
+        self._globals = _plain_globals(self._forward)
+
+    def sees_change(self) -> bool:
+        """Whether the module looks different now."""
+        try:
+            return (
+                original_forward(self._module) != self._forward
+                or any(
+                    m.__class__ is not cls or m.training != training or _tensor_kinds(m) != kinds
+                    for m, cls, training, kinds in self._modules
+                )
+                or any(_differs(current(), saved) for current, saved in self._tables)
+                or any(where.get(name, _ABSENT) != value for where, name, value in self._globals)
+            )
+        except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one truth value
+            return True
+
+
+_ABSENT = object()
+_OWN_SWAPS = ("forward", "_old_forward")
+_MANY = 1000
+
+
+def _near(module: Module, called: Iterable[Module]) -> Iterator[Module]:
+    """Yields the module, the modules that it calls, and what holds these (`ModuleList`, ...)."""
+    calls = {id(child) for child in called}
+    waiting, seen = [module], set()
+    while waiting:
+        current = waiting.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        if current is module or id(current) not in calls:
+            waiting += [child for child in current._modules.values() if child is not None]
+
+
+def _tensor_kinds(module: Module) -> list[Any]:
+    return [
+        None if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
+        for registry in (module._parameters, module._buffers)
+        for tensor in registry.values()
+    ]
+
+
+def _tables(module: Module) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Yields what can be compared at once: functions that return a dictionary or list, with a copy of it."""
+    state = module.__dict__
+    yield (lambda: state), dict(state)
+    yield (lambda: state["_modules"]), dict(state["_modules"])
+    for name, value in state.items():
+        if name in _NOT_LOOKED_INTO:
+            continue
+        if isinstance(value, (list, dict, set)):
+            inside: Any = value
+        elif isinstance(value, (Module, Tensor, type)) or not hasattr(value, "__dict__") or callable(value):
+            continue
+        else:
+            inside = value.__dict__
+        if 0 < len(inside) <= _MANY:
+            yield (lambda inside=inside: inside), inside.copy()
+
+
+# Hooks run as they are at the time; parameters and buffers are seen as they are at the time.
+_NOT_LOOKED_INTO = frozenset(vars(Module()))
+
+
+def _differs(current: Any, saved: Any) -> bool:
+    if current == saved:
+        return False
+    if not isinstance(current, dict) or not any(name in current or name in saved for name in _OWN_SWAPS):
+        return True
+    # The package itself swaps forwards; whether the module's own was replaced is asked separately.
+    return _without_swaps(current) != _without_swaps(saved)
+
+
+def _without_swaps(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in _OWN_SWAPS}
+
+
+def _plain_globals(forward: Callable[..., Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Returns the globals that the code of `forward` itself reads and that are plain values: where, name, value."""
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    function: Any = getattr(forward, "__func__", forward)
+    while function is not None:
+        code, where = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+        for name in code.co_names if code is not None else ():
+            if type(value := where.get(name, _ABSENT)) in (bool, int, float, str, type(None)):
+                found.append((where, name, value))
+        function = getattr(function, "__wrapped__", None)
+    return found

@@ -1,0 +1,188 @@
+"""Copies of what a run may change: its inputs, the buffers and attributes of its modules, and the random state."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.values import children
+
+_LARGE = 64 * 2**20
+"""Buffers of more bytes are not copied: these are weights (of quantized models), not state."""
+
+
+def copied(value: Any) -> Any:
+    """Returns a copy of inputs: tensors with the same strides, aliases among them and leaves as they were.
+
+    Modules and functions are shared.
+    """
+    memo: dict[int, Any] = {}
+    _prepare(value, memo)
+    return copy.deepcopy(value, memo)
+
+
+def _prepare(value: Any, memo: dict[int, Any]) -> None:
+    if isinstance(value, Tensor):
+        if id(value) not in memo:
+            # `detach` first: torch does not copy tensors that an op made and that require gradients.
+            alias = copy.deepcopy(value.detach(), memo)
+            memo[id(value)] = alias.requires_grad_() if value.requires_grad else alias
+    elif isinstance(value, Module) or callable(value):
+        memo[id(value)] = value
+    else:
+        for _, child in children(value) or ():
+            _prepare(child, memo)
+
+
+class RandomState:
+    """The state of torch's random number generators."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Puts the generators back to this state."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def equals(self, other: RandomState) -> bool:
+        """Whether both are the same state."""
+        pairs = zip([self._cpu, *self._cuda], [other._cpu, *other._cuda], strict=False)
+        return len(self._cuda) == len(other._cuda) and all(torch.equal(a, b) for a, b in pairs)
+
+
+class ModuleState:
+    """What a run of a module may change, at one moment: in the module and in all that can be reached from it."""
+
+    def __init__(self, root: Module) -> None:
+        self._modules = reachable_modules(root)
+        self._buffers = [_contents(module) for module in self._modules]
+        self._attributes = [_attributes(module) for module in self._modules]
+        self._versions = [_versions(module) for module in self._modules]
+        self._python_random = random.getstate()
+        self._numpy_random = _numpy_state()
+        self.random = RandomState()
+
+    def unrepeatable_change(self) -> str | None:
+        """Returns what has happened since that no graph repeats, or that a trial run cannot take back, if anything."""
+        for module, attributes, versions in zip(self._modules, self._attributes, self._versions, strict=True):
+            if (name := _changed(attributes, _attributes(module))) is not None:
+                return f"{type(module).__name__} changes its {name!r} while it runs"
+            if _versions(module) != versions:
+                return f"{type(module).__name__} writes into its parameters while it runs"
+        if random.getstate() != self._python_random or not _same_numpy_state(_numpy_state(), self._numpy_random):
+            return "it draws random numbers of Python or numpy"
+        return None
+
+    def restore(self) -> None:
+        """Writes the buffers back, and the random state."""
+        self.random.restore()
+        for module, contents in zip(self._modules, self._buffers, strict=True):
+            for name, saved in contents.items():
+                buffer = module._buffers[name]
+                if buffer is not None and difference(buffer, saved, name) is not None:
+                    # Through `data`: autograd may hold this buffer, as it was left by the run that counts.
+                    buffer.data.copy_(saved)
+
+    def difference(self, other: ModuleState) -> str | None:
+        """Returns the first difference of the buffers and the random state to those of `other`, if there is one."""
+        for module, mine, theirs in zip(self._modules, self._buffers, other._buffers, strict=True):
+            if (text := difference(mine, theirs, f"the buffers of {type(module).__name__}")) is not None:
+                return text
+        return None if self.random.equals(other.random) else "it leaves another random state behind"
+
+
+def _contents(module: Module) -> dict[str, Tensor]:
+    return {
+        name: buffer.detach().clone()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel() * buffer.element_size() <= _LARGE and not _is_lazy(buffer)
+    }
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return torch.nn.parameter.is_lazy(tensor)
+
+
+def _versions(module: Module) -> list[int]:
+    return [
+        _version(tensor)
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and (tensor.numel() * tensor.element_size() > _LARGE or _is_parameter(tensor))
+    ]
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors do not count
+        return 0
+
+
+def _attributes(module: Module) -> dict[str, Any]:
+    """Returns the attributes of a module, the insides of plain containers and objects among them."""
+    found: dict[str, Any] = {}
+    for name, value in module.__dict__.items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            found |= {f"{name}.{inner}": item for inner, item in value.items()}
+        elif name not in _FORWARDS:
+            found[name] = value
+            found |= {f"{name}.{inner}": item for inner, item in _insides(value)}
+    return found
+
+
+# These are swapped by this very package.
+_FORWARDS = ("forward", "_old_forward")
+_MANY = 1000
+
+
+def _insides(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields what one can look into one level deep: the attribute of an object that counts, an item of a list."""
+    if isinstance(value, (list, tuple)):
+        items: Any = enumerate(value)
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (Module, Tensor, type)) or callable(value):
+        return
+    else:
+        items = getattr(value, "__dict__", {}).items()
+    if len(value if hasattr(value, "__len__") else getattr(value, "__dict__", ())) <= _MANY:
+        yield from items
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    if before.keys() != after.keys():
+        return str(next(iter(before.keys() ^ after.keys())))
+    return next((name for name, value in before.items() if not _is_same(value, after[name])), None)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+def _same_numpy_state(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a[0] == b[0] and bool((a[1] == b[1]).all()) and tuple(a[2:]) == tuple(b[2:])

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphpatch_notebook.errors import PatchValueError
+from graphpatch_notebook.patches import (
+    AddPatch,
+    CustomPatch,
+    Patch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+    indexed_dimensions,
+)
+
+SLICES = [
+    None,
+    0,
+    -1,
+    slice(1, None),
+    slice(None, None, 2),
+    ...,
+    (slice(None), 1),
+    (..., -1),
+    (0, slice(1, 3)),
+    [0, 2],
+    (slice(None), [0, 2]),
+    torch.tensor([0, 1]),
+    torch.tensor([True, False, True]),
+    (slice(None), torch.tensor([True, False, True, False])),
+    torch.eye(3, 4).bool(),
+    (torch.tensor([0, 1]), torch.tensor([2, 3])),
+    torch.tensor(1),
+    True,
+]
+
+
+def value() -> Tensor:
+    return torch.arange(1.0, 13.0).reshape(3, 4)
+
+
+@pytest.mark.parametrize("index", SLICES, ids=repr)
+@pytest.mark.parametrize(
+    ("make", "edit"),
+    [
+        (lambda s: ZeroPatch(slice=s), lambda old: torch.zeros_like(old)),
+        (lambda s: AddPatch(value=2.5, slice=s), lambda old: old + 2.5),
+        (lambda s: ReplacePatch(value=-1, slice=s), lambda old: torch.full_like(old, -1)),
+    ],
+    ids=["zero", "add", "replace"],
+)
+def test_slices_are_written_like_torch_writes_them(make, edit, index):
+    patch, expected = make(index), value()
+    where = ... if index is None else index
+    expected[where] = edit(expected[where])
+    assert patch.problem(expected.shape) is None
+    assert torch.equal(patch.op(value()), expected)
+
+
+def test_values_broadcast_to_the_slice():
+    row = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert torch.equal(AddPatch(value=row).op(value()), value() + row)
+    assert torch.equal(ReplacePatch(value=row, slice=1).op(value())[1], row)
+    column = torch.ones(3, 1)
+    assert torch.equal(ReplacePatch(value=column).op(value()), torch.ones(3, 4))
+    with pytest.raises(RuntimeError):
+        AddPatch(value=torch.ones(5)).op(value())
+
+
+def test_zero_keeps_shape_dtype_and_replaces_nan():
+    patched = ZeroPatch().op(torch.tensor([float("nan"), float("inf")], dtype=torch.bfloat16))
+    assert patched.dtype == torch.bfloat16
+    assert patched.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("node", "patch_value", "is_fine"),
+    [
+        (torch.float32, torch.float64, True),
+        (torch.float16, torch.float32, True),
+        (torch.float32, torch.int64, True),
+        (torch.int64, torch.float32, False),
+        (torch.float32, torch.complex64, False),
+        (torch.bool, torch.int64, False),
+    ],
+)
+def test_the_dtype_stays_that_of_the_node_by_torchs_rules_for_adding(node, patch_value, is_fine):
+    patch, target = AddPatch(value=torch.ones(2, dtype=patch_value)), torch.zeros(2, dtype=node)
+    if is_fine:
+        assert patch.op(target).dtype == node
+    else:
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            patch.op(target)
+
+
+@pytest.mark.parametrize("node", [torch.float16, torch.int64, torch.bool])
+def test_the_dtype_stays_that_of_the_node_by_torchs_rules_for_writing(node):
+    patched = ReplacePatch(value=torch.full((2,), 1.75)).op(torch.zeros(2, dtype=node))
+    assert patched.dtype == node
+    assert torch.equal(patched, torch.full((2,), 1.75).to(node))
+
+
+@pytest.mark.parametrize(
+    ("patch", "number", "expected"),
+    [
+        (ZeroPatch(), 3, 0),
+        (ZeroPatch(), 2.5, 0.0),
+        (ZeroPatch(), True, False),
+        (ZeroPatch(), 1j, 0j),
+        (AddPatch(value=2), 3, 5),
+        (AddPatch(value=torch.tensor(2)), 3, 5),
+        (AddPatch(value=0.5), 1.0, 1.5),
+        (ReplacePatch(value=7), 3, 7),
+        (ReplacePatch(value=torch.tensor(0.5)), 3.0, 0.5),
+        (ReplacePatch(value=False), True, False),
+    ],
+)
+def test_numbers_keep_their_type(patch, number, expected):
+    patched = patch.op(number)
+    assert patched == expected
+    assert type(patched) is type(number)
+
+
+@pytest.mark.parametrize("patch", [ZeroPatch(slice=0), AddPatch(value=1, slice=0), ReplacePatch(value=1, slice=0)])
+def test_a_number_has_no_slices(patch):
+    with pytest.raises(PatchValueError, match="a slice cannot be taken of the number 3; drop slice="):
+        patch.op(3)
+
+
+@pytest.mark.parametrize("patch", [ZeroPatch(), AddPatch(value=1), ReplacePatch(value=1)])
+def test_other_values_are_for_custom_patches(patch):
+    with pytest.raises(PatchValueError, match=f"{type(patch).__name__} needs a tensor .* type str; use CustomPatch"):
+        patch.op("text")
+
+
+def test_gradients_flow_to_the_value_and_through_the_rest():
+    source = value().requires_grad_()
+    added, written = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    target = AddPatch(value=added, slice=0).op(source * 2)
+    target = ReplacePatch(value=written, slice=1).op(target)
+    target = ZeroPatch(slice=2).op(target)
+    (target * 3).sum().backward()
+    assert added.grad.tolist() == [3.0] * 4
+    assert written.grad.tolist() == [3.0] * 4
+    assert source.grad.tolist() == [[6.0] * 4, [0.0] * 4, [0.0] * 4]
+
+
+def test_probe_and_record_hold_the_very_value():
+    probe, record, first, second = ProbePatch(), RecordPatch(), value(), value()
+    assert probe.activation is None
+    assert record.activations == []
+    for item in (first, second):
+        assert probe.op(item) is item
+        assert record.op(item) is item
+    assert probe.activation is second
+    assert [kept is item for kept, item in zip(record.activations, (first, second), strict=True)] == [True, True]
+    assert RecordPatch().activations is not record.activations
+
+
+def test_custom_patch():
+    assert torch.equal(CustomPatch(custom_op=lambda t: t + 1).op(value()), value() + 1)
+    assert CustomPatch(custom_op=len).op("four") == 4
+    assert "custom_op must be callable, not 3" in CustomPatch(custom_op=3).problem(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("patch", "clones", "observes"),
+    [
+        (ZeroPatch(), True, False),
+        (AddPatch(value=1), True, False),
+        (ReplacePatch(value=1), True, False),
+        (ProbePatch(), False, True),
+        (RecordPatch(), False, True),
+        (CustomPatch(custom_op=id), True, False),
+        (CustomPatch(custom_op=id, requires_clone=False), False, False),
+    ],
+)
+def test_what_a_patch_does_to_the_value_that_it_is_given(patch, clones, observes):
+    assert (patch.requires_clone, patch.observes_only) == (clones, observes)
+    assert patch.any_shape is False
+    assert type(patch).__name__ in repr(patch)
+
+
+def test_patches_are_told_apart_by_identity():
+    assert ZeroPatch() != ZeroPatch()
+    assert len({ZeroPatch(), AddPatch(value=torch.ones(2)), ProbePatch()}) == 3
+
+
+def test_a_patch_of_ones_own():
+    @dataclass(kw_only=True, eq=False)
+    class Scale(Patch[Tensor]):
+        factor: float
+
+        def op(self, original_output: Tensor) -> Tensor:
+            return original_output * self.factor
+
+    patch = Scale(factor=2.0, any_shape=True)
+    assert patch.any_shape
+    assert not patch.requires_clone
+    assert patch.problem(torch.Size([2])) is None
+    assert patch.op(torch.ones(1)).tolist() == [2.0]
+    with pytest.raises(NotImplementedError, match="Unfinished must define op"):
+        type("Unfinished", (Patch,), {})().op(1)
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        (ZeroPatch(slice=(0, 0, 0)), r"slice \(0, 0, 0\) has 3 dimensions, but .* has 2: shape \(3, 4\)"),
+        (AddPatch(value=1, slice="a"), "slice 'a' cannot index a tensor; use ints, slices"),
+        (AddPatch(value=1, slice={1}), "cannot index a tensor"),
+        (AddPatch(value=1, slice=1.5), "slice 1.5 cannot index a tensor"),
+        (AddPatch(value=[1, 2]), r"value must be a tensor or a number, not list; use value=torch.as_tensor\(...\)"),
+        (ReplacePatch(value=None), "value must be a tensor or a number, not NoneType"),
+    ],
+)
+def test_problems_are_found_before_a_run(patch, message):
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(patch.problem(torch.Size([3, 4])))
+    assert ZeroPatch(slice=(0, 0, 0)).problem(None) is None
+
+
+SHAPE = (2, 3, 2)
+PARTS = st.one_of(
+    st.none(),
+    st.just(Ellipsis),
+    st.booleans(),
+    st.integers(-1, 1),
+    st.slices(2),
+    st.lists(st.integers(-1, 1), min_size=1, max_size=3),
+    st.lists(st.integers(-1, 1), min_size=2, max_size=2).map(torch.tensor),
+    st.integers(-1, 1).map(torch.tensor),
+    st.lists(st.booleans(), min_size=2, max_size=2),
+    st.sampled_from([(2,), (3,), (2, 3), (3, 2), (2, 3, 2), (2, 3, 2, 1), ()]).map(lambda s: torch.ones(s).bool()),
+    st.just(range(2)),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.one_of(PARTS, st.lists(PARTS, max_size=5).filter(lambda parts: [*map(id, parts)].count(id(...)) < 2).map(tuple))
+)
+def test_an_index_has_too_many_dimensions_exactly_where_torch_says_so(index):
+    try:
+        torch.zeros(SHAPE)[index]
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        says_too_many = "too many indices" in str(error)
+        other = not says_too_many
+    else:
+        says_too_many = other = False
+    if not other:
+        assert (indexed_dimensions(index) > len(SHAPE)) == says_too_many
