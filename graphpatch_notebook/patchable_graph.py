@@ -13,9 +13,9 @@ from torch.nn import Module
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution import context as contexts
-from graphpatch_notebook.execution.context import ActiveContext, PatchContext
+from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
 from graphpatch_notebook.execution.patch_map import entries_of
-from graphpatch_notebook.execution.plan import Callers
+from graphpatch_notebook.execution.plan import Callers, Entry
 from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
@@ -143,17 +143,24 @@ class PatchableGraph(Module):
             tensor([2., 2.])
         """
 
+        known: list[Prepared] = []
+
         def activate() -> ActiveContext:
             entries = entries_of(self._root_frame, patch_map, self.__dict__["_targets"])
-            return self._enter(entries, strict)
+            if not known or not _are_same(known[0].entries, entries):
+                known[:] = [self._prepare(entries)]
+            return self._enter(known[0], strict)
 
         return PatchContext(activate)
 
-    def _enter(self, entries: Sequence[Any], is_strict: bool = False) -> ActiveContext:
+    def _prepare(self, entries: Sequence[Entry]) -> Prepared:
         if self.__dict__["_callers"] is None:
             self.__dict__["_callers"] = Callers(self._root_frame)
+        return contexts.prepare(self._root_frame, entries, self._callers, self._custom_frames)
+
+    def _enter(self, prepared: Prepared, is_strict: bool = False) -> ActiveContext:
         return contexts.enter(
-            self, self._module, self._root_frame, entries, self._callers, self._custom_frames, is_strict
+            self, self._module, self._root_frame, prepared, self._callers, self._custom_frames, is_strict
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +173,7 @@ class PatchableGraph(Module):
             return contexts.call(context, function, args, kwargs)
         if not self._custom_frames:
             return function(*args, **kwargs)
-        context = self._enter(())
+        context = self._enter(self._prepare(()))
         try:
             return contexts.call(context, function, args, kwargs)
         finally:
@@ -216,6 +223,16 @@ class PatchableGraph(Module):
     def __repr__(self) -> str:
         inside = repr(self._graph_module).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_graph_module): {inside}\n)"
+
+
+def _are_same(some: Sequence[Entry], others: Sequence[Entry]) -> bool:
+    """Whether the same patches stand on the same values: the user may have changed the patch map meanwhile."""
+    return len(some) == len(others) and all(
+        a.target is b.target
+        and len(a.patches) == len(b.patches)
+        and all(p is q for p, q in zip(a.patches, b.patches, strict=True))
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def _asked_of_the_model(name: str) -> Callable[..., Any]:

@@ -74,11 +74,15 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
     dispatch, and this package are not.
     """
     last = None
-    while frame is not None and frame.f_code is not _INVOKE:
-        if _known(frame.f_code).is_users:
+    while frame is not None:
+        code = frame.f_code
+        known = _codes.get(id(code)) or _known(code)
+        if known.is_users:
             return frame
+        if code is _INVOKE:
+            return last
         last, frame = frame, frame.f_back
-    return last if frame is not None else None
+    return None
 
 
 def offset_in(frame: FrameType) -> int:
@@ -111,7 +115,7 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
     while frame is not None:
         code = frame.f_code
         if code is _INVOKE:
-            if last is not None and (not steps or steps[-1][0] is not last.f_code):
+            if last is not None and not _known(last.f_code).is_users:
                 # `forward` itself counts even where it is one of torch's inner modules.
                 offset = offset_in(last)
                 key += (id(last.f_code), offset)
@@ -124,6 +128,26 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
             steps.append((code, offset))
         last, frame = frame, frame.f_back
     return None, steps
+
+
+def chain_key(frame: FrameType) -> tuple[int, ...]:
+    """Returns the key of the chain of call sites from a frame of the user's code upwards."""
+    if frame.f_back is not None and frame.f_back.f_code is _INVOKE:  # the op stands in `forward` itself: most do
+        return (id(frame.f_code), offset_in(frame))
+    key: list[int] = []
+    at: FrameType | None = frame
+    last = frame
+    while at is not None:
+        code = at.f_code
+        if code is _INVOKE:
+            if not _known(last.f_code).is_users:
+                key += (id(last.f_code), offset_in(last))
+            break
+        known = _known(code)
+        if known.is_users:
+            key += (id(code), known.offset(at.f_lasti))
+        last, at = at, at.f_back
+    return tuple(key)
 
 
 def key_of(site: Site) -> tuple[int, ...]:

@@ -79,5 +79,45 @@ def unbind(
     return tuple(new_args), new_kwargs
 
 
+def given_input(parameters: list[InputParameter], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the value that a call gives to the parameter `name`, or its default, or `None`.
+
+    The same as `bind` would say, for one parameter and without its cost.
+    """
+    for position, parameter in enumerate(parameters):
+        if parameter.name != name:
+            continue
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            return args[position:]
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            return {key: value for key, value in kwargs.items() if key not in _named(parameters)}
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY and position < len(args):
+            return args[position]
+        if name in kwargs and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            return kwargs[name]
+        return None if parameter.default is _EMPTY else parameter.default
+    return None
+
+
+def with_input(
+    parameters: list[InputParameter], name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the call with another value for the parameter `name`, otherwise in the same form."""
+    position, parameter = next((i, p) for i, p in enumerate(parameters) if p.name == name)
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        return (*args[:position], *value), kwargs
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        named = _named(parameters)
+        return args, {**{key: old for key, old in kwargs.items() if key in named}, **value}
+    if parameter.kind is not inspect.Parameter.KEYWORD_ONLY and position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
+def _named(parameters: list[InputParameter]) -> set[str]:
+    positional_only = inspect.Parameter.POSITIONAL_ONLY
+    return {p.name for p in parameters if p.kind not in _VARIADIC and p.kind is not positional_only}
+
+
 def _fits(new_args: list[Any], args: tuple[Any, ...], parameter: inspect.Parameter) -> bool:
     return parameter.kind is inspect.Parameter.POSITIONAL_ONLY or len(new_args) < len(args)

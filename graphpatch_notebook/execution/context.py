@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -28,21 +29,47 @@ from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_p
 from graphpatch_notebook.torch_compat import is_in_backward
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What entering a context needs: made once, and used each time that it is entered.
+
+    Attributes:
+        entries: The patches.
+        plan: The same, laid out by frame.
+        watched: The modules whose calls must be seen.
+        watched_ids: Their ids.
+        hooked: The modules whose output is patched after their own hooks.
+    """
+
+    entries: Sequence[Entry]
+    plan: FramePlan
+    watched: list[Module]
+    watched_ids: set[int]
+    hooked: list[Module]
+
+
+def prepare(frame: Frame, entries: Sequence[Entry], callers: Callers, custom_frames: Sequence[Frame]) -> Prepared:
+    """Returns what it takes to activate `entries`."""
+    plan = make_plan(frame, entries, custom_frames)
+    watched = callers.modules_to_watch(plan)
+    hooked = [p.frame.module for p in plan.walk() if p.output and runs_hooks(p.frame.module)]
+    return Prepared(entries, plan, watched, {id(module) for module in watched}, hooked)
+
+
 class ActiveContext:
     """A patch context that was entered, with the plan of everything active in it (its own patches come last)."""
 
-    def __init__(self, owner: object, root: Module, entries: Sequence[Entry], plan: FramePlan, is_strict: bool) -> None:
+    def __init__(self, owner: object, root: Module, prepared: Prepared, callers: Callers, is_strict: bool) -> None:
         self.owner = owner
         self.root = root
-        self.entries = entries
-        self.plan = plan
+        self.prepared = prepared
+        self.plan = prepared.plan
+        self.callers = callers
         self.is_strict = is_strict
         self.watched: list[Module] = []
-        self.watched_ids: set[int] = set()
         self.hooks: list[RemovableHandle] = []
         self.has_runs = False
         self.has_direct_calls = False
-        self.callers: Callers | None = None
         self.origin: object = None
 
 
@@ -60,26 +87,20 @@ def enter(
     owner: object,
     root: Module,
     frame: Frame,
-    entries: Sequence[Entry],
+    prepared: Prepared,
     callers: Callers,
     custom_frames: Sequence[Frame] = (),
     is_strict: bool = False,
 ) -> ActiveContext:
-    """Activates `entries`, after those of the contexts of `owner` that are active already."""
+    """Activates what is `prepared`, after the patches of the contexts of `owner` that are active already."""
     outer = innermost(owner)
-    # Each context has entries of its own: whether one fired is asked context by context.
-    together = [*(Entry(e.target, e.patches) for e in (outer.entries if outer else ())), *entries]
-    plan = make_plan(frame, together, custom_frames)
-    context = ActiveContext(owner, root, together, plan, is_strict or (outer is not None and outer.is_strict))
-    context.callers = callers
-    # Kept until the end: what is watched must be let go of by the same ids.
-    modules = callers.modules_to_watch(plan)
-    context.watched_ids = {id(module) for module in modules}
+    if outer is not None:
+        prepared = prepare(frame, [*outer.prepared.entries, *prepared.entries], callers, custom_frames)
+    context = ActiveContext(owner, root, prepared, callers, is_strict or (outer is not None and outer.is_strict))
     try:
-        context.watched = swap(modules)
-        for planned in plan.walk():
-            if planned.output and runs_hooks(planned.frame.module):
-                context.hooks.append(_hook(planned.frame.module))
+        context.watched = swap(prepared.watched)
+        for module in prepared.hooked:
+            context.hooks.append(_hook(module))
         with _lock:
             _entered.append(context)
         _active.set((*_active.get(), context))
@@ -142,7 +163,6 @@ def _on_output(module: Module, args: Any, output: Any) -> Any:
 
 def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
-    assert context.callers is not None
     run = Run(context.root, context.plan, context.callers)
     context.has_runs = True
     result = _observed(run, function, args, kwargs)
@@ -181,7 +201,7 @@ def _recomputing(module: Module) -> Run | None:
         return None
     # Backward may run in a thread of the autograd engine, which has no context of ours.
     candidates = _active.get() or tuple(_entered)
-    mine = [c for c in candidates if id(module) in c.watched_ids and c.has_runs]
+    mine = [c for c in candidates if id(module) in c.prepared.watched_ids and c.has_runs]
     if not mine:
         return None
     context = mine[-1]
@@ -191,7 +211,6 @@ def _recomputing(module: Module) -> Run | None:
             "whether for a patched call or for another one: run backward inside the one context of its forward, and "
             "do not call the original model in that context"
         )
-    assert context.callers is not None
     frames = context.callers.frames_of(module)
     if len(frames) > 1 and any(plan.frame in frames for plan in context.plan.walk()):
         raise GraphPatchError(
@@ -205,7 +224,7 @@ def _note_direct_call(module: Module) -> None:
     if not torch.is_grad_enabled():
         return
     for context in _active.get():
-        if id(module) in context.watched_ids:
+        if id(module) in context.prepared.watched_ids:
             context.has_direct_calls = True
 
 

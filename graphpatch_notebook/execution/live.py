@@ -5,8 +5,11 @@ Only frames on the way to a patched value are seen at all, and only those with p
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,10 +21,10 @@ from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
 from graphpatch_notebook.capture.functions import raw_name, writes_in_place
-from graphpatch_notebook.capture.inputs import bind, signature_of, unbind
+from graphpatch_notebook.capture.inputs import bind, given_input, signature_of, with_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchValueError, RepeatedCallWarning
-from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
+from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, has_shape_of, write_back
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.stand_in import StandIn
 from graphpatch_notebook.paths import format_path
@@ -31,14 +34,13 @@ from graphpatch_notebook.values import replaced
 class FrameRun:
     """One frame of a patched run."""
 
-    __slots__ = ("calls", "mode", "module", "occurrences", "plan")
+    __slots__ = ("calls", "module", "occurrences", "plan")
 
     def __init__(self, module: Module | None, plan: FramePlan | None) -> None:
         self.module = module
         self.plan = plan
         self.calls: dict[int, int] = {}
         self.occurrences: dict[tuple[int, ...], int] = {}
-        self.mode: LiveMode | None = None
 
 
 class Run:
@@ -54,6 +56,7 @@ class Run:
         self.reached: set[int] = set()
         self._awaiting_output: dict[int, list[FrameRun]] = {}
         self._warned: set[int] = set()
+        self._mode: LiveMode | None = None
 
     # -- module calls --------------------------------------------------------------------------------------------------
 
@@ -68,7 +71,7 @@ class Run:
             if plan is None:
                 return invoke(forward, args, kwargs)
             self.reached.add(id(plan.frame))
-            output = self._run(frame, plan, forward, args, kwargs)
+            output = self._run(plan, forward, args, kwargs)
         finally:
             self.stack.pop()
         if plan.output:
@@ -123,48 +126,51 @@ class Run:
         )
 
     def _run(
-        self, frame: FrameRun, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if plan.has_custom_graph:
             return self._run_custom(plan, forward, args, kwargs)
         if plan.inputs:
-            args, kwargs = self._patched_inputs(plan, forward, args, kwargs)
+            args, kwargs = self._patched_inputs(plan, args, kwargs)
         if plan.tensors:
-            return self._run_on_stand_in(frame, plan, forward, args, kwargs)
-        return self._run_ops(frame, plan, forward, args, kwargs)
+            return self._run_on_stand_in(plan, forward, args, kwargs)
+        return self._run_ops(plan, forward, args, kwargs)
 
     def _run_ops(
-        self, frame: FrameRun, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not plan.ops:
+        if not plan.ops or self._mode is not None:
             return invoke(forward, args, kwargs)
-        frame.mode = LiveMode(self, frame, plan)
-        outer = apply_observer.set(frame.mode)
+        self._mode = mode = LiveMode(self)
+        outer = apply_observer.set(mode)
         try:
-            with frame.mode:
+            with mode:
                 return invoke(forward, args, kwargs)
         finally:
             apply_observer.reset(outer)
+            self._mode = None
+
+    @contextmanager
+    def inside_one_node(self) -> Iterator[None]:
+        """For the length of the block, nothing that comes up is one of the plan's values."""
+        self.stack.append(FrameRun(None, None))
+        try:
+            yield
+        finally:
+            self.stack.pop()
 
     def _patched_inputs(
-        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        signature = signature_of(forward)
-        bound = bind(signature, args, kwargs)
-        if bound is None:
-            return args, kwargs  # the call itself is wrong: let `forward` say so
         for name, entries in plan.inputs.items():
-            absent = name not in bound
-            if absent and (parameter := signature.parameters.get(name)) is not None:
-                bound[name] = None if parameter.default is parameter.empty else parameter.default
-            before = bound.get(name)
-            bound[name] = self._apply(entries, before)
-            if absent and bound[name] is before:
-                del bound[name]
-        return unbind(signature, bound, args, kwargs)
+            given = given_input(plan.frame.parameters, name, args, kwargs)
+            value = self._apply(entries, given)
+            if value is not given:
+                args, kwargs = with_input(plan.frame.parameters, name, value, args, kwargs)
+        return args, kwargs
 
     def _run_on_stand_in(
-        self, frame: FrameRun, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         module = plan.frame.module
         replacements: dict[str, Tensor] = {}
@@ -174,11 +180,11 @@ class Run:
             if patched is not value:
                 replacements[path] = patched
         if not replacements:
-            return self._run_ops(frame, plan, forward, args, kwargs)
+            return self._run_ops(plan, forward, args, kwargs)
         stand_in = StandIn(module, replacements)
         bound_forward = stand_in.bind(forward)
         try:
-            return self._run_ops(frame, plan, bound_forward, args, kwargs)
+            return self._run_ops(plan, bound_forward, args, kwargs)
         finally:
             stand_in.hand_on_changes()
 
@@ -203,13 +209,17 @@ class Run:
 
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
+        self.fired.add(id(entry))
+        if entry.only_observes and has_shape_of(value, entry.target.spec):
+            for patch in entry.patches:
+                patch.op(value)
+            return value
         try:
-            patched = apply_entry(entry, value)
+            return apply_entry(entry, value)
         except MissingChildError as missing:
             self.missing[id(entry)] = str(missing)
+            self.fired.discard(id(entry))
             return value
-        self.fired.add(id(entry))
-        return patched
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
@@ -268,68 +278,59 @@ _ACCELERATE_FILE = "hooks.py"
 
 
 class LiveMode(TorchFunctionMode):
-    """Applies patches where the call sites of their ops come up, in one frame."""
+    """Applies patches where the call sites of their ops come up: one mode for the whole run, however deep it goes."""
 
-    def __init__(self, run: Run, frame: FrameRun, plan: FramePlan) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
-        self.frame = frame
-        self.ops = plan.ops
-        self.leaves = plan.leaves
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        entries = self._entries_here()
-        if entries is None:
-            return func(*args, **(kwargs or {}))
-        return self._patched_op(entries, raw_name(func), func, args, kwargs or {})
+        entries = self._entries_at(sys._getframe(1))
+        if kwargs is None:
+            kwargs = {}
+        result = func(*args, **kwargs)
+        return result if entries is None else self._patched(entries, func, result, args, kwargs)
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Applies patches on the call of an `autograd.Function`."""
-        entries = self._entries_here()
-        # What happens inside belongs to the one node of the call.
-        outside = self.run.stack
-        self.run.stack = [*outside, FrameRun(None, None)]
-        try:
+        """Applies patches on the call of an `autograd.Function`; what happens inside belongs to its one node."""
+        entries = self._entries_at(sys._getframe(1))
+        with self.run.inside_one_node():
             result = apply(*args, **kwargs)
-        finally:
-            self.run.stack = outside
-        return result if entries is None else self._patched(entries, cls.__name__, result, args, kwargs)
+        return result if entries is None else self._patched(entries, apply, result, args, kwargs)
 
-    def _entries_here(self) -> list[Entry] | None:
-        if self.run.stack[-1] is not self.frame:
+    def _entries_at(self, python_frame: FrameType) -> list[Entry] | None:
+        """Returns the entries on the op that is called from `python_frame`, and counts that it came up."""
+        frame = self.run.stack[-1]
+        plan = frame.plan
+        if plan is None or not plan.leaves:
             return None
-        leaf = call_sites.leaf_frame(call_sites.caller(2))
-        if leaf is None:
+        leaf = call_sites.leaf_frame(python_frame)
+        if leaf is None or (offsets := plan.leaves.get(id(leaf.f_code))) is None:
             return None
-        offsets = self.leaves.get(id(leaf.f_code))
-        if offsets is None or call_sites.offset_in(leaf) not in offsets:
+        if call_sites.offset_in(leaf) not in offsets:
             return None
-        key, _ = call_sites.chain(leaf)
-        if key is None or (by_occurrence := self.ops.get(key)) is None:
+        key = call_sites.chain_key(leaf)
+        by_occurrence = plan.ops.get(key)
+        if by_occurrence is None:
             return None
-        occurrence = self.frame.occurrences.get(key, 0)
-        self.frame.occurrences[key] = occurrence + 1
+        occurrence = frame.occurrences.get(key, 0)
+        frame.occurrences[key] = occurrence + 1
         return by_occurrence.get(occurrence)
 
-    def _patched_op(
+    def _patched(
         self,
         entries: list[Entry],
-        name: str,
         func: Callable[..., Any],
+        result: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
-        return self._patched(entries, name, func(*args, **kwargs), args, kwargs)
-
-    def _patched(
-        self, entries: list[Entry], name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         for entry in entries:
             node = entry.target.node
             if node.is_in_place:
-                wrote = _written(name, result, args, kwargs)
+                wrote = _written(raw_name(func), result, args, kwargs)
                 write_back(wrote, self.run.apply(entry, wrote), entry.target)
             elif node.element is not None:
                 position = node.element[1]

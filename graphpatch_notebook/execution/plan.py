@@ -25,6 +25,12 @@ class Entry:
 
     target: Target
     patches: Sequence[Patch[Any]]
+    only_observes: bool = False
+
+    def __post_init__(self) -> None:
+        # The most common patch by far, on many nodes at once: such entries take a short way.
+        is_plain = not self.target.dig and not self.target.node.is_mutated_later
+        self.only_observes = is_plain and all(patch.observes_only for patch in self.patches)
 
 
 @dataclass(slots=True, eq=False)

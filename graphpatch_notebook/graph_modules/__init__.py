@@ -1,26 +1,33 @@
-# Placeholder until the real package lands (overwrite freely).
-from torch.nn import Module
+"""Graph modules: what runs graphs in place of the model's modules.
 
+    hierarchy.py      frames -> the hierarchy of graph modules
+    modules.py        the classes of graph modules
+    build.py          frame -> `fx.Graph`; `targets.py`: how a torch call is written in it
+    lazy_code.py      `fx.Graph` -> Python code
+    belief.py         whether a graph may stand for its module (`signatures`, `snapshots`, `equality`)
+    verification.py   the same for all graphs of a model at once
+    live_runs.py      the module itself runs in place of its graph
+    copies.py         deepcopy and pickle
+"""
 
-class GraphModule(Module):
-    pass
+from __future__ import annotations
 
+from graphpatch_notebook.graph_modules.hierarchy import build_hierarchy
+from graphpatch_notebook.graph_modules.lazy_code import code_generations
+from graphpatch_notebook.graph_modules.modules import (
+    CompiledGraphModule,
+    GraphModule,
+    MultiplyInvokedModule,
+    OpaqueGraphModule,
+    UnusedModule,
+)
 
-class CompiledGraphModule(GraphModule):
-    pass
-
-
-class OpaqueGraphModule(GraphModule):
-    pass
-
-
-class MultiplyInvokedModule(Module):
-    pass
-
-
-class UnusedModule(GraphModule):
-    pass
-
-
-def build_hierarchy(root):
-    return CompiledGraphModule()
+__all__ = [
+    "CompiledGraphModule",
+    "GraphModule",
+    "MultiplyInvokedModule",
+    "OpaqueGraphModule",
+    "UnusedModule",
+    "build_hierarchy",
+    "code_generations",
+]

@@ -65,16 +65,22 @@ def run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, An
     """Runs the graph where it is believed, else the module."""
     if is_live_only.get():
         return run_live(graph_module, args, kwargs)
-    with _reporting():
-        belief = graph_module.belief
-        key, reason = signature(graph_module, args, kwargs)
-        if reason is None and key not in belief.verdicts:
-            return examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
-        belief.reason = reason = reason or belief.verdicts[key]
-        if reason is None:
-            return graph_module.run_graph(args, kwargs)
-        _report(graph_module, reason)
-        return run_live(graph_module, args, kwargs)
+    if _refusals.get() is not None:
+        return _run(graph_module, args, kwargs)
+    with reporting():
+        return _run(graph_module, args, kwargs)
+
+
+def _run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    belief = graph_module.belief
+    key, reason = signature(graph_module, args, kwargs)
+    if reason is None and key not in belief.verdicts:
+        return examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
+    belief.reason = reason = reason or belief.verdicts[key]
+    if reason is None:
+        return graph_module.run_graph(args, kwargs)
+    _report(graph_module, reason)
+    return run_live(graph_module, args, kwargs)
 
 
 def signature(
@@ -92,9 +98,9 @@ def signature(
         return None, str(unseen)
     belief = graph_module.belief
     if belief.watch is None or belief.watch.sees_change() or len(belief.verdicts) >= _MOST_VERDICTS:
-        belief.watch = Watch(graph_module.frame.module, [callee.frame.module for callee in graph_module.callees()])
+        belief.watch = Watch(graph_module.frame)
         belief.verdicts.clear()
-    return key, None
+    return key, belief.watch.problem
 
 
 def examine(
@@ -155,11 +161,8 @@ _refusals: ContextVar[list[str] | None] = ContextVar("graphpatch_refusals", defa
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
-    """Gives one warning, at the end of the outermost block, for all graphs that were newly refused in it."""
-    if _refusals.get() is not None:
-        yield
-        return
+def reporting() -> Iterator[None]:
+    """Gives one warning at the end of the block for all graphs that were newly refused in it."""
     refusals: list[str] = []
     token = _refusals.set(refusals)
     try:

@@ -63,10 +63,12 @@ class BuiltGraph:
     Attributes:
         graph: The graph.
         constants: By name, a function that returns the object (tensors that nobody owns are held weakly).
+        codegen: How the graph prints its signature, where fx cannot.
     """
 
     graph: fx.Graph
     constants: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    codegen: ForwardCodeGen | None = None
 
 
 def build(frame: Frame, targets: Targets) -> BuiltGraph:
@@ -107,11 +109,11 @@ class _Builder:
             self.graph.set_codegen(codegen)
         for node in self.frame.nodes:
             if node.kind == "output":
-                fx_node = self.graph.output(self._value(self.frame.output))
+                fx_node = self.graph.output(self._output(self.frame.output, node.spec))
                 fx_node.meta[RECORD] = node
             elif node.kind != "input":
                 self._add(node)
-        return BuiltGraph(self.graph, self.constants)
+        return BuiltGraph(self.graph, self.constants, codegen if codegen.is_needed else None)
 
     def _add_placeholder(self, parameter: InputParameter, node: Node | None, codegen: ForwardCodeGen) -> None:
         default = () if parameter.default is _EMPTY else (codegen.default(parameter),)
@@ -165,6 +167,14 @@ class _Builder:
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(map(self._value, node.args)), {key: self._value(value) for key, value in node.kwargs.items()}
+
+    def _output(self, value: Any, spec: ValueSpec | None) -> Any:
+        """Returns how the recorded output stands in the graph; a `torch.Size` of symbolic sizes is recorded as a tuple."""
+        if type(value) is tuple and isinstance(spec, ContainerSpec) and len(spec.children) == len(value):
+            if spec.type is torch.Size:
+                return self.graph.create_node("call_function", torch.Size, (self._value(value),), name="size")
+            return tuple([self._output(v, s) for v, (_, _, s) in zip(value, spec.children, strict=True)])
+        return self._value(value)
 
     def _value(self, value: Any) -> Any:
         """Returns how a recorded argument stands in the graph."""

@@ -16,6 +16,7 @@ import keyword
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, final
 
 import torch
@@ -31,7 +32,14 @@ from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.paths import format_path, unique_name
 
 # What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
-_SHARED = tuple(name for name, value in vars(Module()).items() if isinstance(value, (dict, set)) and name != "_modules")
+_SHARED = tuple(
+    (name, type(value))
+    for name, value in vars(Module()).items()
+    if isinstance(value, (dict, set)) and name != "_modules"
+)
+_MAKE_MODULES = type(vars(Module())["_modules"])
+
+_is_in_graph: ContextVar[bool] = ContextVar("graphpatch_in_graph", default=False)
 _build_lock = threading.RLock()
 
 
@@ -56,10 +64,10 @@ class _Mirror(Module):
     def __init__(self, module: Module) -> None:
         state = self.__dict__
         original = module.__dict__
-        for name in _SHARED:
-            if name in original:
-                state[name] = original[name]
-        state["_modules"] = type(original["_modules"])()
+        for name, make in _SHARED:
+            # Modules of torchscript do not have all of them.
+            state[name] = original[name] if name in original else make()
+        state["_modules"] = _MAKE_MODULES()
         state["_original_module"] = module
 
     def __getattr__(self, name: str) -> Any:
@@ -158,6 +166,11 @@ class GraphModule(_Mirror):
         """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
         return False
 
+    @property
+    def calls_own_graphs(self) -> bool:
+        """Whether there may be graphs below this one that are their module."""
+        return self._hierarchy.has_own_graphs
+
     def callee(self, module: Module, call_index: int) -> GraphModule | None:
         """Returns the graph module of the given call of `module` in this frame, if it came up during capture."""
         for callee in self._callees:
@@ -170,10 +183,17 @@ class GraphModule(_Mirror):
         """Returns the graph modules that this one calls, in order."""
         return list(self._callees)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the hooks of the user's module and the frame, or the frame alone where a graph calls it.
+
+        What hooks do to tensors is part of the graph of the caller.
+        """
+        return self.forward(*args, **kwargs) if _is_in_graph.get() else super().__call__(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the frame: its graph, or the module where there is none that can stand for it."""
         if live_runs.is_hooked(self._original_module):
-            return live_runs.run_in_hook(self, self.run_frame, args, kwargs)
+            return live_runs.run_in_hook(self._original_module, self.run_frame, args, kwargs)
         return self.run_frame(args, kwargs)
 
     @abstractmethod
@@ -182,9 +202,8 @@ class GraphModule(_Mirror):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state["_frame"] = FrameReference(self._frame)
-        return state
+        # The frame first: its copy brings along those of all frames below it, which the callees then find.
+        return {"_frame": FrameReference(self._frame)} | {k: v for k, v in self.__dict__.items() if k != "_frame"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -265,6 +284,11 @@ class CompiledGraphModule(GraphModule):
         return self._belief.reason
 
     @property
+    def belief(self) -> belief.Belief:
+        """For which inputs the graph was found to equal the module."""
+        return self._belief
+
+    @property
     def has_own_graph(self) -> bool:
         """Whether the graph *is* the module: it was edited, or a custom extraction function made it."""
         return self._is_edited or self._frame.custom_graph is not None
@@ -277,7 +301,12 @@ class CompiledGraphModule(GraphModule):
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph as it is now, with fresh code."""
-        result = self._code().function(self, *args, **kwargs)
+        function = self._code().function
+        token = _is_in_graph.set(True)
+        try:
+            result = function(self, *args, **kwargs)
+        finally:
+            _is_in_graph.reset(token)
         # The graphs of custom extraction functions hand out a one-element tuple.
         return result[0] if self._frame.custom_graph is not None else result
 

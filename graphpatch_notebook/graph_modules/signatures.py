@@ -2,14 +2,14 @@
 
     input_key      of the inputs: structure, plain values, and of tensors all but what they hold
     settings_key   grad mode, autocast, ...
-    Watch          of the module: flags, attributes, classes, submodules, the dtypes of parameters, plain globals
+    Watch          of the module: flags, attributes, classes, submodules, hooks, dtypes of parameters, globals
 """
 
 from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.values import children
 
 _PLAIN = (
@@ -86,19 +87,23 @@ def settings_key() -> Hashable:
 
 
 class Watch:
-    """Remembers what a frame's module looks like, and tells whether it still does.
+    """Remembers what the module of a frame looks like, and tells whether it still does.
 
     Args:
-        module: The module of the frame.
-        called: The modules that the frame calls: its code may ask these too, and what lies between.
+        frame: The frame.
+
+    Attributes:
+        problem: Why nothing that is seen from outside could tell for which runs the graph holds; `None` if it can.
     """
 
-    def __init__(self, module: Module, called: Iterable[Module]) -> None:
-        self._module = module
+    def __init__(self, frame: Frame) -> None:
+        module = self._module = frame.module
         self._forward = original_forward(module)
+        called = [node.frame.module for node in frame.calls() if node.frame is not None]
         self._modules = [(m, m.__class__, m.training, _tensor_kinds(m)) for m in _near(module, called)]
         self._tables = [table for m, *_ in self._modules for table in _tables(m)]
-        self._globals = _plain_globals(self._forward)
+        self._outer = list(_outer_values(self._forward))
+        self.problem = _hook_problem(called) or _constant_problem(frame, [value for _, value in self._outer])
 
     def sees_change(self) -> bool:
         """Whether the module looks different now."""
@@ -110,7 +115,7 @@ class Watch:
                     for m, cls, training, kinds in self._modules
                 )
                 or any(_differs(current(), saved) for current, saved in self._tables)
-                or any(where.get(name, _ABSENT) != value for where, name, value in self._globals)
+                or any(not _is_same(current(), value) for current, value in self._outer)
             )
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one truth value
             return True
@@ -147,7 +152,8 @@ def _tables(module: Module) -> Iterator[tuple[Callable[[], Any], Any]]:
     """Yields what can be compared at once: functions that return a dictionary or list, with a copy of it."""
     state = module.__dict__
     yield (lambda: state), dict(state)
-    yield (lambda: state["_modules"]), dict(state["_modules"])
+    modules = state.get("_modules", {})  # modules of torchscript keep theirs elsewhere
+    yield (lambda: modules), dict(modules)
     for name, value in state.items():
         if name in _NOT_LOOKED_INTO:
             continue
@@ -157,12 +163,27 @@ def _tables(module: Module) -> Iterator[tuple[Callable[[], Any], Any]]:
             continue
         else:
             inside = value.__dict__
-        if 0 < len(inside) <= _MANY:
+        if len(inside) <= _MANY:
             yield (lambda inside=inside: inside), inside.copy()
 
 
-# Hooks run as they are at the time; parameters and buffers are seen as they are at the time.
-_NOT_LOOKED_INTO = frozenset(vars(Module()))
+# Parameters and buffers are used as they are at the time.
+_NOT_LOOKED_INTO = frozenset({"_parameters", "_buffers", "_modules"})
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+# What these hooks do is either done to tensors, and so part of the graph, or only meant for the module's own run.
+_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.")
+
+
+def _hook_problem(called: Iterable[Module]) -> str | None:
+    for module in called:
+        for name in _HOOKS:
+            for hook in module.__dict__.get(name, {}).values():
+                if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
+                    return f"hooks on a {type(module).__name__} that it calls would not run"
+    return None
 
 
 def _differs(current: Any, saved: Any) -> bool:
@@ -178,14 +199,40 @@ def _without_swaps(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in _OWN_SWAPS}
 
 
-def _plain_globals(forward: Callable[..., Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Returns the globals that the code of `forward` itself reads and that are plain values: where, name, value."""
-    found: list[tuple[dict[str, Any], str, Any]] = []
+def _outer_values(forward: Callable[..., Any]) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Yields the plain values and tensors that the code of `forward` itself reads from outside: globals, closures."""
     function: Any = getattr(forward, "__func__", forward)
     while function is not None:
         code, where = getattr(function, "__code__", None), getattr(function, "__globals__", {})
         for name in code.co_names if code is not None else ():
-            if type(value := where.get(name, _ABSENT)) in (bool, int, float, str, type(None)):
-                found.append((where, name, value))
+            if type(value := where.get(name, _ABSENT)) in _OUTER:
+                yield (lambda where=where, name=name: where.get(name, _ABSENT)), value
+        for cell in getattr(function, "__closure__", None) or ():
+            if type(value := _content(cell)) in _OUTER:
+                yield (lambda cell=cell: _content(cell)), value
         function = getattr(function, "__wrapped__", None)
-    return found
+
+
+_OUTER = (bool, int, float, str, type(None), Tensor, torch.nn.Parameter)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _ABSENT
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
+
+
+def _constant_problem(frame: Frame, outer: Sequence[Any]) -> str | None:
+    """A tensor that comes from nowhere may be another one in the next run."""
+    held = {id(value) for value in outer if isinstance(value, Tensor)}
+    for node in frame.nodes:
+        if node.kind == "constant":
+            value = node.target()
+            if id(value) not in held:
+                return f"it uses a value ({node.spec}) that is neither made in it nor held by its module or its code"
+    return None

@@ -34,13 +34,30 @@ def _prepare(value: Any, memo: dict[int, Any]) -> None:
     if isinstance(value, Tensor):
         if id(value) not in memo:
             # `detach` first: torch does not copy tensors that an op made and that require gradients.
-            alias = copy.deepcopy(value.detach(), memo)
-            memo[id(value)] = alias.requires_grad_() if value.requires_grad else alias
+            memo[id(value)] = _like(_copied_tensor(value.detach(), memo), value)
     elif isinstance(value, Module) or callable(value):
         memo[id(value)] = value
     else:
         for _, child in children(value) or ():
             _prepare(child, memo)
+
+
+def _copied_tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    try:
+        return copy.deepcopy(tensor, memo)
+    except (RuntimeError, NotImplementedError):  # some subclasses, and the tensors of `torch.func`
+        return tensor.clone()
+
+
+def _like(alias: Tensor, original: Tensor) -> Tensor:
+    """Returns `alias` as a leaf of autograd, or not, as `original` is: in-place ops ask."""
+    if not original.requires_grad:
+        return alias
+    leaf = alias.requires_grad_()
+    if original.is_leaf or not torch.is_grad_enabled():
+        return leaf
+    inner = leaf.clone()
+    return inner if inner.stride() == leaf.stride() else leaf.view_as(leaf)
 
 
 class RandomState:
@@ -68,6 +85,7 @@ class ModuleState:
     def __init__(self, root: Module) -> None:
         self._modules = reachable_modules(root)
         self._buffers = [_contents(module) for module in self._modules]
+        self._objects = [dict(module._buffers) for module in self._modules]
         self._attributes = [_attributes(module) for module in self._modules]
         self._versions = [_versions(module) for module in self._modules]
         self._python_random = random.getstate()
@@ -88,10 +106,12 @@ class ModuleState:
     def restore(self) -> None:
         """Writes the buffers back, and the random state."""
         self.random.restore()
-        for module, contents in zip(self._modules, self._buffers, strict=True):
+        for module, contents, objects in zip(self._modules, self._buffers, self._objects, strict=True):
             for name, saved in contents.items():
-                buffer = module._buffers[name]
-                if buffer is not None and difference(buffer, saved, name) is not None:
+                buffer = objects[name]
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+                if buffer is not None and difference(buffer.detach(), saved, name) is not None:
                     # Through `data`: autograd may hold this buffer, as it was left by the run that counts.
                     buffer.data.copy_(saved)
 
@@ -153,15 +173,16 @@ _MANY = 1000
 
 def _insides(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yields what one can look into one level deep: the attribute of an object that counts, an item of a list."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (Module, Tensor, type)) or callable(value):
+        return
+    if type(value) in (list, tuple):
         items: Any = enumerate(value)
     elif isinstance(value, dict):
         items = value.items()
-    elif isinstance(value, (Module, Tensor, type)) or callable(value):
-        return
     else:
-        items = getattr(value, "__dict__", {}).items()
-    if len(value if hasattr(value, "__len__") else getattr(value, "__dict__", ())) <= _MANY:
+        value = getattr(value, "__dict__", {})
+        items = value.items()
+    if len(value) <= _MANY:
         yield from items
 
 

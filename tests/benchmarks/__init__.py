@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table of ratios. `hatch run bench` runs them."""
