@@ -14,7 +14,7 @@ from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
-from graphpatch_notebook.execution.patch_map import entries_of
+from graphpatch_notebook.execution.patch_map import entries_of, is_unchanged, snapshot
 from graphpatch_notebook.execution.plan import Callers, Entry
 from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
 from graphpatch_notebook.node_path import NodePath
@@ -143,13 +143,14 @@ class PatchableGraph(Module):
             tensor([2., 2.])
         """
 
-        known: list[Prepared] = []
+        known: list[tuple[Any, Prepared]] = []
 
         def activate() -> ActiveContext:
-            entries = entries_of(self._root_frame, patch_map, self.__dict__["_targets"])
-            if not known or not _are_same(known[0].entries, entries):
-                known[:] = [self._prepare(entries)]
-            return self._enter(known[0], strict)
+            # The user may have changed the patch map since the context was entered last.
+            if not known or not is_unchanged(known[0][0], patch_map):
+                entries = entries_of(self._root_frame, patch_map, self.__dict__["_targets"])
+                known[:] = [(snapshot(patch_map), self._prepare(entries))]
+            return self._enter(known[0][1], strict)
 
         return PatchContext(activate)
 
@@ -223,16 +224,6 @@ class PatchableGraph(Module):
     def __repr__(self) -> str:
         inside = repr(self._graph_module).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_graph_module): {inside}\n)"
-
-
-def _are_same(some: Sequence[Entry], others: Sequence[Entry]) -> bool:
-    """Whether the same patches stand on the same values: the user may have changed the patch map meanwhile."""
-    return len(some) == len(others) and all(
-        a.target is b.target
-        and len(a.patches) == len(b.patches)
-        and all(p is q for p, q in zip(a.patches, b.patches, strict=True))
-        for a, b in zip(some, others, strict=True)
-    )
 
 
 def _asked_of_the_model(name: str) -> Callable[..., Any]:

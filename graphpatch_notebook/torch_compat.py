@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -20,3 +23,44 @@ def is_overload(func: object) -> bool:
     tests/graph_modules/test_targets.py.
     """
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
+
+
+def runs_hooks(module: torch.nn.Module) -> bool:
+    """Whether `Module.__call__` goes the long way for `module`, past hooks, rather than straight to `forward`.
+
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/laws/test_hook_oracles.py.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _module_globals["_global_forward_hooks"]
+        or _module_globals["_global_forward_pre_hooks"]
+        or _module_globals["_global_backward_hooks"]
+        or _module_globals["_global_backward_pre_hooks"]
+    )
+
+
+_module_globals = torch.nn.Module.__call__.__globals__
+
+without_torch_functions = torch._C.DisableTorchFunction
+"""A context manager in which function modes see nothing: for the engine's own looks at tensors.
+
+`torch._C.DisableTorchFunction`: torch 2.0 to 2.13. Told by: tests/laws/test_identity.py.
+"""
+
+
+@contextmanager
+def tracing_paused() -> Iterator[None]:
+    """Keeps what runs in the block out of a `torch.jit.trace` that is under way.
+
+    `torch._C._get_tracing_state`, `_set_tracing_state`: torch 2.4 to 2.13. Told by:
+    tests/graph_modules/test_laziness.py (torch.jit.trace).
+    """
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)

@@ -34,13 +34,14 @@ _INVOKE = invoke.__code__
 class _Code:
     """What is known of a code object; kept with it, so that its `id` stays its own."""
 
-    __slots__ = ("code", "is_users", "offsets")
+    __slots__ = ("code", "is_offloading", "is_users", "offsets")
 
     def __init__(self, code: CodeType) -> None:
         file = code.co_filename
         in_torch = file.startswith(_TORCH) and (not file.startswith(_TORCH_MODULES) or file == _MODULE_MACHINERY)
         self.code = code
         self.is_users = not in_torch and not file.startswith(_OWN)
+        self.is_offloading = f"{os.sep}accelerate{os.sep}" in file
         self.offsets: dict[int, int] = {}
 
     def offset(self, lasti: int) -> int:
@@ -83,6 +84,20 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
             return last
         last, frame = frame, frame.f_back
     return None
+
+
+def is_offloading(frame: FrameType | None) -> bool:
+    """Whether a torch call made from `frame` belongs to the machinery of accelerate, which moves weights and inputs."""
+    leaf = leaf_frame(frame)
+    return leaf is not None and _known(leaf.f_code).is_offloading
+
+
+def caller_of_hidden(frame: FrameType) -> FrameType | None:
+    """Returns the caller of a frame that is no user's code; `None` for one that is, and at the end of the walk."""
+    code = frame.f_code
+    if code is _INVOKE or (_codes.get(id(code)) or _known(code)).is_users:
+        return None
+    return frame.f_back
 
 
 def offset_in(frame: FrameType) -> int:
@@ -130,29 +145,24 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
     return None, steps
 
 
-def chain_key(frame: FrameType) -> tuple[int, ...]:
-    """Returns the key of the chain of call sites from a frame of the user's code upwards."""
-    if frame.f_back is not None and frame.f_back.f_code is _INVOKE:  # the op stands in `forward` itself: most do
-        return (id(frame.f_code), offset_in(frame))
+def chain_above(leaf: FrameType) -> tuple[int, ...]:
+    """Returns the call sites above a frame of the user's code: what `chain` finds, without the leaf itself."""
+    at = leaf.f_back
+    if at is not None and at.f_code is _INVOKE:  # the op stands in `forward` itself: most do
+        return ()
     key: list[int] = []
-    at: FrameType | None = frame
-    last = frame
+    last = leaf
     while at is not None:
         code = at.f_code
         if code is _INVOKE:
-            if not _known(last.f_code).is_users:
+            if not _known(last.f_code).is_users and last is not leaf:
                 key += (id(last.f_code), offset_in(last))
             break
-        known = _known(code)
+        known = _codes.get(id(code)) or _known(code)
         if known.is_users:
             key += (id(code), known.offset(at.f_lasti))
         last, at = at, at.f_back
     return tuple(key)
-
-
-def key_of(site: Site) -> tuple[int, ...]:
-    """Returns the key that `chain` finds for `site`."""
-    return tuple(number for code, lasti in reversed(site.steps) for number in (id(code), lasti))
 
 
 def result_variable(frame: FrameType | None, function_name: str) -> Assigned:

@@ -7,7 +7,6 @@ observers, also in other threads, share one swap of a module, and the last one t
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -46,9 +45,14 @@ class _SwappedForward:
     """Stands in for `forward` on a module instance; looks like it, and copies with the module as its real `forward`."""
 
     def __init__(self, module: Module, original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
+        self.__wrapped__ = original  # whoever asks for the signature gets that of the original
         self._module = module
         self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watching = observer.get()

@@ -126,6 +126,12 @@ class FrameRecorder:
         if reason not in self.record.doubts:
             self.record.doubts.append(reason)
 
+    def pass_through(self, value: Any, result: Any) -> None:
+        """Notes that `result` is `value` on another device: the machinery that moves it is no part of the model."""
+        ref = self._lookup(value)
+        if ref is not None and isinstance(result, Tensor):
+            self.register(result, ref.node, ref.dig)
+
     # -- inputs and output ---------------------------------------------------------------------------------------------
 
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
@@ -203,6 +209,8 @@ class FrameRecorder:
         if isinstance(result, Tensor):
             if self.knows(result):
                 result = alias(result)
+                if self.knows(result):
+                    self.doubt(f"{node.op} hands back the very tensor that it was given")
             node.spec = describe(result)
             self._append(node, result)
             return result
@@ -295,7 +303,7 @@ def _is_recorded(name: str, result: Any) -> bool:
 
 def alias(tensor: Tensor) -> Tensor:
     """Returns another tensor object over the same memory, or the same one where torch cannot make one."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
+    if type(tensor) is not Tensor:  # a parameter must stay one: somebody may put it back into its module
         return tensor
     try:
         return tensor.view_as(tensor)

@@ -60,6 +60,12 @@ class Recorder(TorchFunctionMode):
         """Records a call of an `autograd.Function` as one op, whatever it does inside."""
         if self.muted or not self.stack or not self.stack[-1].wants_ops:
             return apply(*args, **kwargs)
+        if cls.__module__.startswith("torch.nn.modules"):  # backward hooks: torch's machinery around a module's call
+            with self.mute():
+                results = apply(*args, **kwargs)
+            for value, result in zip(args, results if isinstance(results, tuple) else (results,), strict=False):
+                self.stack[-1].pass_through(value, result)
+            return results
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.mute():
@@ -73,6 +79,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         frame = self.stack[-1]
         python_frame = call_sites.caller(1)
+        if call_sites.is_offloading(python_frame):
+            result = func(*args, **kwargs)
+            frame.pass_through(args[0] if args else None, result)
+            return result
         occurrence = None
         refs: tuple[Any, Any] | None = None
         # Whatever goes wrong in our own records must not disturb the user's model: the frame turns opaque instead.

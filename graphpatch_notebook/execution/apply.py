@@ -11,7 +11,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.shapes import shape_problem
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec, replaced, take
+from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, replaced, take
 
 _BUILT_IN = (ZeroPatch, AddPatch, ReplacePatch)
 
@@ -121,11 +121,6 @@ def _shown(value: Any) -> str:
 def _add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)
-
-
-def has_shape_of(value: Any, spec: ValueSpec) -> bool:
-    """Whether `value` is a tensor of the very shape that was captured."""
-    return isinstance(value, Tensor) and isinstance(spec, TensorSpec) and value.shape == spec.shape
 
 
 def write_back(wrote: Tensor, patched: Any, target: Target) -> None:

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from graphpatch_notebook.capture import forward_swap
 from graphpatch_notebook.capture.autograd_functions import visible_apply
 from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
-from graphpatch_notebook.execution.live import Run, runs_hooks
+from graphpatch_notebook.execution.live import Run, takes_hooks
+from graphpatch_notebook.execution.output_hooks import OutputHooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
-from graphpatch_notebook.torch_compat import is_in_backward
+from graphpatch_notebook.torch_compat import is_in_backward, runs_hooks
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class Prepared:
         plan: The same, laid out by frame.
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
-        hooked: The modules whose output is patched after their own hooks.
+        with_patched_output: The modules whose output is patched.
     """
 
     entries: Sequence[Entry]
     plan: FramePlan
     watched: list[Module]
     watched_ids: set[int]
-    hooked: list[Module]
+    with_patched_output: list[Module]
 
 
 def prepare(frame: Frame, entries: Sequence[Entry], callers: Callers, custom_frames: Sequence[Frame]) -> Prepared:
     """Returns what it takes to activate `entries`."""
     plan = make_plan(frame, entries, custom_frames)
     watched = callers.modules_to_watch(plan)
-    hooked = [p.frame.module for p in plan.walk() if p.output and runs_hooks(p.frame.module)]
-    return Prepared(entries, plan, watched, {id(module) for module in watched}, hooked)
+    with_patched_output = [p.frame.module for p in plan.walk() if p.output and takes_hooks(p.frame.module)]
+    return Prepared(entries, plan, watched, {id(module) for module in watched}, with_patched_output)
 
 
 class ActiveContext:
@@ -67,7 +67,7 @@ class ActiveContext:
         self.callers = callers
         self.is_strict = is_strict
         self.watched: list[Module] = []
-        self.hooks: list[RemovableHandle] = []
+        self.hooks = OutputHooks()
         self.has_runs = False
         self.has_direct_calls = False
         self.origin: object = None
@@ -99,8 +99,9 @@ def enter(
     context = ActiveContext(owner, root, prepared, callers, is_strict or (outer is not None and outer.is_strict))
     try:
         context.watched = swap(prepared.watched)
-        for module in prepared.hooked:
-            context.hooks.append(_hook(module))
+        for module in prepared.with_patched_output:
+            if runs_hooks(module):
+                context.hooks.hold(module)
         with _lock:
             _entered.append(context)
         _active.set((*_active.get(), context))
@@ -120,42 +121,9 @@ def _let_go(context: ActiveContext) -> None:
     with _lock:
         if context in _entered:
             _entered.remove(context)
-    for handle in context.hooks:
-        _unhook(handle)
-    context.hooks = []
+    context.hooks.let_go()
     unswap(context.watched)
     context.watched = []
-
-
-# -- hooks on outputs, one for each module however many contexts want it ------------------------------------------------
-
-_hooks: dict[int, tuple[RemovableHandle, int]] = {}
-
-
-def _hook(module: Module) -> RemovableHandle:
-    with _lock:
-        handle, count = _hooks.get(id(module), (None, 0))
-        if handle is None:
-            handle = module.register_forward_hook(_on_output)
-            handle.graphpatch_module = module  # type: ignore[attr-defined]
-        _hooks[id(module)] = (handle, count + 1)
-        return handle
-
-
-def _unhook(handle: RemovableHandle) -> None:
-    key = id(handle.graphpatch_module)  # type: ignore[attr-defined]
-    with _lock:
-        known, count = _hooks[key]
-        if count > 1:
-            _hooks[key] = (known, count - 1)
-        else:
-            del _hooks[key]
-            handle.remove()
-
-
-def _on_output(module: Module, args: Any, output: Any) -> Any:
-    watching = observer.get()
-    return watching.on_output(module, output) if isinstance(watching, Run) else output
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------
@@ -163,7 +131,7 @@ def _on_output(module: Module, args: Any, output: Any) -> Any:
 
 def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
-    run = Run(context.root, context.plan, context.callers)
+    run = Run(context.root, context.plan, context.callers, context.hooks)
     context.has_runs = True
     result = _observed(run, function, args, kwargs)
     unfired = run.unfired()
@@ -217,7 +185,7 @@ def _recomputing(module: Module) -> Run | None:
             f"{type(module).__name__} is called several times and recomputed in backward (activation checkpointing): "
             "it cannot be told which call is recomputed; switch checkpointing off to patch it"
         )
-    return Run(context.root, context.plan, context.callers)
+    return Run(context.root, context.plan, context.callers, context.hooks)
 
 
 def _note_direct_call(module: Module) -> None:

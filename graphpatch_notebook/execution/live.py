@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -24,37 +24,39 @@ from graphpatch_notebook.capture.functions import raw_name, writes_in_place
 from graphpatch_notebook.capture.inputs import bind, given_input, signature_of, with_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchValueError, RepeatedCallWarning
-from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, has_shape_of, write_back
-from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
+from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
+from graphpatch_notebook.execution.output_hooks import OutputHooks
+from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, OpEntries
 from graphpatch_notebook.execution.stand_in import StandIn
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import runs_hooks, without_torch_functions
 from graphpatch_notebook.values import replaced
 
 
 class FrameRun:
     """One frame of a patched run."""
 
-    __slots__ = ("calls", "module", "occurrences", "plan")
+    __slots__ = ("calls", "occurrences", "plan")
 
-    def __init__(self, module: Module | None, plan: FramePlan | None) -> None:
-        self.module = module
+    def __init__(self, plan: FramePlan | None) -> None:
         self.plan = plan
         self.calls: dict[int, int] = {}
-        self.occurrences: dict[tuple[int, ...], int] = {}
+        self.occurrences: dict[int, int] = {}
 
 
 class Run:
     """One patched call of a model. Observes the swapped `forward`s in its context."""
 
-    def __init__(self, root: Module, plan: FramePlan, callers: Callers) -> None:
+    def __init__(self, root: Module, plan: FramePlan, callers: Callers, hooks: OutputHooks) -> None:
+        self.hooks = hooks
         self.root = root
         self.plan = plan
         self.callers = callers
-        self.stack: list[FrameRun] = [FrameRun(None, plan)]
+        self.stack: list[FrameRun] = [FrameRun(plan)]
         self.fired: set[int] = set()
         self.missing: dict[int, str] = {}
         self.reached: set[int] = set()
-        self._awaiting_output: dict[int, list[FrameRun]] = {}
+        self._awaiting_output: dict[int, list[FramePlan]] = {}
         self._warned: set[int] = set()
         self._mode: LiveMode | None = None
 
@@ -65,30 +67,33 @@ class Run:
     ) -> Any:
         """Runs one frame, with the patches that stand on its inputs, parameters and ops."""
         plan = self._plan_of(module)
-        frame = FrameRun(module, plan)
-        self.stack.append(frame)
+        self.stack.append(FrameRun(plan))
         try:
             if plan is None:
                 return invoke(forward, args, kwargs)
             self.reached.add(id(plan.frame))
+            hooks_follow = bool(plan.output) and self._hooks_follow(module)
             output = self._run(plan, forward, args, kwargs)
         finally:
             self.stack.pop()
-        if plan.output:
-            if runs_hooks(module) and _is_called_by_module_call():
-                self._awaiting_output.setdefault(id(module), []).append(frame)
-            else:
-                output = self._apply(plan.output, output)
-        return output
+        if hooks_follow:
+            self._awaiting_output.setdefault(id(module), []).append(plan)
+            return output
+        return self._apply(plan.output, output) if plan.output else output
+
+    def _hooks_follow(self, module: Module) -> bool:
+        """Whether the module's own hooks run after this `forward`; then ours is made to follow them."""
+        if not runs_hooks(module) or not takes_hooks(module) or not _is_called_by_module_call():
+            return False
+        self.hooks.hold(module)
+        return True
 
     def on_output(self, module: Module, output: Any) -> Any:
         """Applies the patches on a module's output, after the module's own hooks."""
         waiting = self._awaiting_output.get(id(module))
         if not waiting:
             return output
-        plan = waiting.pop().plan
-        assert plan is not None
-        return self._apply(plan.output, output)
+        return self._apply(waiting.pop().output, output)
 
     def _plan_of(self, module: Module) -> FramePlan | None:
         caller = self.stack[-1]
@@ -139,7 +144,7 @@ class Run:
     def _run_ops(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not plan.ops or self._mode is not None:
+        if not plan.leaves or self._mode is not None:
             return invoke(forward, args, kwargs)
         self._mode = mode = LiveMode(self)
         outer = apply_observer.set(mode)
@@ -153,7 +158,7 @@ class Run:
     @contextmanager
     def inside_one_node(self) -> Iterator[None]:
         """For the length of the block, nothing that comes up is one of the plan's values."""
-        self.stack.append(FrameRun(None, None))
+        self.stack.append(FrameRun(None))
         try:
             yield
         finally:
@@ -175,7 +180,7 @@ class Run:
         module = plan.frame.module
         replacements: dict[str, Tensor] = {}
         for path, entries in plan.tensors.items():
-            value = _tensor_at(module, path)
+            value = module._parameters[path] if path in module._parameters else _tensor_at(module, path)
             patched = self._apply(entries, value)
             if patched is not value:
                 replacements[path] = patched
@@ -202,29 +207,43 @@ class Run:
 
         return run_custom(plan.frame.custom_graph, plan.frame.module, bound, on_value)
 
-    def _apply(self, entries: Any, value: Any) -> Any:
+    def _apply(self, entries: Sequence[Entry], value: Any) -> Any:
+        """Applies entries at the boundary of a frame, where a mode of the run may be on."""
         for entry in entries:
+            if self.is_observed(entry, value):
+                continue
             value = self.apply(entry, value)
         return value
 
+    def is_observed(self, entry: Entry, value: Any) -> bool:
+        """Takes the short way for patches that only look at a tensor; says whether it was one."""
+        shape = entry.observed_shape
+        if shape is None or not isinstance(value, Tensor):
+            return False
+        with without_torch_functions():
+            if value.shape != shape:
+                return False
+        self.fired.add(id(entry))
+        for patch in entry.patches:
+            patch.op(value)
+        return True
+
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
-        self.fired.add(id(entry))
-        if entry.only_observes and has_shape_of(value, entry.target.spec):
-            for patch in entry.patches:
-                patch.op(value)
-            return value
         try:
-            return apply_entry(entry, value)
+            patched = apply_entry(entry, value)
         except MissingChildError as missing:
             self.missing[id(entry)] = str(missing)
-            self.fired.discard(id(entry))
             return value
+        self.fired.add(id(entry))
+        return patched
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     def unfired(self) -> list[tuple[Entry, str]]:
         """Returns the entries that never fired, each with the reason in words."""
+        if len(self.fired) == self.plan.count:
+            return []
         return [
             (entry, self.missing.get(id(entry)) or self._why(plan.frame))
             for plan in self.plan.walk()
@@ -252,7 +271,7 @@ def _tensor_at(module: Module, path: str) -> Any:
     raise PatchValueError(f"{type(module).__name__} no longer has the {name!r} that was captured")
 
 
-def runs_hooks(module: Module) -> bool:
+def takes_hooks(module: Module) -> bool:
     """Whether forward hooks can be registered on `module`: scripted modules take none."""
     return not isinstance(module, torch.jit.ScriptModule)
 
@@ -262,7 +281,7 @@ _MODULE_CALLERS = {"_call_impl", "inner", "_slow_forward"}
 
 def _is_called_by_module_call() -> bool:
     """Whether the swapped `forward` was called by `Module.__call__`, which runs the module's hooks afterwards."""
-    frame = call_sites.caller(1).f_back  # the caller of `on_forward` is the swapped forward itself
+    frame = call_sites.caller(2).f_back  # the caller of `on_forward` is the swapped forward itself
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(_MODULE_FILE):
@@ -288,17 +307,26 @@ class LiveMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         entries = self._entries_at(sys._getframe(1))
-        if kwargs is None:
-            kwargs = {}
-        result = func(*args, **kwargs)
-        return result if entries is None else self._patched(entries, func, result, args, kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if entries is None:
+            return result
+        if len(entries) == 1 and isinstance(result, Tensor):
+            # The short way of `is_observed`, written out: this runs for every op of a model that is probed whole.
+            entry = entries[0]
+            if entry.observed_shape is not None and not entry.is_special and result.shape == entry.observed_shape:
+                self.run.fired.add(id(entry))
+                for patch in entry.patches:
+                    patch.op(result)
+                return result
+        return self._patched(entries, func, result, args, kwargs or {})
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies patches on the call of an `autograd.Function`; what happens inside belongs to its one node."""
         entries = self._entries_at(sys._getframe(1))
+        # Unlike in `__torch_function__`, the mode is on here: nor are the patches' own calls ops of the model.
         with self.run.inside_one_node():
             result = apply(*args, **kwargs)
-        return result if entries is None else self._patched(entries, apply, result, args, kwargs)
+            return result if entries is None else self._patched(entries, apply, result, args, kwargs)
 
     def _entries_at(self, python_frame: FrameType) -> list[Entry] | None:
         """Returns the entries on the op that is called from `python_frame`, and counts that it came up."""
@@ -306,15 +334,22 @@ class LiveMode(TorchFunctionMode):
         plan = frame.plan
         if plan is None or not plan.leaves:
             return None
-        leaf = call_sites.leaf_frame(python_frame)
-        if leaf is None or (offsets := plan.leaves.get(id(leaf.f_code))) is None:
-            return None
-        if call_sites.offset_in(leaf) not in offsets:
-            return None
-        key = call_sites.chain_key(leaf)
-        by_occurrence = plan.ops.get(key)
+        leaf = python_frame
+        by_offset = plan.leaves.get(id(leaf.f_code))
+        while by_offset is None:
+            outer = call_sites.caller_of_hidden(leaf)
+            if outer is None:
+                return None
+            leaf = outer
+            by_offset = plan.leaves.get(id(leaf.f_code))
+        by_chain = by_offset.get(leaf.f_lasti)
+        if by_chain is None:
+            # The interpreter's own offset, once its instruction is known, is kept beside the offset of that.
+            by_chain = by_offset[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
+        by_occurrence = by_chain.get(call_sites.chain_above(leaf)) if by_chain else None
         if by_occurrence is None:
             return None
+        key = id(by_occurrence)
         occurrence = frame.occurrences.get(key, 0)
         frame.occurrences[key] = occurrence + 1
         return by_occurrence.get(occurrence)
@@ -329,6 +364,8 @@ class LiveMode(TorchFunctionMode):
     ) -> Any:
         for entry in entries:
             node = entry.target.node
+            if not entry.is_special and self.run.is_observed(entry, result):
+                continue
             if node.is_in_place:
                 wrote = _written(raw_name(func), result, args, kwargs)
                 write_back(wrote, self.run.apply(entry, wrote), entry.target)
@@ -338,6 +375,9 @@ class LiveMode(TorchFunctionMode):
             else:
                 result = self.run.apply(entry, result)
         return result
+
+
+_NOTHING: dict[tuple[int, ...], OpEntries] = {}
 
 
 def _with_element(result: Any, position: int, patched: Any) -> Any:

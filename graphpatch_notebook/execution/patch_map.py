@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import PatchMapError, UnknownPathError
+from graphpatch_notebook.errors import AliasedPatchWarning, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
@@ -44,7 +45,19 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
         entries.append(Entry(target, tuple(listed) if isinstance(listed, Sequence) else ()))
     if problems:
         raise _error(problems, is_unknown)
+    for entry in entries:
+        _warn_of_lost_writes(entry)
     return entries
+
+
+def _warn_of_lost_writes(entry: Entry) -> None:
+    if entry.target.node.is_view_filled_later and not all(patch.observes_only for patch in entry.patches):
+        warnings.warn(
+            f"{entry.target.path!r} is a view into another tensor that the model fills in through it later: a patch "
+            "puts a tensor of its own there, which those writes reach instead; patch the tensor after it was filled",
+            AliasedPatchWarning,
+            stacklevel=5,
+        )
 
 
 def _problems(target: Target, patches: Any) -> list[str]:
@@ -67,3 +80,20 @@ def _error(problems: list[str], is_unknown: bool) -> PatchMapError:
     if len(problems) == 1:
         return kind(problems[0])
     return kind("\n".join([f"{len(problems)} problems in this patch map:", *(f"  - {p}" for p in problems)]))
+
+
+def snapshot(patch_map: Mapping[Any, Any]) -> list[tuple[Any, Any, list[Any]]]:
+    """Returns what `is_unchanged` compares a patch map with later."""
+    return [(path, given, [given] if isinstance(given, Patch) else list(given)) for path, given in patch_map.items()]
+
+
+def is_unchanged(before: list[tuple[Any, Any, list[Any]]], patch_map: Mapping[Any, Any]) -> bool:
+    """Whether a patch map still has the same paths and the very same patches as when the snapshot was taken."""
+    if len(before) != len(patch_map):
+        return False
+    for (path, given, patches), (path_now, given_now) in zip(before, patch_map.items(), strict=True):
+        if path is not path_now or given is not given_now:
+            return False
+        if isinstance(given_now, list) and list(map(id, patches)) != list(map(id, given_now)):
+            return False
+    return True

@@ -9,28 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.call_sites import key_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.values import TensorSpec
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The patches that stand on one value."""
+    """The patches that stand on one value.
+
+    Attributes:
+        target: The value.
+        patches: The patches, in order.
+        observed_shape: The recorded shape, if the patches only look at the value and nothing else is to be done.
+        is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
+    """
 
     target: Target
     patches: Sequence[Patch[Any]]
-    only_observes: bool = False
+    observed_shape: torch.Size | None = None
+    is_special: bool = False
 
     def __post_init__(self) -> None:
-        # The most common patch by far, on many nodes at once: such entries take a short way.
-        is_plain = not self.target.dig and not self.target.node.is_mutated_later
-        self.only_observes = is_plain and all(patch.observes_only for patch in self.patches)
+        # The most common patch by far, on many nodes at once: entries that only look at a tensor take a short way.
+        spec = self.target.spec
+        is_plain = isinstance(spec, TensorSpec) and not self.target.dig and not self.target.node.is_mutated_later
+        if is_plain and all(patch.observes_only for patch in self.patches):
+            self.observed_shape = spec.shape
+        self.is_special = self.target.node.is_in_place or self.target.node.element is not None
+
+
+OpEntries: TypeAlias = "dict[int, list[Entry]]"
+"""The entries on the ops of one call site, by occurrence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +59,10 @@ class FramePlan:
         inputs: Entries by parameter of `forward`.
         tensors: Entries on parameters, buffers and attributes, by attribute path.
         output: Entries on the output.
-        ops: Entries on ops by the key of their call site, then by occurrence.
-        leaves: The innermost call sites of `ops`: offsets by id of code object.
+        leaves: Entries on ops by their call site: first its innermost step (id of the code object, then offset), then
+            the steps above it, then the occurrence.
         custom: Entries on the nodes of a custom graph, by the node's name there.
+        count: How many entries there are in this frame and below (of the root's plan only).
         has_custom_graph: Whether a custom graph stands for this frame.
     """
 
@@ -54,9 +71,9 @@ class FramePlan:
     inputs: dict[str, list[Entry]] = field(default_factory=dict)
     tensors: dict[str, list[Entry]] = field(default_factory=dict)
     output: list[Entry] = field(default_factory=list)
-    ops: dict[tuple[int, ...], dict[int, list[Entry]]] = field(default_factory=dict)
-    leaves: dict[int, set[int]] = field(default_factory=dict)
+    leaves: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
     custom: dict[str, list[Entry]] = field(default_factory=dict)
+    count: int = 0
 
     @property
     def has_custom_graph(self) -> bool:
@@ -65,7 +82,7 @@ class FramePlan:
     @property
     def sees_ops(self) -> bool:
         """Whether ops are patched, here or below."""
-        return any(plan.ops for plan in self.walk())
+        return any(plan.leaves for plan in self.walk())
 
     def walk(self) -> Iterator[FramePlan]:
         """Yields this plan and all below it."""
@@ -78,9 +95,11 @@ class FramePlan:
         """Yields the entries of this frame."""
         for entries in (*self.inputs.values(), *self.tensors.values(), self.output, *self.custom.values()):
             yield from entries
-        for by_occurrence in self.ops.values():
-            for entries in by_occurrence.values():
-                yield from entries
+        for by_offset in self.leaves.values():
+            for by_chain in by_offset.values():
+                for by_occurrence in by_chain.values():
+                    for entries in by_occurrence.values():
+                        yield from entries
 
     def add(self, entry: Entry) -> None:
         """Adds an entry of this frame."""
@@ -93,9 +112,10 @@ class FramePlan:
             self.inputs.setdefault(node.target, []).append(entry)
         elif node.kind == "op":
             assert node.site is not None
-            self.ops.setdefault(key_of(node.site), {}).setdefault(node.occurrence, []).append(entry)
-            code, offset = node.site.leaf
-            self.leaves.setdefault(id(code), set()).add(offset)
+            (code, offset), *above = reversed(node.site.steps)
+            chain = tuple(number for outer, at in above for number in (id(outer), at))
+            by_chain = self.leaves.setdefault(id(code), {}).setdefault(offset, {})
+            by_chain.setdefault(chain, {}).setdefault(node.occurrence, []).append(entry)
         else:
             self.tensors.setdefault(node.target, []).append(entry)
 
@@ -107,6 +127,7 @@ def make_plan(root: Frame, entries: Iterable[Entry], custom_frames: Sequence[Fra
     for frame in custom_frames:
         _plan_of(frame, plans)
     for entry in entries:
+        plan.count += 1
         _plan_of(entry.target.frame, plans).add(entry)
     return plan
 

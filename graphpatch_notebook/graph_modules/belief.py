@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from graphpatch_notebook.errors import LiveFallbackWarning
 from graphpatch_notebook.graph_modules.equality import difference
@@ -29,6 +29,7 @@ from graphpatch_notebook.paths import format_path
 _MOST_VERDICTS = 1000
 
 
+@runtime_checkable
 class RunnableGraph(Runnable, Protocol):
     """What this needs of a graph module."""
 
@@ -141,18 +142,33 @@ def _compare(graph_module: RunnableGraph, before: ModuleState, copies: Any, inpu
                 value = graph_module.run_graph(*copies)
             except Exception as error:
                 return f"its graph raises {type(error).__name__}: {_first_line(error)}"
-        state = ModuleState(graph_module.frame.module)
         return (
             difference(value, result, "output")
             or difference(copies, inputs, "inputs")
-            or (state.difference(after) if state is not None else None)
+            or ModuleState(graph_module.frame.module).difference(after)
         )
+    except (RuntimeError, NotImplementedError) as error:  # the tensors of `torch.func`
+        return f"its values cannot be compared ({_first_line(error)})"
     finally:
         after.restore()
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def is_believed(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the graph was found equal for calls of this form, as far as the inputs tell.
+
+    For `torch.compile`, which guards what else a verdict depends on, and has to be able to trace this.
+    """
+    if graph_module.doubts:
+        return False
+    try:
+        key = (input_key(args, kwargs), settings_key())
+    except UnseenError:
+        return False
+    return any(reason is None and known == key for known, reason in graph_module.belief.verdicts.items())
 
 
 # -- what the user is told -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules.targets import Container, Operand, written
@@ -34,9 +35,6 @@ from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpe
 
 OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
 """What generated code calls the graph module: the first name that no parameter of `forward` has."""
-
-RECORD = "graphpatch_node"
-"""The key in `fx.Node.meta` of the record that the node was built from."""
 
 _EMPTY = inspect.Parameter.empty
 _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, SourceLine, Structure
-from graphpatch_notebook.graph_modules.build import RECORD, BuiltGraph
+from graphpatch_notebook.graph_modules.build import BuiltGraph
 
 
 class FrameReference:
@@ -46,13 +47,21 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
     for old in frame.walk():
         new = frames[id(old)]
         new.module = copy.deepcopy(old.module, memo)
-        new.custom_graph = copy.deepcopy(old.custom_graph, memo)
+        new.custom_graph = _copied_graph(old.custom_graph, nodes, memo)
         new.parent = frames.get(id(old.parent), old.parent)
         new.call = nodes.get(old.call, old.call) if old.call is not None else None
         new.nodes = [_connected(nodes[node], nodes, frames) for node in old.nodes]
         new.names = {name: nodes.get(node, node) for name, node in old.names.items()}
         new.output = _mapped(old.output, nodes)
     return memo[id(frame)]  # type: ignore[no-any-return]
+
+
+def _copied_graph(graph: fx.Graph | None, nodes: dict[Node, Node], memo: dict[int, Any]) -> fx.Graph | None:
+    result = copy.deepcopy(graph, memo)
+    for node in result.nodes if result is not None else ():
+        if RECORD in node.meta:
+            node.meta[RECORD] = nodes.get(node.meta[RECORD], node.meta[RECORD])
+    return result
 
 
 def _connected(node: Node, nodes: dict[Node, Node], frames: dict[int, Frame]) -> Node:
@@ -112,7 +121,22 @@ def _set_node(node: Node, state: dict[str, Any]) -> None:
         setattr(node, name, value.unpacked() if isinstance(value, PackedTarget) else value)
 
 
+def _reduced_frame(frame: Frame) -> tuple[Any, ...]:
+    state = {field.name: getattr(frame, field.name) for field in dataclasses.fields(frame)}
+    if frame.custom_graph is not None:
+        state["custom_graph"] = PackedGraph.of(BuiltGraph(frame.custom_graph))
+    return copyreg.__newobj__, (Frame,), state, None, None, _set_frame  # type: ignore[attr-defined]
+
+
+def _set_frame(frame: Frame, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(frame, name, value)
+    if isinstance(frame.custom_graph, PackedGraph):
+        frame.custom_graph = frame.custom_graph.unpacked(frame).graph
+
+
 # `copy.copy` and pickle ask this table; `deepcopy` of frames goes its own way above.
+copyreg.pickle(Frame, _reduced_frame)  # type: ignore[arg-type]
 copyreg.pickle(Node, _reduced_node)  # type: ignore[arg-type]
 copyreg.pickle(Site, _reduced_site)  # type: ignore[arg-type]
 copyreg.pickle(SavedSite, _reduced_site)  # type: ignore[arg-type]
@@ -197,7 +221,7 @@ class PackedGraph:
 
         nodes = tuple(
             (
-                node.op, node.name, PackedTarget.of(node.target), _map(node.args, packed), _map(node.kwargs, packed),
+                node.op, node.name, PackedTarget.of(node.target), map_arguments(node.args, packed), map_arguments(node.kwargs, packed),
                 node.type, node.meta[RECORD].name if RECORD in node.meta else None,
             )
             for node in built.graph.nodes
@@ -216,24 +240,10 @@ class PackedGraph:
 
         for op, name, target, args, kwargs, kind, record in self.nodes:
             node = graph.create_node(
-                op, target.unpacked(), _map(args, unpacked), _map(kwargs, unpacked), name=name, type_expr=kind
+                op, target.unpacked(), map_arguments(args, unpacked), map_arguments(kwargs, unpacked), name=name, type_expr=kind
             )
             if record in frame.names:
                 node.meta[RECORD] = frame.names[record]
             made.append(node)
         constants: dict[str, Callable[[], Any]] = {n: (lambda v=value: v) for n, value in self.constants.items()}
         return BuiltGraph(graph, constants, self.codegen)
-
-
-def _map(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Returns the arguments of an fx node with other leaves, in plain containers."""
-    if isinstance(value, tuple):
-        items = [_map(item, leaf) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_map(item, leaf) for item in value]
-    if isinstance(value, dict):
-        return {key: _map(item, leaf) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_map(part, leaf) for part in (value.start, value.stop, value.step)))
-    return leaf(value)

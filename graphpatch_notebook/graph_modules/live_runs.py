@@ -33,6 +33,10 @@ class Runnable(Protocol):
         """The record of the frame."""
 
     @property
+    def has_own_graph(self) -> bool:
+        """Whether there is a graph that is the module, rather than a record of it."""
+
+    @property
     def calls_own_graphs(self) -> bool:
         """Whether there may be graphs below it that are their module."""
 

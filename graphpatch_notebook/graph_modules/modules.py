@@ -21,6 +21,7 @@ from typing import Any, final
 
 import torch
 from torch import fx
+from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.capture.records import Frame, Node
@@ -29,7 +30,9 @@ from graphpatch_notebook.graph_modules import belief, live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import FrameReference, PackedGraph
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
+from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.paths import format_path, unique_name
+from graphpatch_notebook.torch_compat import tracing_paused
 
 # What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
 _SHARED = tuple(
@@ -188,7 +191,8 @@ class GraphModule(_Mirror):
 
         What hooks do to tensors is part of the graph of the caller.
         """
-        return self.forward(*args, **kwargs) if _is_in_graph.get() else super().__call__(*args, **kwargs)
+        is_called_by_graph = self._frame.parent is not None if is_compiling() else _is_in_graph.get()
+        return self.forward(*args, **kwargs) if is_called_by_graph else super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the frame: its graph, or the module where there is none that can stand for it."""
@@ -260,6 +264,8 @@ class CompiledGraphModule(GraphModule):
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
         self._build().graph = graph
+        if self._frame.custom_graph is not None:
+            self._frame.custom_graph = graph
         self.recompile()
 
     def recompile(self) -> None:
@@ -297,16 +303,29 @@ class CompiledGraphModule(GraphModule):
         """Runs the graph, or the module."""
         if self.has_own_graph:
             return self.run_graph(args, kwargs)
-        return belief.run(self, args, kwargs)
+        if is_compiling():
+            is_believed = belief.is_believed(self, args, kwargs)
+            if not is_believed and self._frame.parent is None:
+                is_believed = _examined(self, args, kwargs)
+        elif torch.jit.is_tracing():
+            with tracing_paused():
+                is_believed = belief.is_believed(self, args, kwargs) or _examined(self, args, kwargs)
+        else:
+            return belief.run(self, args, kwargs)
+        return self.run_graph(args, kwargs) if is_believed else self._original_module.forward(*args, **kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph as it is now, with fresh code."""
         function = self._code().function
+        if is_compiling():
+            return self._unwrapped(function(self, *args, **kwargs))
         token = _is_in_graph.set(True)
         try:
-            result = function(self, *args, **kwargs)
+            return self._unwrapped(function(self, *args, **kwargs))
         finally:
             _is_in_graph.reset(token)
+
+    def _unwrapped(self, result: Any) -> Any:
         # The graphs of custom extraction functions hand out a one-element tuple.
         return result[0] if self._frame.custom_graph is not None else result
 
@@ -375,7 +394,16 @@ class CompiledGraphModule(GraphModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if isinstance(packed := state["_built"], PackedGraph):
-            self.__dict__["_built"] = packed.unpacked(self._frame)
+            built = self.__dict__["_built"] = packed.unpacked(self._frame)
+            if self._frame.custom_graph is not None:
+                self._frame.custom_graph = built.graph
+
+
+@torch.compiler.disable
+def _examined(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compares this graph and all below it with their modules, before a compiler sees them: whether it is equal."""
+    verify(graph_module, args, kwargs)
+    return belief.is_believed(graph_module, args, kwargs)
 
 
 def _is_writable(path: str) -> bool:

@@ -77,7 +77,8 @@ def settings_key() -> Hashable:
     """Returns the settings of torch that the code of a module may ask for."""
     return (
         torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
+        # `torch.compile` cannot trace this question.
+        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         *[
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -102,7 +103,7 @@ class Watch:
         called = [node.frame.module for node in frame.calls() if node.frame is not None]
         self._modules = [(m, m.__class__, m.training, _tensor_kinds(m)) for m in _near(module, called)]
         self._tables = [table for m, *_ in self._modules for table in _tables(m)]
-        self._outer = list(_outer_values(self._forward))
+        self._outer = list(_outer_values(module, self._forward))
         self.problem = _hook_problem(called) or _constant_problem(frame, [value for _, value in self._outer])
 
     def sees_change(self) -> bool:
@@ -199,21 +200,33 @@ def _without_swaps(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in _OWN_SWAPS}
 
 
-def _outer_values(forward: Callable[..., Any]) -> Iterator[tuple[Callable[[], Any], Any]]:
-    """Yields the plain values and tensors that the code of `forward` itself reads from outside: globals, closures."""
-    function: Any = getattr(forward, "__func__", forward)
-    while function is not None:
-        code, where = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-        for name in code.co_names if code is not None else ():
+def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Yields the plain values and tensors that the module's own functions read from outside: globals, closures."""
+    for function in _functions(module, forward):
+        where = function.__globals__
+        for name in function.__code__.co_names:
             if type(value := where.get(name, _ABSENT)) in _OUTER:
                 yield (lambda where=where, name=name: where.get(name, _ABSENT)), value
-        for cell in getattr(function, "__closure__", None) or ():
+        for cell in function.__closure__ or ():
             if type(value := _content(cell)) in _OUTER:
                 yield (lambda cell=cell: _content(cell)), value
-        function = getattr(function, "__wrapped__", None)
 
 
 _OUTER = (bool, int, float, str, type(None), Tensor, torch.nn.Parameter)
+
+
+def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:
+    """Returns `forward`, what it decorates, functions that are attributes of the module, and those in closures."""
+    found: list[types.FunctionType] = []
+    waiting: list[Any] = [forward, *module.__dict__.values()]
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType) and function not in found:
+            found.append(function)
+            waiting.append(getattr(function, "__wrapped__", None))
+            waiting += [_content(cell) for cell in function.__closure__ or ()]
+    return found
 
 
 def _content(cell: types.CellType) -> Any:
@@ -230,6 +243,11 @@ def _is_same(a: Any, b: Any) -> bool:
 def _constant_problem(frame: Frame, outer: Sequence[Any]) -> str | None:
     """A tensor that comes from nowhere may be another one in the next run."""
     held = {id(value) for value in outer if isinstance(value, Tensor)}
+    for value in frame.module.__dict__.values():
+        if isinstance(value, (list, tuple)):
+            held.update(map(id, value))
+        elif isinstance(value, dict):
+            held.update(map(id, value.values()))
     for node in frame.nodes:
         if node.kind == "constant":
             value = node.target()

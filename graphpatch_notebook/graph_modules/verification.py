@@ -11,8 +11,8 @@ from torch.nn import Module
 from graphpatch_notebook.capture.forward_swap import invoke, swap, unswap
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.graph_modules import belief
-from graphpatch_notebook.graph_modules.live_runs import observed_by
-from graphpatch_notebook.graph_modules.modules import CompiledGraphModule, GraphModule
+from graphpatch_notebook.graph_modules.belief import RunnableGraph
+from graphpatch_notebook.graph_modules.live_runs import Runnable, observed_by
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.paths import format_path
 
@@ -75,7 +75,7 @@ class VerificationReport:
         return iter(self.frames)
 
 
-def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
+def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
     """Compares every graph with its module on the inputs that it gets when the model runs on `args`, `kwargs`.
 
     The model runs on copies of the inputs, and its buffers and the random state are put back afterwards. The graphs
@@ -100,10 +100,10 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 class _Verifier:
     """Examines each graph when the frame that it is a record of comes up."""
 
-    def __init__(self, root: GraphModule) -> None:
-        self._root: GraphModule | None = root
-        self._stack: list[tuple[GraphModule | None, dict[int, int]]] = []
-        self.reasons: dict[GraphModule, str | None] = {}
+    def __init__(self, root: Runnable) -> None:
+        self._root: Runnable | None = root
+        self._stack: list[tuple[Runnable | None, dict[int, int]]] = []
+        self.reasons: dict[Runnable, str | None] = {}
 
     def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph_module = self._graph_module(module)
@@ -118,10 +118,9 @@ class _Verifier:
 
         if graph_module is not None and graph_module.has_own_graph:
             return graph_module.run_frame(args, kwargs)
-        if not isinstance(graph_module, CompiledGraphModule):
-            if graph_module is not None:
-                self.reasons[graph_module] = graph_module.reason
+        if graph_module is None or graph_module.frame.opaque_reason is not None:
             return run()
+        assert isinstance(graph_module, RunnableGraph)
         key, reason = belief.signature(graph_module, args, kwargs)
         if reason is not None:
             self.reasons[graph_module] = reason
@@ -130,7 +129,7 @@ class _Verifier:
         self.reasons[graph_module] = graph_module.belief.verdicts[key]
         return result
 
-    def _graph_module(self, module: Module) -> GraphModule | None:
+    def _graph_module(self, module: Module) -> Runnable | None:
         """Returns the graph module of the frame that begins, if it came up during capture."""
         if not self._stack:
             root, self._root = self._root, None
@@ -141,13 +140,13 @@ class _Verifier:
         return caller.callee(module, call_index) if caller is not None else None
 
 
-def _walk(graph_module: GraphModule) -> Iterator[GraphModule]:
+def _walk(graph_module: Runnable) -> Iterator[Runnable]:
     yield graph_module
     for callee in graph_module.callees():
         yield from _walk(callee)
 
 
-def _report(graph_module: GraphModule, reasons: dict[GraphModule, str | None]) -> FrameReport:
+def _report(graph_module: Runnable, reasons: dict[Runnable, str | None]) -> FrameReport:
     frame = graph_module.frame
     status: Status = "equal"
     reason = reasons.get(graph_module)

@@ -1,0 +1,235 @@
+"""Graphs of custom extraction functions: checked, run node by node, and recorded as a frame.
+
+Such a graph *is* its module from then on. Its placeholders are the parameters of `forward`, its output is a one-element
+tuple, and its nodes keep their names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch.nn import Module
+
+from graphpatch_notebook.capture.functions import function_name
+from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node
+from graphpatch_notebook.errors import CaptureError
+from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.values import describe
+
+RECORD = "graphpatch_node"
+"""The key in `fx.Node.meta` of the record of the node."""
+
+_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+_ABSENT = object()
+
+
+def record_name(node: fx.Node) -> str:
+    """Returns the name that users know a node of a custom graph by: its own; of a placeholder that of the input."""
+    return str(node.target).lstrip("*") if node.op == "placeholder" else node.name
+
+
+# -- checks --------------------------------------------------------------------------------------------------------------
+
+
+def extracted_graph(
+    function: Callable[[Module], fx.Graph], module: Module, parameters: Sequence[InputParameter], path: str
+) -> fx.Graph:
+    """Returns the graph that a custom extraction function makes of `module`, if it can stand for it.
+
+    Args:
+        function: The custom extraction function.
+        module: The module.
+        parameters: The parameters of its `forward`. Defaults that the placeholders do not have are added to these.
+        path: The path of the module's frame; empty for the root.
+
+    Raises:
+        CaptureError: It cannot; the message says what was found, and how to put it right.
+        Exception: Whatever the function raises.
+    """
+    graph = function(module)
+    who = f"the custom extraction function for {type(module).__name__} ({path or '<root>'!r})"
+    if not isinstance(graph, fx.Graph):
+        raise CaptureError(f"{who} must return a torch.fx.Graph, not {type(graph).__name__}{_hint(graph)}")
+    _check_placeholders(graph, parameters, who)
+    _check_output(graph, who)
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            _check_target(node, module, who)
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise CaptureError(f"{who} returned a graph that is not well formed: {error}") from error
+    return graph
+
+
+def _hint(value: Any) -> str:
+    return "; return its .graph" if isinstance(value, fx.GraphModule) else "; make one with graph = torch.fx.Graph()"
+
+
+def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], who: str) -> None:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    wanted = [_STARS.get(parameter.kind, "") + parameter.name for parameter in parameters]
+    found = [str(node.target) for node in placeholders]
+    if found != wanted:
+        repair = "; ".join(f"graph.placeholder({name!r})" for name in wanted) or "no placeholders"
+        raise CaptureError(
+            f"{who} must have the parameters of forward as placeholders, in their order: {', '.join(wanted) or 'none'}; "
+            f"it has {', '.join(found) or 'none'}; write {repair}"
+        )
+    for node, parameter in zip(placeholders, parameters, strict=True):
+        if not node.args and parameter.default is not inspect.Parameter.empty:
+            node.args = (parameter.default,)
+
+
+def _check_output(graph: fx.Graph, who: str) -> None:
+    outputs = [node for node in graph.nodes if node.op == "output"]
+    value = outputs[0].args[0] if len(outputs) == 1 and outputs[0].args else None
+    if not isinstance(value, tuple) or len(value) != 1:
+        found = f"an output of {value!r}" if outputs else "no output"
+        raise CaptureError(
+            f"{who} must wrap the output in a one-element tuple; it has {found}; write graph.output((value,))"
+        )
+
+
+def _check_target(node: fx.Node, module: Module, who: str) -> None:
+    found = _attribute(module, str(node.target))
+    if found is _ABSENT:
+        raise CaptureError(
+            f"{who} has a node {node.name!r} that reads self.{node.target}, but {type(module).__name__} has no such "
+            f"attribute; it has {', '.join(_names(module)) or 'no tensors and submodules'}"
+        )
+    if node.op == "call_module" and not callable(found):
+        raise CaptureError(f"{who} has a node {node.name!r} that calls self.{node.target}, which cannot be called")
+
+
+def _names(module: Module) -> list[str]:
+    return [name for registry in (module._parameters, module._buffers, module._modules) for name in registry]
+
+
+def _attribute(module: Module, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, _ABSENT)
+    return found
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def run_custom(
+    graph: fx.Graph, module: Module, bound_inputs: dict[str, Any], on_value: Callable[[fx.Node, Any], Any]
+) -> Any:
+    """Runs a custom graph node by node against `module`, and returns what the module is to return.
+
+    Args:
+        graph: The graph.
+        module: What `get_attr` and `call_module` nodes refer to.
+        bound_inputs: The given inputs by parameter of `forward`: `*args` as a tuple, `**kwargs` as a dict.
+        on_value: Called with each node but the output and its value; returns the value to go on with.
+    """
+    values: dict[fx.Node, Any] = {}
+    last_uses = _last_uses(graph)
+
+    def lookup(leaf: Any) -> Any:
+        return values[leaf] if isinstance(leaf, fx.Node) else leaf
+
+    for node in graph.nodes:
+        if node.op == "output":
+            return map_arguments(node.args[0], lookup)[0]
+        values[node] = on_value(node, _value(node, module, bound_inputs, lookup))
+        for dead in last_uses.get(node, ()):
+            del values[dead]
+    raise CaptureError("the graph has no output")
+
+
+def _value(node: fx.Node, module: Module, bound_inputs: dict[str, Any], lookup: Callable[[Any], Any]) -> Any:
+    if node.op == "placeholder":
+        name = record_name(node)
+        return bound_inputs[name] if name in bound_inputs else (node.args[0] if node.args else None)
+    if node.op == "get_attr":
+        return _attribute(module, str(node.target))
+    args, kwargs = map_arguments(node.args, lookup), map_arguments(node.kwargs, lookup)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = _attribute(module, str(node.target)) if node.op == "call_module" else node.target
+    return target(*args, **kwargs)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Returns, for each node, the nodes whose values nobody needs after it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for used in (*node.all_input_nodes, node):
+            if used not in seen:
+                seen.add(used)
+                found.setdefault(node, []).append(used)
+    return found
+
+
+def map_arguments(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Returns the arguments of an fx node with other leaves, in plain containers."""
+    if isinstance(value, tuple):
+        items = [map_arguments(item, leaf) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [map_arguments(item, leaf) for item in value]
+    if isinstance(value, dict):
+        return {key: map_arguments(item, leaf) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(map_arguments(part, leaf) for part in (value.start, value.stop, value.step)))
+    return leaf(value)
+
+
+# -- records -------------------------------------------------------------------------------------------------------------
+
+
+def custom_frame_nodes(graph: fx.Graph, frame: Frame, bound_inputs: dict[str, Any]) -> Any:
+    """Runs a custom graph, records its nodes in `frame`, and returns what the module is to return.
+
+    The nodes have the names that they have in the graph. The output node is left to the caller, and so are calls of
+    submodules: what the caller has added to `frame` by the time that such a call returns gets the name of its node.
+    """
+    frame.custom_graph = graph
+    taken = {node.name for node in frame.nodes if node.name}
+
+    def record(fx_node: fx.Node, value: Any) -> Any:
+        node = _call_added_for(fx_node, frame)
+        if node is None:
+            node = _record(fx_node, frame.module)
+            frame.nodes.append(node)
+        node.name = unique_name(record_name(fx_node), taken)
+        taken.add(node.name)
+        node.spec = describe(value)
+        fx_node.meta[RECORD] = node
+        return value
+
+    frame.nodes = [node for node in frame.nodes if node.kind != "input"]
+    return run_custom(graph, frame.module, bound_inputs, record)
+
+
+def _call_added_for(fx_node: fx.Node, frame: Frame) -> Node | None:
+    last = frame.nodes[-1] if frame.nodes else None
+    is_call = fx_node.op == "call_module" and last is not None and last.kind == "call" and not last.name
+    return last if is_call else None
+
+
+def _record(fx_node: fx.Node, module: Module) -> Node:
+    target = str(fx_node.target)
+    if fx_node.op == "placeholder":
+        return Node(kind="input", op=record_name(fx_node), target=record_name(fx_node))
+    if fx_node.op == "get_attr":
+        return Node(kind=_kind(module, target), op=target, target=target)
+    op = function_name(fx_node.target) if callable(fx_node.target) else target.rsplit(".", 1)[-1]
+    return Node(kind="op", op=op, target=fx_node.name, base_name=fx_node.name)
+
+
+def _kind(module: Module, path: str) -> Kind:
+    *parents, name = path.split(".")
+    holder = _attribute(module, ".".join(parents)) if parents else module
+    if name in getattr(holder, "_parameters", ()):
+        return "parameter"
+    return "buffer" if name in getattr(holder, "_buffers", ()) else "attribute"

@@ -1,0 +1,97 @@
+"""The example notebooks run on a real kernel, show what they are committed with, and find what they say they find."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nbformat import NotebookNode
+
+from tests.examples.notebooks import NOTEBOOKS, code_cells, execute, outputs, read, text
+
+# The variables whose values the tests below look at, by notebook.
+NAMES = {
+    "01_quickstart": (
+        "baseline",
+        "accuracy_without",
+        "accuracy_without_needed",
+        "accuracy_without_others",
+        "needed",
+        "to_previous",
+        "to_follower",
+        "said",
+    ),
+}
+HEADS = [str((layer, head)) for layer in range(2) for head in range(4)]
+
+each_notebook = pytest.mark.parametrize("file", NOTEBOOKS, ids=[file.stem for file in NOTEBOOKS])
+
+
+@functools.cache
+def run(name: str) -> tuple[NotebookNode, dict[str, Any]]:
+    (file,) = (file for file in NOTEBOOKS if file.stem == name)
+    return execute(read(file), NAMES.get(name, ()))
+
+
+def words_and_numbers(shown: str) -> tuple[list[str], list[float]]:
+    """Splits a text into its words, bars made equally long, and its numbers."""
+    number = r"(?<![\w.])\d+(?:\.\d+)?"
+    words = re.sub(number, "#", re.sub("█+", "█", shown)).split()
+    return words, [float(found) for found in re.findall(number, shown)]
+
+
+@each_notebook
+def test_committed_with_outputs_of_one_run_from_top_to_bottom(file: Path) -> None:
+    notebook = read(file)
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), "run `hatch run notebooks`"
+    assert {output.output_type for output in outputs(notebook)} <= {"stream", "display_data", "execute_result"}
+    assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
+
+
+@each_notebook
+def test_committed_without_machine_folders(file: Path) -> None:
+    assert not re.findall(r"site-packages|/home/|/root/|/Users/|/tmp/|\b[A-Z]:\\\\", file.read_text(encoding="utf8"))
+
+
+@each_notebook
+def test_committed_outputs_agree_with_a_new_run(file: Path) -> None:
+    committed, rerun = read(file), run(file.stem)[0]
+    for before, after in zip(code_cells(committed), code_cells(rerun), strict=True):
+        assert bool(text(before)) == bool(text(after)), before.source
+        # Trees and source lines follow the installed versions of torch and transformers.
+        if "varies-with-versions" not in before.metadata.get("tags", ()):
+            words_before, numbers_before = words_and_numbers(text(before))
+            words_after, numbers_after = words_and_numbers(text(after))
+            assert words_before == words_after, before.source
+            assert numbers_before == pytest.approx(numbers_after, rel=0.02, abs=0.6), before.source
+
+
+def test_quickstart_ablation_finds_the_two_needed_heads() -> None:
+    found = run("01_quickstart")[1]
+    assert found["baseline"] > 0.95
+    assert found["needed"] == [[0, 3], [1, 3]]
+    without = found["accuracy_without"]
+    assert list(without) == HEADS
+    for head in HEADS:
+        if head in ("(0, 3)", "(1, 3)"):
+            assert without[head] < 0.1
+        else:
+            assert without[head] == pytest.approx(found["baseline"], abs=0.01)
+
+
+def test_quickstart_needed_heads_are_needed_and_enough() -> None:
+    found = run("01_quickstart")[1]
+    assert found["accuracy_without_needed"] < 0.1
+    assert found["accuracy_without_others"] == pytest.approx(found["baseline"], abs=0.01)
+
+
+def test_quickstart_attention_says_less_than_ablation() -> None:
+    found = run("01_quickstart")[1]
+    assert max(HEADS, key=found["to_previous"].get) == "(0, 3)"
+    assert all(found["to_follower"][head] > 0.85 for head in HEADS[4:])
+    assert all(found["to_follower"][head] < 0.1 for head in HEADS[:4])
+    assert max(HEADS[4:], key=found["said"].get) == "(1, 3)"

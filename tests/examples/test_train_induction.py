@@ -1,0 +1,71 @@
+"""The model that the example notebooks run on has its skill, and the script that trains it runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from examples import train_induction
+from examples.train_induction import MODEL_FOLDER, fresh_accuracy, repeated_sequences, training_batch
+
+TWO_MEGABYTES = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel.from_pretrained(MODEL_FOLDER).eval()
+
+
+def test_shipped_files_are_small() -> None:
+    assert {"config.json", "model.safetensors"} <= {file.name for file in MODEL_FOLDER.iterdir()}
+    assert sum(file.stat().st_size for file in MODEL_FOLDER.iterdir()) < TWO_MEGABYTES
+
+
+def test_shipped_model_is_a_small_gpt2_without_dropout(model: GPT2LMHeadModel) -> None:
+    config = model.config
+    assert (config.n_layer, config.n_head, config.vocab_size) == (2, 4, 64)
+    assert config.attn_pdrop == config.embd_pdrop == config.resid_pdrop == 0.0
+
+
+@pytest.mark.parametrize("length", [4, 8, 16, 24, 31])
+def test_shipped_model_continues_fresh_sequences(model: GPT2LMHeadModel, length: int) -> None:
+    assert fresh_accuracy(model, length, seed=1000 + length) > 0.95
+
+
+def test_first_half_cannot_be_known(model: GPT2LMHeadModel) -> None:
+    sequences = repeated_sequences(256, 24, torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        predicted = model(sequences).logits[:, :24].argmax(dim=-1)
+    assert (predicted == sequences[:, 1:25]).float().mean().item() < 0.1
+
+
+def test_repeated_sequences_say_one_random_half_twice() -> None:
+    sequences = repeated_sequences(16, 10)
+    assert sequences.shape == (16, 21)
+    assert torch.equal(sequences[:, 0], torch.zeros(16, dtype=torch.long))
+    assert torch.equal(sequences[:, 1:11], sequences[:, 11:])
+    assert all(len(set(half.tolist())) == 10 for half in sequences[:, 1:11])
+    assert 1 <= int(sequences[:, 1:].min()) and int(sequences.max()) < train_induction.VOCABULARY
+
+
+def test_training_batches_repeat_until_the_context_is_full() -> None:
+    torch.manual_seed(0)
+    sequences, length = training_batch(step=1000, count=4)
+    assert sequences.shape == (4, train_induction.CONTEXT)
+    assert torch.equal(sequences[:, 1 + length :], sequences[:, 1:-length])
+
+
+@pytest.mark.slow
+def test_training_is_seeded_and_saves_a_model(tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        command = [sys.executable, train_induction.__file__, "--steps", "3", "--out", str(folder)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert "accuracy on the second half" in printed
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert first == second

@@ -1,0 +1,120 @@
+"""What the law tests share: each model of the zoo, captured, next to an equal model that nobody captured."""
+
+from __future__ import annotations
+
+import functools
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import nn
+
+from graphpatch_notebook import CustomPatch, PatchableGraph
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from tests.zoo import CASES, Call, Case, seed_all
+from tests.zoo.values import bit_equal, close
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured model of the zoo.
+
+    Attributes:
+        case: What it is.
+        model: The model that `pg` was made of.
+        reference: An equal model that ran as often, and that the package never saw.
+        pg: The `PatchableGraph`.
+    """
+
+    case: Case
+    model: nn.Module
+    reference: nn.Module
+    pg: PatchableGraph
+
+    @classmethod
+    def of(cls, case: Case) -> Capture:
+        model, reference = case.build(), case.build()
+        pg = run(functools.partial(PatchableGraph, model), case.example())
+        run(reference, case.example())
+        return cls(case, model, reference, pg)
+
+    def calls(self) -> dict[str, Call]:
+        """The example and the variants: new tensors and caches each time."""
+        return self.case.calls(self.reference)
+
+    def call(self, name: str) -> Call:
+        return self.case.example() if name == "example" else self.calls()[name]
+
+    def difference(self, expected: Any, found: Any) -> str | None:
+        """Returns in words where two outputs differ: in any bit, but for the models of torch's fast paths."""
+        return close(expected, found, self.case.tolerance) if self.case.tolerance else bit_equal(expected, found)
+
+    def counterpart(self, module: nn.Module) -> nn.Module:
+        """Returns the module of the reference that stands where `module` does in the model."""
+        theirs = zip(reachable_modules(self.model), reachable_modules(self.reference), strict=True)
+        return next(other for mine, other in theirs if mine is module)
+
+    def frames_called_once(self) -> Iterator[Frame]:
+        """Yields the frames whose modules have no other frame: whatever is done to these modules is done there."""
+        frames = list(self.pg._root_frame.walk())
+        modules = [id(frame.module) for frame in frames]
+        return (frame for frame in frames if modules.count(id(frame.module)) == 1)
+
+    def random(self, purpose: str) -> random.Random:
+        """A source of choices that are the same in each test run."""
+        return random.Random(zlib.crc32(f"{self.case.name} {purpose}".encode()))
+
+
+_captures: dict[str, Capture] = {}
+
+
+def capture_of(case: Case) -> Capture:
+    """Returns the capture of a case: the same one each time, unless runs of that model change it."""
+    if case.mutates_state:
+        return Capture.of(case)
+    if case.name not in _captures:
+        _captures[case.name] = Capture.of(case)
+    return _captures[case.name]
+
+
+def each_call(case: Case) -> Iterator[tuple[str, Capture, Call, Call]]:
+    """Yields the name of each call of a case, the capture to run it on, and its arguments twice over."""
+    capture = capture_of(case)
+    for (name, call), same in zip(capture.calls().items(), capture.calls().values(), strict=True):
+        yield name, capture, call, same
+        if case.mutates_state:
+            capture = capture_of(case)
+
+
+def run(module: Callable[..., Any], call: Call) -> Any:
+    """Calls a module with the random state that all compared runs start from."""
+    seed_all(5)
+    return call.run(module)
+
+
+def outcome(module: Callable[..., Any], call: Call) -> Any:
+    """As `run`, but an edit may well break a model: then what comes back is the type and text of its exception."""
+    try:
+        return run(module, call)
+    except Exception as error:  # whatever the model raises
+        return type(error), str(error)
+
+
+def each_case(applies: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
+    """Parametrizes a test by the cases that it applies to."""
+    cases = [case for case in CASES if applies(case)]
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def leaves_its_state_alone(case: Case) -> bool:
+    """A run does not change the model: the state before can be compared with the state after."""
+    return not case.mutates_state
+
+
+def identity(any_shape: bool = False) -> CustomPatch:
+    """A patch that changes nothing."""
+    return CustomPatch(custom_op=lambda value: value, requires_clone=False, any_shape=any_shape)

@@ -1,0 +1,326 @@
+"""The oracles of laws 3 and 6: edits of a model's values by what torch itself offers, and the patches that equal them.
+
+Each edit is said twice: once as a patch on a node path, once as a context manager that does the same to a model that
+the package never saw (by forward hooks, by overwriting a parameter, by wrapping a forward).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.capture.records import Frame, Node, Ref
+from graphpatch_notebook.paths import parse_path
+from graphpatch_notebook.values import TensorSpec
+from tests.laws.captures import Capture, run
+from tests.zoo import Call
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to a tensor: set to zero, added to, or replaced; with a number or a tensor, whole or in a slice."""
+
+    kind: str
+    value: Tensor | float = 0.0
+    slice: Any = None
+
+    def patch(self, **settings: Any) -> Patch:
+        if self.kind == "zero":
+            return ZeroPatch(slice=self.slice, **settings)
+        kind = AddPatch if self.kind == "add" else ReplacePatch
+        return kind(value=self.value, slice=self.slice, **settings)
+
+    def edit(self, tensor: Tensor) -> Tensor:
+        """What a person would write into a hook."""
+        result = tensor.clone()
+        self.write(result)
+        return result
+
+    def write(self, tensor: Tensor) -> None:
+        index = ... if self.slice is None else self.slice
+        if self.kind == "zero":
+            tensor[index] = 0
+        elif self.kind == "add":
+            tensor[index] += self.value
+        else:
+            tensor[index] = self.value
+
+    def again(self) -> Change:
+        """The same change with a value tensor of its own, which requires a gradient where it can have one."""
+        if not isinstance(self.value, Tensor) or not self.value.dtype.is_floating_point:
+            return self
+        return Change(self.kind, self.value.detach().clone().requires_grad_(), self.slice)
+
+
+def random_change(shape: torch.Size, dtype: torch.dtype, rng: random.Random) -> Change:
+    """A change that a tensor of this shape and dtype can take; indices and lengths keep a valid value."""
+    if dtype == torch.bool:
+        return Change("zero")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return Change("replace", 1)
+    kind = rng.choice(["zero", "add", "replace"])
+    if kind == "zero":
+        return Change(kind)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    return Change(kind, torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype))
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit: where it is (as a node path), what it is, and how to make it in a model without the package."""
+
+    path: str
+    change: Change
+    oracle: Callable[[Change], AbstractContextManager[None]]
+
+    def by_patch(self, capture: Capture, call: Call, change: Change | None = None, **settings: Any) -> Any:
+        with capture.pg.patch({self.path: (change or self.change).patch(**settings)}):
+            return run(capture.pg, call)
+
+    def by_torch(self, capture: Capture, call: Call, change: Change | None = None) -> Any:
+        with self.oracle(change or self.change):
+            return run(capture.reference, call)
+
+
+# -- how to edit a model without the package --------------------------------------------------------------------------
+
+
+def edited(value: Any, dig: tuple[str, ...], edit: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a container like `value` in which the tensor at `dig` (`sub_0`, keys, field names) is edited."""
+    if not dig:
+        return edit(value)
+    key, rest = dig[0], dig[1:]
+    if isinstance(value, (tuple, list)):
+        items: Any = list(value)
+        position = int(key.removeprefix("sub_"))
+        items[position] = edited(items[position], rest, edit)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    result = copy.copy(value)
+    if isinstance(value, Mapping):
+        result[next(k for k in value if str(k) == key)] = edited(value[key] if key in value else value[int(key)], rest, edit)
+    else:
+        object.__setattr__(result, key, edited(getattr(value, key), rest, edit))
+    return result
+
+
+@contextmanager
+def output_edited(module: nn.Module, dig: tuple[str, ...], change: Change) -> Iterator[None]:
+    """By a forward hook, registered last."""
+    handle = module.register_forward_hook(lambda module, args, output: edited(output, dig, change.edit))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def input_edited(module: nn.Module, name: str, dig: tuple[str, ...], change: Change) -> Iterator[None]:
+    """By a forward pre-hook, registered last, on the parameter `name` of the module's forward."""
+
+    def edit_argument(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.arguments[name] = edited(bound.arguments[name], dig, change.edit)
+        return bound.args, bound.kwargs
+
+    handle = module.register_forward_pre_hook(edit_argument, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def tensor_edited(tensor: Tensor, change: Change) -> Iterator[None]:
+    """By overwriting a parameter or buffer of a copy of the model; it gets its values back afterwards."""
+    before = tensor.detach().clone()
+    try:
+        with torch.no_grad():
+            change.write(tensor.data)
+        yield
+    finally:
+        with torch.no_grad():
+            tensor.data.copy_(before)
+
+
+@contextmanager
+def return_edited(module: nn.Module, is_in_place: bool, change: Change) -> Iterator[None]:
+    """By a forward on the instance that edits what the module's own forward returns."""
+    had_own = "forward" in module.__dict__
+    forward = module.forward
+
+    def edited_forward(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if not is_in_place:
+            return change.edit(output)
+        output.copy_(change.edit(output))
+        return output
+
+    module.__dict__["forward"] = edited_forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if had_own:
+            module.__dict__["forward"] = forward
+
+
+# -- which edits can be made of a captured model ----------------------------------------------------------------------
+
+
+def calls_of_modules(capture: Capture, call: Call) -> Counter[int]:
+    """How often each module of the reference is called (through `Module.__call__`), by the id of the module."""
+    counts: Counter[int] = Counter()
+    handle = register_module_forward_pre_hook(lambda module, args: counts.update([id(module)]))
+    try:
+        run(capture.reference, call)
+    finally:
+        handle.remove()
+    return counts
+
+
+def frames_with_hooks(capture: Capture, call: Call) -> list[Frame]:
+    """The frames whose modules are called once in all, by a call that runs hooks."""
+    counts = calls_of_modules(capture, call)
+    return [
+        frame
+        for frame in capture.frames_called_once()
+        if not isinstance(frame.module, torch.jit.ScriptModule) and counts[id(capture.counterpart(frame.module))] == 1
+    ]
+
+
+def boundary_edits(capture: Capture, call: Call, rng: random.Random, frame_count: int) -> Iterator[Edit]:
+    """Edits of an output and of up to two inputs of some frames, the whole model among them, by hooks."""
+    frames = frames_with_hooks(capture, call)
+    chosen = [capture.pg._root_frame, *rng.sample(frames, min(frame_count, len(frames)))]
+    for frame in {id(frame): frame for frame in chosen if frame in frames}.values():
+        module = capture.counterpart(frame.module)
+        outputs, inputs = _tensor_paths(capture, frame, "output"), _tensor_paths(capture, frame, "input")
+        for path in rng.sample(outputs, min(1, len(outputs))):
+            dig = parse_path(path).dig
+            yield _edit(capture, path, rng, partial(output_edited, module, dig))
+        for path in rng.sample(inputs, min(2, len(inputs))):
+            parsed = parse_path(path)
+            name = frame.names[parsed.names[-1]].target
+            yield _edit(capture, path, rng, partial(input_edited, module, name, parsed.dig))
+
+
+def tensor_edits(capture: Capture, rng: random.Random, count: int) -> Iterator[Edit]:
+    """Edits of parameters and buffers that are used in one frame only."""
+    held = [node for frame in capture.pg._root_frame.walk() for node in frame.nodes if node.kind in _HELD]
+    places = Counter(id(_held_tensor(frame, node)) for frame, node in _held(capture))
+    assert len(held) == sum(places.values())
+    once = [
+        (frame, node)
+        for frame, node in _held(capture)
+        if places[id(_held_tensor(frame, node))] == 1 and frame in list(capture.frames_called_once())
+    ]
+    for frame, node in rng.sample(once, min(count, len(once))):
+        tensor = capture.counterpart(frame.module).get_submodule("")
+        for name in node.target.split("."):
+            tensor = getattr(tensor, name)
+        yield _edit(capture, _path(frame, node), rng, partial(tensor_edited, tensor))
+
+
+def returned_op_edits(capture: Capture, rng: random.Random, count: int) -> Iterator[Edit]:
+    """Edits of ops that are the very output of their frame and nothing else, by wrapping the forward."""
+    found = []
+    for frame in capture.frames_called_once():
+        ref = frame.output
+        if isinstance(ref, Ref) and not ref.dig and ref.node.kind == "op" and _uses(frame, ref.node) == 1:
+            found.append((frame, ref.node))
+    for frame, node in rng.sample(found, min(count, len(found))):
+        module = capture.counterpart(frame.module)
+        yield _edit(capture, _path(frame, node), rng, partial(return_edited, module, node.is_in_place))
+
+
+def argument_op_edits(capture: Capture, call: Call, rng: random.Random, count: int) -> Iterator[Edit]:
+    """Edits of ops whose value is an argument of one submodule call and nothing else, by a pre-hook of that one."""
+    found = []
+    for frame in frames_with_hooks(capture, call):
+        if frame.parent is None or frame.call is None:
+            continue
+        for node in frame.inputs():
+            given = _argument(frame, node)
+            is_op = isinstance(given, Ref) and not given.dig and given.node.kind == "op" and not given.node.is_in_place
+            if is_op and isinstance(given.node.spec, TensorSpec) and _uses(frame.parent, given.node) == 1:
+                found.append((frame, node, given.node))
+    for frame, node, op in rng.sample(found, min(count, len(found))):
+        module = capture.counterpart(frame.module)
+        yield _edit(capture, _path(frame.parent, op), rng, partial(input_edited, module, node.target, ()))
+
+
+_HELD = ("parameter", "buffer")
+
+
+def _edit(capture: Capture, path: str, rng: random.Random, oracle: Callable[[Change], Any]) -> Edit:
+    meta = capture.pg.nodes[path]
+    assert meta.shape is not None
+    assert meta.dtype is not None
+    return Edit(meta.path, random_change(meta.shape, meta.dtype, rng), oracle)
+
+
+def _path(frame: Frame | None, node: Node) -> str:
+    assert frame is not None
+    return ".".join((*frame.path, node.name))
+
+
+def _tensor_paths(capture: Capture, frame: Frame, kind: str) -> list[str]:
+    where = ".".join(frame.path)
+    metas = (meta for meta in capture.pg.nodes.values() if meta.kind == kind and meta.frame_path == where)
+    return [meta.path for meta in metas if meta.shape is not None]
+
+
+def _held(capture: Capture) -> Iterator[tuple[Frame, Node]]:
+    for frame in capture.pg._root_frame.walk():
+        for node in frame.nodes:
+            if node.kind in _HELD:
+                yield frame, node
+
+
+def _held_tensor(frame: Frame, node: Node) -> Tensor:
+    value: Any = frame.module
+    for name in node.target.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _uses(frame: Frame | None, node: Node) -> int:
+    """How often the frame uses the value of a node: in arguments, and in its output."""
+    assert frame is not None
+    found = sum(_count(other.args, node) + _count(other.kwargs, node) for other in frame.nodes)
+    return found + _count(frame.output, node)
+
+
+def _count(value: Any, node: Node) -> int:
+    if isinstance(value, Ref):
+        return int(value.node is node)
+    if isinstance(value, Mapping):
+        return sum(_count(item, node) for item in value.values())
+    if isinstance(value, slice):
+        return _count((value.start, value.stop, value.step), node)
+    if isinstance(value, (tuple, list)):
+        return sum(_count(item, node) for item in value)
+    return sum(_count(child, node) for _, child in getattr(value, "children", ()))
+
+
+def _argument(frame: Frame, node: Node) -> Any:
+    """What the calling frame gave for an input: a `Ref` to one of its nodes, or something else."""
+    assert frame.call is not None
+    try:
+        return inspect.signature(type(frame.module).forward).bind(None, *frame.call.args, **frame.call.kwargs).arguments.get(
+            node.target
+        )
+    except TypeError:
+        return None

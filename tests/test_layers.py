@@ -1,0 +1,162 @@
+"""Imports go down the layers, notebook packages stay in `notebook/`, and private names of torch in one file."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import graphpatch_notebook
+
+ROOT = Path(graphpatch_notebook.__file__).parent
+FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts)
+
+# From the lowest to the highest: what stands in one may import what stands before it, and its own insides.
+LAYERS = [
+    "errors",
+    "torch_compat",
+    "paths",
+    "values",
+    "patches",
+    "options",
+    "capture",
+    "resolution",
+    "nodes",
+    "tree",
+    "places",
+    "source_text",
+    "graph_modules",
+    "node_path",
+    "execution",
+    "patchable_graph",
+    "integrations",
+    "serialization",
+    "experiments",
+    "notebook",
+    "__init__",
+]
+NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
+FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
+
+each_file = pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf8"))
+
+
+def layer_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def module_name(file: Path) -> str:
+    parts = [ROOT.name, *file.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def absolute(node: ast.ImportFrom, file: Path) -> str:
+    """Returns the full name of the module that a `from` import reads."""
+    if not node.level:
+        return node.module or ""
+    package = [ROOT.name, *file.relative_to(ROOT).parts[:-1]]
+    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+
+
+def imported_names(nodes: Iterator[ast.AST] | list[ast.stmt], file: Path) -> set[str]:
+    """Returns the full names that import statements ask for: modules, and what is taken from them."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{absolute(node, file)}.{alias.name}" for alias in node.names}
+    return names
+
+
+def torch_names(tree: ast.Module) -> set[str]:
+    """Returns the full names of everything that a file reads from torch, through whatever it imported it as."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {
+                alias.asname or alias.name.split(".")[0]: alias.asname and alias.name or alias.name.split(".")[0]
+                for alias in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    names = set(bound.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(dotted_name(node, bound))
+    return {name for name in names if name.split(".")[0] == "torch"}
+
+
+def dotted_name(node: ast.expr, bound: dict[str, str]) -> str:
+    """Returns the full name that a chain of attributes spells, or nothing when it does not begin at an import."""
+    if isinstance(node, ast.Name):
+        return bound.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        start = dotted_name(node.value, bound)
+        return f"{start}.{node.attr}" if start else ""
+    return ""
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+@each_file
+def test_file_stands_in_a_layer(file: Path) -> None:
+    assert layer_of(file) in LAYERS, "give the new module its place in LAYERS"
+
+
+@each_file
+def test_imports_go_down(file: Path) -> None:
+    own = layer_of(file)
+    inside = {
+        name.split(".")[1] for name in imported_names(ast.walk(parse(file)), file) if name.startswith(f"{ROOT.name}.")
+    }
+    above = {layer for layer in inside - {own} if LAYERS.index(layer) > LAYERS.index(own)}
+    assert not above, f"{own} stands below {above}"
+
+
+@each_file
+def test_notebook_packages_stay_in_notebook(file: Path) -> None:
+    if layer_of(file) == "notebook":
+        return
+    packages = {name.split(".")[0] for name in imported_names(ast.walk(parse(file)), file)}
+    assert not packages & NOTEBOOK_PACKAGES
+
+
+@each_file
+def test_private_torch_names_stay_in_one_file(file: Path) -> None:
+    if file == ROOT / FILE_FOR_PRIVATE_TORCH_NAMES:
+        return
+    assert not {name for name in torch_names(parse(file)) if is_private(name)}
+
+
+def test_private_torch_names_are_recognised() -> None:
+    source = "import torch\nfrom torch import nn\nimport torch.fx as fx\nfrom torch._C import x\nnn.Module._call_impl\ntorch._ops.y\nfx.graph._z\n"
+    private = {name for name in torch_names(ast.parse(source)) if is_private(name)}
+    assert private == {
+        "torch._C.x",
+        "torch._ops",
+        "torch._ops.y",
+        "torch.nn.Module._call_impl",
+        "torch.fx.graph._z",
+    }
+
+
+def test_no_import_cycles() -> None:
+    modules = {module_name(file) for file in FILES}
+    imports: dict[str, set[str]] = {}
+    for file in FILES:
+        wanted = imported_names(parse(file).body, file)
+        # `from a.b import c` reads the module a.b.c where there is one, else a.b.
+        imports[module_name(file)] = {name if name in modules else name.rpartition(".")[0] for name in wanted} & modules
+    for name in modules - {ROOT.name}:
+        imports[name] -= {ROOT.name}  # each module is imported while its package is
+    tuple(graphlib.TopologicalSorter(imports).static_order())

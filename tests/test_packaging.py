@@ -1,0 +1,69 @@
+"""What an import brings in and gives out, under both names."""
+
+from __future__ import annotations
+
+import importlib.resources
+import subprocess
+import sys
+import types
+
+import pytest
+
+import graphpatch_notebook
+
+HEAVY = ["IPython", "accelerate", "anywidget", "bitsandbytes", "ipywidgets", "traitlets", "transformers"]
+
+
+def run_python(source: str) -> str:
+    """Returns what `source` prints in a fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["graphpatch_notebook", "graphpatch"])
+def test_import_is_light(name: str) -> None:
+    source = f"import sys, torch; before = set(sys.modules); import {name}; print(*set(sys.modules) - before)"
+    imported = {module.split(".")[0] for module in run_python(source).split()}
+    assert name in imported
+    assert not imported & set(HEAVY)
+
+
+def test_all_is_sorted_and_unique() -> None:
+    assert graphpatch_notebook.__all__ == sorted(set(graphpatch_notebook.__all__))
+
+
+def test_all_is_exact() -> None:
+    public = {
+        name
+        for name, value in vars(graphpatch_notebook).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public - {"annotations", "load_ipython_extension", "unload_ipython_extension"} == set(
+        graphpatch_notebook.__all__
+    )
+
+
+def test_alias_is_the_package_under_another_name() -> None:
+    source = """
+import graphpatch, graphpatch_notebook
+assert graphpatch.__all__ == graphpatch_notebook.__all__
+assert graphpatch.__version__ == graphpatch_notebook.__version__
+for name in graphpatch.__all__:
+    assert getattr(graphpatch, name) is getattr(graphpatch_notebook, name), name
+for name in ("load_ipython_extension", "unload_ipython_extension"):
+    assert getattr(graphpatch, name, None) is getattr(graphpatch_notebook, name, None), name
+namespace = {}
+exec("from graphpatch import *", namespace)
+assert set(graphpatch.__all__) == set(namespace) - {"__builtins__"}
+print("same")
+"""
+    assert run_python(source) == "same"
+
+
+def test_alias_has_no_names_of_its_own() -> None:
+    source = "import graphpatch; graphpatch.no_such_name"
+    failed = subprocess.run([sys.executable, "-c", source], check=False, capture_output=True, text=True)
+    assert "has no attribute 'no_such_name'" in failed.stderr
+
+
+def test_typed() -> None:
+    assert importlib.resources.files(graphpatch_notebook).joinpath("py.typed").is_file()
