@@ -17,6 +17,7 @@ from graphpatch_notebook.execution.context import ActiveContext, PatchContext, P
 from graphpatch_notebook.execution.patch_map import entries_of, is_unchanged, snapshot
 from graphpatch_notebook.execution.plan import Callers, Entry
 from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
+from graphpatch_notebook.graph_modules.copies import copied_frame
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions
@@ -211,13 +212,12 @@ class PatchableGraph(Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
         result = object.__new__(type(self))
+        Module.__init__(result)
         memo[id(self)] = result
-        derived = {"_targets", "_callers", "_nodes", "_hierarchy", "_custom_frames"}
         # The model first: the records of the capture refer to it, not the other way round.
         result.__dict__["_module"] = copy.deepcopy(self._module, memo)
-        for name, value in self.__dict__.items():
-            if name not in derived and name != "_module":
-                result.__dict__[name] = copy.deepcopy(value, memo)
+        result.__dict__["_root_frame"] = copied_frame(self._root_frame, memo)
+        result.__dict__["_options"] = self._options
         result._forget()
         return result
 

@@ -81,10 +81,9 @@ def torch_names(tree: ast.Module) -> set[str]:
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            bound |= {
-                alias.asname or alias.name.split(".")[0]: alias.asname and alias.name or alias.name.split(".")[0]
-                for alias in node.names
-            }
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                bound[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom) and not node.level:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     names = set(bound.values())
@@ -139,7 +138,16 @@ def test_private_torch_names_stay_in_one_file(file: Path) -> None:
 
 
 def test_private_torch_names_are_recognised() -> None:
-    source = "import torch\nfrom torch import nn\nimport torch.fx as fx\nfrom torch._C import x\nnn.Module._call_impl\ntorch._ops.y\nfx.graph._z\n"
+    source = """
+import torch
+import torch.fx as fx
+from torch import nn
+from torch._C import x
+nn.Module._call_impl
+nn.Module.__call__
+torch._ops.y
+fx.graph._z
+"""
     private = {name for name in torch_names(ast.parse(source)) if is_private(name)}
     assert private == {
         "torch._C.x",

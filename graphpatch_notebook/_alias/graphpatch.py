@@ -1,6 +1,6 @@
 """The name that documentation and users write: `from graphpatch import PatchableGraph`, `%load_ext graphpatch`.
 
-Everything here is `graphpatch_notebook`'s own. The build puts this file beside that package, as the module `graphpatch`.
+Everything here is `graphpatch_notebook`'s own. The build puts this file beside that package, as a module `graphpatch`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def _report_failures(recorder: Recorder) -> None:
         if recorder.options.error_on_compilation_failure:
             raise failure
         if recorder.options.warn_on_compilation_failure:
-            message = f"{format_path(frame.path) or 'the model'!r} became an OpaqueGraphModule: {frame.opaque_reason}"
+            became = "became an OpaqueGraphModule" if frame.opaque_reason else "was captured without its custom graph"
+            message = f"{format_path(frame.path) or 'the model'!r} {became}: {type(failure).__name__}: {failure}"
             warnings.warn(CompilationWarning(message), stacklevel=4)
 
 

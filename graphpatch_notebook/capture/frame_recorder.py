@@ -159,8 +159,8 @@ class FrameRecorder:
 
     def add_output(self, output: Any) -> None:
         """Adds the output node."""
-        structure = self.refs(output)
-        self.record.output = structure
+        if self.record.custom_graph is None:
+            self.record.output = self.refs(output)
         self._append_output(output)
 
     def _append_output(self, output: Any) -> None:

@@ -13,12 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.call_sites import SiteTable, invoke
+from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder, alias
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
+from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import describe
 
@@ -143,7 +145,7 @@ class Recorder(TorchFunctionMode):
             frame, args, kwargs = self._enter(parent, module, forward, args, kwargs)
         self.stack.append(frame)
         try:
-            output = invoke(forward, args, kwargs)
+            output = self._run_custom(frame, module, forward, args, kwargs)
         except BaseException:
             if parent is not None and frame.record.call is not None:
                 parent.forget(frame.record.call)
@@ -152,6 +154,27 @@ class Recorder(TorchFunctionMode):
             self.stack.pop()
         with self.mute():
             return self._leave(parent, frame, output)
+
+    def _run_custom(
+        self, frame: FrameRecorder, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the graph of a custom extraction function in place of `forward`, if there is one for this module."""
+        extract = self.options.extraction_function(module)
+        if extract is None:
+            return invoke(forward, args, kwargs)
+        record = frame.record
+        try:
+            graph = extracted_graph(extract, module, record.parameters, record.attribute_path)
+        except CaptureError:
+            raise  # a graph that cannot stand for the module is the user's to mend, not to be passed over
+        except Exception as failure:
+            self.failures.append((record, failure))
+            return invoke(forward, args, kwargs)
+        bound = bind(signature_of(forward), args, kwargs)
+        if bound is None:
+            return invoke(forward, args, kwargs)  # the call itself is wrong: let `forward` say so
+        frame.wants_ops = False
+        return custom_frame_nodes(graph, record, bound)
 
     def _is_inside_op(self) -> bool:
         # Modules called inside an `autograd.Function` belong to its one node.

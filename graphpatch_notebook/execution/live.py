@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
+from graphpatch_notebook.capture.custom_graphs import RECORD, run_custom
 from graphpatch_notebook.capture.functions import raw_name, writes_in_place
 from graphpatch_notebook.capture.inputs import bind, given_input, signature_of, with_input
 from graphpatch_notebook.capture.records import Frame
@@ -196,14 +197,13 @@ class Run:
     def _run_custom(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        from graphpatch_notebook.capture.custom_graphs import run_custom
-
         bound = bind(signature_of(forward), args, kwargs)
         if bound is None:
             return invoke(forward, args, kwargs)
 
         def on_value(node: Any, value: Any) -> Any:
-            return self._apply(plan.custom.get(node.name, ()), value)
+            record = node.meta.get(RECORD)
+            return value if record is None else self._apply(plan.custom.get(record.name, ()), value)
 
         return run_custom(plan.frame.custom_graph, plan.frame.module, bound, on_value)
 

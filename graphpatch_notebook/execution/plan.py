@@ -61,7 +61,7 @@ class FramePlan:
         output: Entries on the output.
         leaves: Entries on ops by their call site: first its innermost step (id of the code object, then offset), then
             the steps above it, then the occurrence.
-        custom: Entries on the nodes of a custom graph, by the node's name there.
+        custom: Entries on the nodes of a custom graph, by the node's name.
         count: How many entries there are in this frame and below (of the root's plan only).
         has_custom_graph: Whether a custom graph stands for this frame.
     """
@@ -107,7 +107,7 @@ class FramePlan:
         if node.kind == "output":
             self.output.append(entry)
         elif self.has_custom_graph:
-            self.custom.setdefault(str(node.target if node.kind == "op" else node.name), []).append(entry)
+            self.custom.setdefault(node.name, []).append(entry)
         elif node.kind == "input":
             self.inputs.setdefault(node.target, []).append(entry)
         elif node.kind == "op":

@@ -158,11 +158,14 @@ def _first_line(error: Exception) -> str:
 
 
 def is_believed(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the graph was found equal for calls of this form, as far as the inputs tell.
+    """Whether the graph was found equal for calls of this form, as far as inputs and plain attributes tell.
 
-    For `torch.compile`, which guards what else a verdict depends on, and has to be able to trace this.
+    For `torch.compile`, which has to be able to trace this, and guards what is read here.
     """
-    if graph_module.doubts:
+    watch = graph_module.belief.watch
+    if graph_module.doubts or watch is None:
+        return False
+    if any(getattr(module, name) != value for module, name, value in watch.flags):
         return False
     try:
         key = (input_key(args, kwargs), settings_key())

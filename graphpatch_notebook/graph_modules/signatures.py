@@ -94,6 +94,7 @@ class Watch:
         frame: The frame.
 
     Attributes:
+        flags: Plain attributes of the modules, `training` among them: module, name, value.
         problem: Why nothing that is seen from outside could tell for which runs the graph holds; `None` if it can.
     """
 
@@ -101,6 +102,7 @@ class Watch:
         module = self._module = frame.module
         self._forward = original_forward(module)
         called = [node.frame.module for node in frame.calls() if node.frame is not None]
+        self.flags = [flag for m in _near(module, called) for flag in _flags(m)]
         self._modules = [(m, m.__class__, m.training, _tensor_kinds(m)) for m in _near(module, called)]
         self._tables = [table for m, *_ in self._modules for table in _tables(m)]
         self._outer = list(_outer_values(module, self._forward))
@@ -139,6 +141,12 @@ def _near(module: Module, called: Iterable[Module]) -> Iterator[Module]:
         yield current
         if current is module or id(current) not in calls:
             waiting += [child for child in current._modules.values() if child is not None]
+
+
+def _flags(module: Module) -> Iterator[tuple[Module, str, Any]]:
+    for name, value in module.__dict__.items():
+        if type(value) in (bool, int, float, str):
+            yield module, name, value
 
 
 def _tensor_kinds(module: Module) -> list[Any]:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,8 @@ from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node, Ref
 from graphpatch_notebook.paths import parse_path
 from graphpatch_notebook.values import TensorSpec
-from tests.laws.captures import Capture, run
-from tests.zoo import Call
+from tests.laws.captures import Capture, capture_of, outcome, run
+from tests.zoo import Call, Case
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class Edit:
 
     def by_patch(self, capture: Capture, call: Call, change: Change | None = None, **settings: Any) -> Any:
         with capture.pg.patch({self.path: (change or self.change).patch(**settings)}):
-            return run(capture.pg, call)
+            return outcome(capture.pg, call)
 
     def by_torch(self, capture: Capture, call: Call, change: Change | None = None) -> Any:
         with self.oracle(change or self.change):
-            return run(capture.reference, call)
+            return outcome(capture.reference, call)
 
 
 # -- how to edit a model without the package --------------------------------------------------------------------------
@@ -176,6 +176,17 @@ def return_edited(module: nn.Module, is_in_place: bool, change: Change) -> Itera
             module.__dict__["forward"] = forward
 
 
+def each_edit(case: Case, make: Callable[[Capture], Iterable[Edit]]) -> Iterator[tuple[Capture, Edit]]:
+    """Yields the edits that `make` finds, each with the capture to make it on."""
+    capture = capture_of(case)
+    edits = list(make(capture))
+    for index in range(len(edits)):
+        yield capture, edits[index]
+        if case.mutates_state:
+            capture = capture_of(case)
+            edits = list(make(capture))
+
+
 # -- which edits can be made of a captured model ----------------------------------------------------------------------
 
 
@@ -187,6 +198,7 @@ def calls_of_modules(capture: Capture, call: Call) -> Counter[int]:
         run(capture.reference, call)
     finally:
         handle.remove()
+    run(capture.pg, call)  # model and reference stay equal where runs change them
     return counts
 
 
@@ -200,9 +212,10 @@ def frames_with_hooks(capture: Capture, call: Call) -> list[Frame]:
     ]
 
 
-def boundary_edits(capture: Capture, call: Call, rng: random.Random, frame_count: int) -> Iterator[Edit]:
+def boundary_edits(capture: Capture, frame_count: int) -> Iterator[Edit]:
     """Edits of an output and of up to two inputs of some frames, the whole model among them, by hooks."""
-    frames = frames_with_hooks(capture, call)
+    rng = capture.random("boundary")
+    frames = frames_with_hooks(capture, capture.case.example())
     chosen = [capture.pg._root_frame, *rng.sample(frames, min(frame_count, len(frames)))]
     for frame in {id(frame): frame for frame in chosen if frame in frames}.values():
         module = capture.counterpart(frame.module)
@@ -216,25 +229,20 @@ def boundary_edits(capture: Capture, call: Call, rng: random.Random, frame_count
             yield _edit(capture, path, rng, partial(input_edited, module, name, parsed.dig))
 
 
-def tensor_edits(capture: Capture, rng: random.Random, count: int) -> Iterator[Edit]:
+def tensor_edits(capture: Capture, count: int) -> Iterator[Edit]:
     """Edits of parameters and buffers that are used in one frame only."""
-    held = [node for frame in capture.pg._root_frame.walk() for node in frame.nodes if node.kind in _HELD]
-    places = Counter(id(_held_tensor(frame, node)) for frame, node in _held(capture))
-    assert len(held) == sum(places.values())
-    once = [
-        (frame, node)
-        for frame, node in _held(capture)
-        if places[id(_held_tensor(frame, node))] == 1 and frame in list(capture.frames_called_once())
-    ]
+    rng = capture.random("tensors")
+    nodes = [(frame, node) for frame in capture.pg._root_frame.walk() for node in frame.nodes if node.kind in _HELD]
+    uses = Counter(id(_held(frame.module, node)) for frame, node in nodes)
+    once = [(frame, node) for frame, node in nodes if uses[id(_held(frame.module, node))] == 1]
     for frame, node in rng.sample(once, min(count, len(once))):
-        tensor = capture.counterpart(frame.module).get_submodule("")
-        for name in node.target.split("."):
-            tensor = getattr(tensor, name)
+        tensor = _held(capture.counterpart(frame.module), node)
         yield _edit(capture, _path(frame, node), rng, partial(tensor_edited, tensor))
 
 
-def returned_op_edits(capture: Capture, rng: random.Random, count: int) -> Iterator[Edit]:
+def returned_op_edits(capture: Capture, count: int) -> Iterator[Edit]:
     """Edits of ops that are the very output of their frame and nothing else, by wrapping the forward."""
+    rng = capture.random("returned ops")
     found = []
     for frame in capture.frames_called_once():
         ref = frame.output
@@ -245,10 +253,11 @@ def returned_op_edits(capture: Capture, rng: random.Random, count: int) -> Itera
         yield _edit(capture, _path(frame, node), rng, partial(return_edited, module, node.is_in_place))
 
 
-def argument_op_edits(capture: Capture, call: Call, rng: random.Random, count: int) -> Iterator[Edit]:
+def argument_op_edits(capture: Capture, count: int) -> Iterator[Edit]:
     """Edits of ops whose value is an argument of one submodule call and nothing else, by a pre-hook of that one."""
+    rng = capture.random("argument ops")
     found = []
-    for frame in frames_with_hooks(capture, call):
+    for frame in frames_with_hooks(capture, capture.case.example()):
         if frame.parent is None or frame.call is None:
             continue
         for node in frame.inputs():
@@ -282,15 +291,8 @@ def _tensor_paths(capture: Capture, frame: Frame, kind: str) -> list[str]:
     return [meta.path for meta in metas if meta.shape is not None]
 
 
-def _held(capture: Capture) -> Iterator[tuple[Frame, Node]]:
-    for frame in capture.pg._root_frame.walk():
-        for node in frame.nodes:
-            if node.kind in _HELD:
-                yield frame, node
-
-
-def _held_tensor(frame: Frame, node: Node) -> Tensor:
-    value: Any = frame.module
+def _held(module: nn.Module, node: Node) -> Tensor:
+    value: Any = module
     for name in node.target.split("."):
         value = getattr(value, name)
     return value
@@ -318,9 +320,5 @@ def _count(value: Any, node: Node) -> int:
 def _argument(frame: Frame, node: Node) -> Any:
     """What the calling frame gave for an input: a `Ref` to one of its nodes, or something else."""
     assert frame.call is not None
-    try:
-        return inspect.signature(type(frame.module).forward).bind(None, *frame.call.args, **frame.call.kwargs).arguments.get(
-            node.target
-        )
-    except TypeError:
-        return None
+    bound = inspect.signature(frame.module.forward).bind(*frame.call.args, **frame.call.kwargs)
+    return bound.arguments.get(node.target)

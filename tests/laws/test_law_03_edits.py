@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
-from graphpatch_notebook import PatchableGraph
-from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone, outcome
-from tests.laws.edits import Edit, argument_op_edits, boundary_edits, returned_op_edits, tensor_edits
+import pytest
+
+from tests.laws.captures import Capture, each_case
+from tests.laws.edits import (
+    Edit,
+    argument_op_edits,
+    boundary_edits,
+    each_edit,
+    returned_op_edits,
+    tensor_edits,
+)
 from tests.zoo import Case
 
+MakeEdits = Callable[[Capture], Iterable[Edit]]
 
-def _check(capture: Capture, edits: Iterable[Edit]) -> int:
-    """Asserts that each edit, as a patch and without the package, has the same outcome; returns how many there are."""
-    count = 0
-    for count, edit in enumerate(edits, 1):
-        current = capture if leaves_its_state_alone(capture.case) else Capture.of(capture.case)
-        expected = outcome(lambda *_: edit.by_torch(current, capture.case.example()), capture.case.example())
-        found = outcome(lambda *_: edit.by_patch(current, capture.case.example()), capture.case.example())
-        assert current.difference(expected, found) is None, f"{edit.path} {edit.change.kind}"
-    return count
+
+def _check(case: Case, make: MakeEdits) -> None:
+    for capture, edit in each_edit(case, make):
+        expected = edit.by_torch(capture, case.example())
+        found = edit.by_patch(capture, case.example())
+        assert capture.difference(expected, found) is None, f"{edit.path}, {edit.change.kind}"
+
+
+@each_case()
+def test_inputs_and_outputs_equal_hooks(case: Case) -> None:
+    _check(case, partial(boundary_edits, frame_count=12))
+
+
+@each_case()
+def test_parameters_equal_an_edited_copy(case: Case) -> None:
+    _check(case, partial(tensor_edits, count=8))
+
+
+@each_case()
+def test_returned_ops_equal_an_edited_return(case: Case) -> None:
+    _check(case, partial(returned_op_edits, count=8))
+
+
+@each_case()
+def test_ops_given_to_a_submodule_equal_its_pre_hook(case: Case) -> None:
+    _check(case, partial(argument_op_edits, count=8))
