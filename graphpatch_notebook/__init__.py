@@ -14,6 +14,7 @@ from __future__ import annotations
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     CaptureError,
+    CheckpointWarning,
     CompilationWarning,
     GraphError,
     GraphPatchError,
@@ -53,6 +54,7 @@ __all__ = [
     "AddPatch",
     "AliasedPatchWarning",
     "CaptureError",
+    "CheckpointWarning",
     "CompilationWarning",
     "CompiledGraphModule",
     "CustomPatch",

@@ -13,6 +13,7 @@
     ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
     ├── PatchNotFiredWarning                  a patch never fired during a call
     ├── RepeatedCallWarning                   a module was called more often than when it was captured
+    ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
     ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
     └── LiveFallbackWarning                   a graph was refused, the original module ran instead
 """
@@ -69,6 +70,10 @@ class PatchNotFiredWarning(GraphPatchWarning):
 
 class RepeatedCallWarning(GraphPatchWarning):
     """A patched module was called more often in one frame than when it was captured."""
+
+
+class CheckpointWarning(GraphPatchWarning):
+    """A patched forward is to be recomputed in backward, but backward did not run inside the patch context."""
 
 
 class AliasedPatchWarning(GraphPatchWarning):

@@ -18,6 +18,7 @@ from graphpatch_notebook.execution.patch_map import entries_of, is_unchanged, sn
 from graphpatch_notebook.execution.plan import Callers, Entry
 from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
 from graphpatch_notebook.graph_modules.copies import copied_frame
+from graphpatch_notebook.graph_modules.verification import VerificationReport, verify
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions
@@ -110,6 +111,20 @@ class PatchableGraph(Module):
         if self.__dict__["_hierarchy"] is None:
             self.__dict__["_hierarchy"] = build_hierarchy(self._root_frame)
         return self.__dict__["_hierarchy"]  # type: ignore[no-any-return]
+
+    def verify(self, *args: Any, **kwargs: Any) -> VerificationReport:
+        """Compares the graph of every frame with the model's own code on these inputs, bit for bit.
+
+        Returns:
+            A report for each frame. The model's state, and the state of the random generators, stay as they were.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+            >>> pg.verify(torch.ones(5, 2)).is_equal
+            True
+        """
+        return verify(self._graph_module, args, kwargs)  # type: ignore[arg-type]
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)

@@ -59,8 +59,16 @@ def tracing_paused() -> Iterator[None]:
     tests/graph_modules/test_laziness.py (torch.jit.trace).
     """
     state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+def is_tracing() -> bool:
+    """Whether a `torch.jit.trace` is under way.
+
+    `torch._C._get_tracing_state`: torch 2.4 to 2.13. Told by: tests/graph_modules/test_laziness.py (torch.jit.trace).
+    """
+    return torch._C._get_tracing_state() is not None

@@ -120,14 +120,21 @@ def is_shown(node: Node) -> bool:
     """Whether the tree shows `node` without being asked to."""
     if node.kind in ("call", "output"):
         return True
+    if node.kind == "input" and _is_flag(node.spec):
+        return False
     return not node.is_plumbing and node.kind != "constant" and not is_clutter(node.spec)
 
 
 def is_clutter(spec: ValueSpec) -> bool:
     """Whether there is nothing at all in the value that somebody would look at or patch."""
     if isinstance(spec, ContainerSpec):
-        return all(is_clutter(child) for _, _, child in spec.children)
-    return isinstance(spec, ScalarSpec) and not spec.is_number
+        return all(is_clutter(child) or _is_flag(child) for _, _, child in spec.children)
+    return isinstance(spec, ObjectSpec) or (isinstance(spec, ScalarSpec) and not spec.is_number)
+
+
+def _is_flag(spec: ValueSpec) -> bool:
+    # `use_cache`, `output_attentions`: on most inputs of a transformer, and in the way of what one looks for.
+    return isinstance(spec, ScalarSpec) and isinstance(spec.value, bool)
 
 
 def _style_of(spec: ValueSpec) -> Style:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 import graphpatch_notebook
 
+README = Path(__file__).parents[1] / "README.md"
 HEAVY = ["IPython", "accelerate", "anywidget", "bitsandbytes", "ipywidgets", "traitlets", "transformers"]
 
 
@@ -67,3 +70,13 @@ def test_alias_has_no_names_of_its_own() -> None:
 
 def test_typed() -> None:
     assert importlib.resources.files(graphpatch_notebook).joinpath("py.typed").is_file()
+
+
+def test_readme_example_prints_what_the_readme_says(tmp_path: Path) -> None:
+    example, printed = re.search(
+        r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL
+    ).groups()
+    script = tmp_path / "example.py"  # a file, since the example shows its own source
+    script.write_text(example, "utf8")
+    command = [sys.executable, "-X", "utf8", str(script)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf8").stdout == printed

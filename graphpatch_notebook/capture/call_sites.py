@@ -63,6 +63,11 @@ def _known(code: CodeType) -> _Code:
     return known
 
 
+def is_invoke(code: CodeType) -> bool:
+    """Whether this is the code of `invoke`, at which a frame begins."""
+    return code is _INVOKE
+
+
 def is_own(code: CodeType) -> bool:
     """Whether this is code of this package."""
     return code.co_filename.startswith(_OWN)

@@ -31,7 +31,7 @@ def record_name(node: fx.Node) -> str:
     return str(node.target).lstrip("*") if node.op == "placeholder" else node.name
 
 
-# -- checks --------------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def extracted_graph(
@@ -76,8 +76,8 @@ def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], w
     if found != wanted:
         repair = "; ".join(f"graph.placeholder({name!r})" for name in wanted) or "no placeholders"
         raise CaptureError(
-            f"{who} must have the parameters of forward as placeholders, in their order: {', '.join(wanted) or 'none'}; "
-            f"it has {', '.join(found) or 'none'}; write {repair}"
+            f"{who} must have the parameters of forward as placeholders, in their order: "
+            f"{', '.join(wanted) or 'none'}; it has {', '.join(found) or 'none'}; write {repair}"
         )
     for node, parameter in zip(placeholders, parameters, strict=True):
         if not node.args and parameter.default is not inspect.Parameter.empty:
@@ -116,7 +116,7 @@ def _attribute(module: Module, path: str) -> Any:
     return found
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def run_custom(
@@ -184,7 +184,7 @@ def map_arguments(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
-# -- records -------------------------------------------------------------------------------------------------------------
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
 def custom_frame_nodes(graph: fx.Graph, frame: Frame, bound_inputs: dict[str, Any]) -> Any:

@@ -137,10 +137,15 @@ def unswap(modules: Iterable[Module]) -> None:
                 known.restore()
 
 
+def is_swapped(module: Module) -> bool:
+    """Whether `forward` of `module` is swapped at present."""
+    return id(module) in _swaps
+
+
 def original_forward(module: Module) -> Callable[..., Any]:
     """Returns the module's own forward, whether it is swapped at present or not."""
     known = _swaps.get(id(module))
     return known.original if known is not None else getattr(module, innermost_forward(module))
 
 
-__all__ = ["Observer", "innermost_forward", "invoke", "observer", "original_forward", "swap", "unswap"]
+__all__ = ["Observer", "innermost_forward", "invoke", "is_swapped", "observer", "original_forward", "swap", "unswap"]

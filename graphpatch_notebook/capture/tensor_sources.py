@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -43,7 +44,9 @@ def _held_by(module: Module, tensor: Tensor) -> Source | None:
 
 
 def held_tensors(module: Module) -> Iterator[tuple[Source, Tensor]]:
-    """Yields all tensors that `module` itself holds: parameters, buffers, plain attributes."""
+    """Yields all tensors that `module` itself holds, and can be run with others: parameters, buffers, attributes."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Source("parameter", name), parameter

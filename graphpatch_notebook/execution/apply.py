@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import GraphPatchError, PatchShapeError, PatchValueError
+from graphpatch_notebook.errors import AliasedPatchWarning, GraphPatchError, PatchShapeError, PatchValueError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.shapes import shape_problem
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
@@ -30,7 +31,19 @@ def apply_entry(entry: Entry, value: Any) -> Any:
         PatchShapeError: The value is not of the kind that was captured.
         PatchValueError: A patch cannot be applied to it.
     """
-    return _apply_at(entry, value, entry.target.dig)
+    patched = _apply_at(entry, value, entry.target.dig)
+    if patched is not value and entry.target.node.is_view_filled_later:
+        _warn_of_lost_writes(entry)
+    return patched
+
+
+def _warn_of_lost_writes(entry: Entry) -> None:
+    warnings.warn(
+        f"{entry.target.path!r} is a view into another tensor that the model fills in through it later: a patch puts a "
+        "tensor of its own there, which those writes reach instead; patch the tensor after it was filled",
+        AliasedPatchWarning,
+        stacklevel=2,
+    )
 
 
 def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...]) -> Any:

@@ -22,9 +22,9 @@ from graphpatch_notebook.capture import forward_swap
 from graphpatch_notebook.capture.autograd_functions import visible_apply
 from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
+from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
 from graphpatch_notebook.execution.live import Run, takes_hooks
-from graphpatch_notebook.execution.output_hooks import OutputHooks
+from graphpatch_notebook.execution.module_hooks import ModuleHooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
 from graphpatch_notebook.torch_compat import is_in_backward, runs_hooks
 
@@ -38,22 +38,23 @@ class Prepared:
         plan: The same, laid out by frame.
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
-        with_patched_output: The modules whose output is patched.
+        with_patched_boundary: The modules whose inputs or output are patched.
     """
 
     entries: Sequence[Entry]
     plan: FramePlan
     watched: list[Module]
     watched_ids: set[int]
-    with_patched_output: list[Module]
+    with_patched_boundary: list[Module]
 
 
 def prepare(frame: Frame, entries: Sequence[Entry], callers: Callers, custom_frames: Sequence[Frame]) -> Prepared:
     """Returns what it takes to activate `entries`."""
     plan = make_plan(frame, entries, custom_frames)
     watched = callers.modules_to_watch(plan)
-    with_patched_output = [p.frame.module for p in plan.walk() if p.output and takes_hooks(p.frame.module)]
-    return Prepared(entries, plan, watched, {id(module) for module in watched}, with_patched_output)
+    at_boundary = [p.frame.module for p in plan.walk() if p.inputs or p.output]
+    at_boundary = [module for module in at_boundary if takes_hooks(module)]
+    return Prepared(entries, plan, watched, {id(module) for module in watched}, at_boundary)
 
 
 class ActiveContext:
@@ -67,9 +68,10 @@ class ActiveContext:
         self.callers = callers
         self.is_strict = is_strict
         self.watched: list[Module] = []
-        self.hooks = OutputHooks()
+        self.hooks = ModuleHooks()
         self.has_runs = False
         self.has_direct_calls = False
+        self.awaits_backward = False
         self.origin: object = None
 
 
@@ -99,7 +101,7 @@ def enter(
     context = ActiveContext(owner, root, prepared, callers, is_strict or (outer is not None and outer.is_strict))
     try:
         context.watched = swap(prepared.watched)
-        for module in prepared.with_patched_output:
+        for module in prepared.with_patched_boundary:
             if runs_hooks(module):
                 context.hooks.hold(module)
         with _lock:
@@ -115,6 +117,14 @@ def leave(context: ActiveContext) -> None:
     """Takes back what `enter` did."""
     _active.set(tuple(c for c in _active.get() if c is not context))
     _let_go(context)
+    if context.awaits_backward:
+        warnings.warn(
+            "the model recomputes its forward in backward (activation checkpointing), and no backward ran inside the "
+            "patch context: gradients of what was computed in it would be those of an unpatched recomputation; call "
+            "backward() inside the `with` block",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
 
 def _let_go(context: ActiveContext) -> None:
@@ -134,6 +144,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     run = Run(context.root, context.plan, context.callers, context.hooks)
     context.has_runs = True
     result = _observed(run, function, args, kwargs)
+    context.awaits_backward |= run.is_checkpointed and torch.is_grad_enabled()
     unfired = run.unfired()
     if unfired:
         _report(unfired, context.is_strict)
@@ -179,6 +190,7 @@ def _recomputing(module: Module) -> Run | None:
             "whether for a patched call or for another one: run backward inside the one context of its forward, and "
             "do not call the original model in that context"
         )
+    context.awaits_backward = False
     frames = context.callers.frames_of(module)
     if len(frames) > 1 and any(plan.frame in frames for plan in context.plan.walk()):
         raise GraphPatchError(

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -26,7 +27,7 @@ from graphpatch_notebook.capture.inputs import bind, given_input, signature_of, 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchValueError, RepeatedCallWarning
 from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
-from graphpatch_notebook.execution.output_hooks import OutputHooks
+from graphpatch_notebook.execution.module_hooks import ModuleHooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, OpEntries
 from graphpatch_notebook.execution.stand_in import StandIn
 from graphpatch_notebook.paths import format_path
@@ -48,7 +49,7 @@ class FrameRun:
 class Run:
     """One patched call of a model. Observes the swapped `forward`s in its context."""
 
-    def __init__(self, root: Module, plan: FramePlan, callers: Callers, hooks: OutputHooks) -> None:
+    def __init__(self, root: Module, plan: FramePlan, callers: Callers, hooks: ModuleHooks) -> None:
         self.hooks = hooks
         self.root = root
         self.plan = plan
@@ -57,9 +58,11 @@ class Run:
         self.fired: set[int] = set()
         self.missing: dict[int, str] = {}
         self.reached: set[int] = set()
+        self._with_patched_inputs: set[int] = set()
         self._awaiting_output: dict[int, list[FramePlan]] = {}
         self._warned: set[int] = set()
         self._mode: LiveMode | None = None
+        self.is_checkpointed = False
 
     # -- module calls --------------------------------------------------------------------------------------------------
 
@@ -73,6 +76,8 @@ class Run:
             if plan is None:
                 return invoke(forward, args, kwargs)
             self.reached.add(id(plan.frame))
+            if not self.is_checkpointed and _is_in_checkpoint():
+                self.is_checkpointed = True
             hooks_follow = bool(plan.output) and self._hooks_follow(module)
             output = self._run(plan, forward, args, kwargs)
         finally:
@@ -89,6 +94,14 @@ class Run:
         self.hooks.hold(module)
         return True
 
+    def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Applies the patches on a module's inputs where its own hooks are to see them too."""
+        plan, _ = self._next_plan(module)
+        if plan is None or not plan.inputs or plan.has_custom_graph:
+            return None
+        self._with_patched_inputs.add(id(module))
+        return self._patched_inputs(plan, args, kwargs)
+
     def on_output(self, module: Module, output: Any) -> Any:
         """Applies the patches on a module's output, after the module's own hooks."""
         waiting = self._awaiting_output.get(id(module))
@@ -97,19 +110,26 @@ class Run:
         return self._apply(waiting.pop().output, output)
 
     def _plan_of(self, module: Module) -> FramePlan | None:
+        """Returns the plan of the frame that begins now, and counts it."""
+        plan, index = self._next_plan(module)
         caller = self.stack[-1]
-        if len(self.stack) == 1 and module is self.root:
-            return self.plan
+        caller.calls[id(module)] = index + 1
+        if plan is None and index > 0 and caller.plan is not None:
+            self._warn_if_repeated(module, caller.plan.calls.get(id(module)))
+        return plan
+
+    def _next_plan(self, module: Module) -> tuple[FramePlan | None, int]:
+        """Returns the plan of the next frame of `module`, and which call of it that is."""
+        caller = self.stack[-1]
         key = id(module)
         index = caller.calls.get(key, 0)
-        caller.calls[key] = index + 1
+        is_outermost = len(self.stack) == 1
+        if is_outermost and module is self.root:
+            return self.plan, index
         by_index = caller.plan.calls.get(key) if caller.plan is not None else None
-        if by_index is None:
-            return self._plan_without_caller(module) if len(self.stack) == 1 else None
-        plan = by_index.get(index)
-        if plan is None and index > 0:
-            self._warn_if_repeated(module, by_index)
-        return plan
+        if by_index is not None:
+            return by_index.get(index), index
+        return (self._plan_without_caller(module) if is_outermost else None), index
 
     def _plan_without_caller(self, module: Module) -> FramePlan | None:
         """The plan of a module that is called from outside any frame, as by other methods of the model."""
@@ -118,7 +138,9 @@ class Run:
             return None
         return next((plan for plan in self.plan.walk() if plan.frame is frames[0]), None)
 
-    def _warn_if_repeated(self, module: Module, by_index: dict[int, FramePlan]) -> None:
+    def _warn_if_repeated(self, module: Module, by_index: dict[int, FramePlan] | None) -> None:
+        if by_index is None:
+            return
         call = next(iter(by_index.values())).frame.call
         if call is None or call.call_count > 1 or id(module) in self._warned:
             return
@@ -136,7 +158,9 @@ class Run:
     ) -> Any:
         if plan.has_custom_graph:
             return self._run_custom(plan, forward, args, kwargs)
-        if plan.inputs:
+        if id(plan.frame.module) in self._with_patched_inputs:
+            self._with_patched_inputs.discard(id(plan.frame.module))
+        elif plan.inputs:
             args, kwargs = self._patched_inputs(plan, args, kwargs)
         if plan.tensors:
             return self._run_on_stand_in(plan, forward, args, kwargs)
@@ -178,7 +202,10 @@ class Run:
     def _run_on_stand_in(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        module = plan.frame.module
+        # Usually the module; another object where the calling frame runs on a stand-in.
+        module = getattr(forward, "__self__", None) or plan.frame.module
+        if not isinstance(module, Module):
+            module = plan.frame.module
         replacements: dict[str, Tensor] = {}
         for path, entries in plan.tensors.items():
             value = module._parameters[path] if path in module._parameters else _tensor_at(module, path)
@@ -269,6 +296,19 @@ def _tensor_at(module: Module, path: str) -> Any:
         if name in holder:
             return holder[name]
     raise PatchValueError(f"{type(module).__name__} no longer has the {name!r} that was captured")
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint` stands between the caller's frame and this one: it will run again in backward."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not call_sites.is_invoke(frame.f_code):
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 
 def takes_hooks(module: Module) -> bool:

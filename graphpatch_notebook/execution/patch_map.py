@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import AliasedPatchWarning, PatchMapError, UnknownPathError
+from graphpatch_notebook.errors import PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
@@ -45,19 +44,7 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
         entries.append(Entry(target, tuple(listed) if isinstance(listed, Sequence) else ()))
     if problems:
         raise _error(problems, is_unknown)
-    for entry in entries:
-        _warn_of_lost_writes(entry)
     return entries
-
-
-def _warn_of_lost_writes(entry: Entry) -> None:
-    if entry.target.node.is_view_filled_later and not all(patch.observes_only for patch in entry.patches):
-        warnings.warn(
-            f"{entry.target.path!r} is a view into another tensor that the model fills in through it later: a patch "
-            "puts a tensor of its own there, which those writes reach instead; patch the tensor after it was filled",
-            AliasedPatchWarning,
-            stacklevel=5,
-        )
 
 
 def _problems(target: Target, patches: Any) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import innermost_forward
+from graphpatch_notebook.capture.forward_swap import innermost_forward, is_swapped, observer, original_forward
 from graphpatch_notebook.errors import PatchValueError
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -37,6 +37,10 @@ class StandIn:
             state[registry] = type(state[registry])(state[registry])
         self.module.__dict__.update(state)
         self._put(replacements)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Notes the state after which changes are the forward's own."""
         self._before = dict(self.module.__dict__)
         self._registered_before = {name: dict(self.module.__dict__[name]) for name in _REGISTRIES}
 
@@ -57,9 +61,7 @@ class StandIn:
             child = state["_modules"].get(name)
             if child is not None:
                 inner = StandIn(child, inside)
-                # Calls of the child are frames of their own, with nodes of their own: they see the child as it is.
-                attribute = innermost_forward(child)
-                inner.module.__dict__.setdefault(attribute, getattr(child, attribute))
+                inner.forget_in_calls(inside)
                 self._inner.append(inner)
                 state["_modules"][name] = inner.module
 
@@ -75,20 +77,47 @@ class StandIn:
                 elif type(value) in (list, tuple) and any(id(item) in swapped for item in value):
                     holder[name] = type(value)(swapped.get(id(item), item) for item in value)
 
-    def bind(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `forward` of the module, bound to the stand-in.
+    def bind(self, forward: Callable[..., Any], original: Module | None = None) -> Callable[..., Any]:
+        """Returns `forward` of the module (or of `original`, of which the module is a stand-in), bound to the stand-in.
 
         Raises:
             PatchValueError: The forward is a function of its own that cannot be bound to another module.
         """
-        if getattr(forward, "__self__", None) is self._original and hasattr(forward, "__func__"):
+        original = original or self._original
+        if getattr(forward, "__self__", None) is original and hasattr(forward, "__func__"):
             return forward.__func__.__get__(self.module)  # type: ignore[no-any-return]
-        if isinstance(forward, functools.partial) and forward.args and forward.args[0] is self._original:
+        if isinstance(forward, functools.partial) and forward.args and forward.args[0] is original:
             return functools.partial(forward.func, self.module, *forward.args[1:], **forward.keywords)
         raise PatchValueError(
             f"the parameters of this {type(self._original).__name__} cannot be patched: its forward was replaced by "
             f"{forward!r}, which is not a method of it; patch its inputs, its output, or the op that uses the parameter"
         )
+
+    def forget_in_calls(self, replacements: dict[str, Tensor]) -> None:
+        """Makes calls of the stand-in see the module's own tensors again.
+
+        They are frames of their own, with nodes of their own. What the module's hooks did to the stand-in before the
+        call (as pruning does) is kept.
+        """
+        original = self._original
+        own = {id(new): _tensor_of(original, path) for path, new in replacements.items()}
+        forward = original_forward(original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            restored = StandIn(self.module, {})
+            self._exchange(restored.module.__dict__, own)
+            restored._remember()
+            bound = restored.bind(forward, original)
+            watching = observer.get()
+            try:
+                if watching is None or not is_swapped(original):
+                    return bound(*args, **kwargs)
+                return watching.on_forward(original, bound, args, kwargs)
+            finally:
+                restored.hand_on_changes()
+
+        self.module.__dict__[innermost_forward(original)] = call
+        self._remember()
 
     def hand_on_changes(self) -> None:
         """Does to the module what the forward did to the stand-in."""
@@ -97,6 +126,13 @@ class StandIn:
         _hand_on(self._before, self.module.__dict__, self._original.__dict__)
         for name, before in self._registered_before.items():
             _hand_on(before, self.module.__dict__[name], self._original.__dict__[name])
+
+
+def _tensor_of(module: Module, path: str) -> Any:
+    *parents, name = path.split(".")
+    for parent in parents:
+        module = module._modules[parent]  # type: ignore[assignment]
+    return next(holder[name] for holder in (module._parameters, module._buffers, module.__dict__) if name in holder)
 
 
 def _hand_on(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:

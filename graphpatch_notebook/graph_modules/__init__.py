@@ -2,12 +2,15 @@
 
     hierarchy.py      frames -> the hierarchy of graph modules
     modules.py        the classes of graph modules
+    mirror.py         what they share with the modules that they stand for
     build.py          frame -> `fx.Graph`; `targets.py`: how a torch call is written in it
     lazy_code.py      `fx.Graph` -> Python code
     belief.py         whether a graph may stand for its module (`signatures`, `snapshots`, `equality`)
     verification.py   the same for all graphs of a model at once
     live_runs.py      the module itself runs in place of its graph
     copies.py         deepcopy and pickle
+
+Only `hierarchy` and `modules` are needed to run graphs; capture needs none of them.
 """
 
 from __future__ import annotations

@@ -12,12 +12,16 @@ this form, with the reason, and the module runs.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from graphpatch_notebook.errors import LiveFallbackWarning
 from graphpatch_notebook.graph_modules.equality import difference
@@ -81,7 +85,7 @@ def _run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, A
     if reason is None:
         return graph_module.run_graph(args, kwargs)
     _report(graph_module, reason)
-    return run_live(graph_module, args, kwargs)
+    return run_live(graph_module, args, kwargs, calls_graphs=True)
 
 
 def signature(
@@ -174,12 +178,12 @@ def is_believed(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict
     return any(reason is None and known == key for known, reason in graph_module.belief.verdicts.items())
 
 
-# -- what the user is told -------------------------------------------------------------------------------------------------
+# -- what the user is told ---------------------------------------------------------------------------------------------
 
 _refusals: ContextVar[list[str] | None] = ContextVar("graphpatch_refusals", default=None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def reporting() -> Iterator[None]:
     """Gives one warning at the end of the block for all graphs that were newly refused in it."""
     refusals: list[str] = []
@@ -195,8 +199,24 @@ def reporting() -> Iterator[None]:
         warnings.warn(
             f"{graphs} not believed for these inputs, so the original modules run instead:{lines}{more}",
             LiveFallbackWarning,
-            stacklevel=3,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """Returns the `stacklevel` at which a warning names the line that called the graph module."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_INSIDE = (
+    os.path.dirname(os.path.dirname(__file__)),
+    os.path.dirname(torch.__file__),
+    os.path.dirname(contextlib.__file__) + os.sep + "contextlib",
+    "<graphpatch",
+)
 
 
 def _report(graph_module: RunnableGraph, reason: str) -> None:

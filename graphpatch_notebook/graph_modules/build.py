@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -167,7 +167,7 @@ class _Builder:
         return tuple(map(self._value, node.args)), {key: self._value(value) for key, value in node.kwargs.items()}
 
     def _output(self, value: Any, spec: ValueSpec | None) -> Any:
-        """Returns how the recorded output stands in the graph; a `torch.Size` of symbolic sizes is recorded as a tuple."""
+        """Returns how the recorded output stands in the graph; a `torch.Size` is recorded as a tuple of its sizes."""
         if type(value) is tuple and isinstance(spec, ContainerSpec) and len(spec.children) == len(value):
             if spec.type is torch.Size:
                 return self.graph.create_node("call_function", torch.Size, (self._value(value),), name="size")
@@ -177,7 +177,7 @@ class _Builder:
     def _value(self, value: Any) -> Any:
         """Returns how a recorded argument stands in the graph."""
         if isinstance(value, (tuple, list)) and type(value) not in (tuple, list, torch.Size):
-            return self._container(type(value), tuple(range(len(value))), list(value))
+            return self._container(type(value), range(len(value)), value)
         if type(value) in (tuple, list):
             return type(value)([self._value(item) for item in value])
         if type(value) is dict and all(type(key) in _PRINTABLE for key in value):
@@ -190,9 +190,7 @@ class _Builder:
         if isinstance(value, Ref):
             return self._ref(value)
         if isinstance(value, Structure):
-            return self._container(value.type, *zip(*value.children, strict=True)) if value.children else (
-                self._container(value.type, (), ())
-            )
+            return self._container(value.type, [k for k, _ in value.children], [v for _, v in value.children])
         if type(value) is torch.Size:
             return tuple(value)
         if type(value) in _PRINTABLE:
@@ -202,7 +200,7 @@ class _Builder:
             known = self.objects[id(value)] = self.graph.create_node("get_attr", self._constant(lambda: value))
         return known
 
-    def _container(self, kind: type, keys: tuple[Key, ...], items: Any) -> fx.Node:
+    def _container(self, kind: type, keys: Sequence[Key], items: Sequence[Any]) -> fx.Node:
         make = Container(kind, tuple(keys))
         children = [self._value(item) for item in items]
         if make.is_by_name:

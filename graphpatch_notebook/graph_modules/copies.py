@@ -7,6 +7,7 @@ import copyreg
 import dataclasses
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class FrameReference:
         return FrameReference(copied_frame(self.frame, memo))
 
 
-# -- deepcopy ------------------------------------------------------------------------------------------------------------
+# -- deepcopy ----------------------------------------------------------------------------------------------------------
 
 
 def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
@@ -92,7 +93,7 @@ def _mapped(value: Any, nodes: dict[Node, Node]) -> Any:
     return value
 
 
-# -- pickle --------------------------------------------------------------------------------------------------------------
+# -- pickle ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -110,10 +111,14 @@ def _reduced_site(site: Site) -> tuple[Any, ...]:
     return SavedSite, ((), tuple(site.source_lines()))
 
 
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
 def _reduced_node(node: Node) -> tuple[Any, ...]:
     state = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     state["target"] = PackedTarget.of(node.target) if node.kind in ("op", "constant") else node.target
-    return copyreg.__newobj__, (Node,), state, None, None, _set_node  # type: ignore[attr-defined]
+    return _new, (Node,), state, None, None, _set_node
 
 
 def _set_node(node: Node, state: dict[str, Any]) -> None:
@@ -125,7 +130,7 @@ def _reduced_frame(frame: Frame) -> tuple[Any, ...]:
     state = {field.name: getattr(frame, field.name) for field in dataclasses.fields(frame)}
     if frame.custom_graph is not None:
         state["custom_graph"] = PackedGraph.of(BuiltGraph(frame.custom_graph))
-    return copyreg.__newobj__, (Frame,), state, None, None, _set_frame  # type: ignore[attr-defined]
+    return _new, (Frame,), state, None, None, _set_frame
 
 
 def _set_frame(frame: Frame, state: dict[str, Any]) -> None:
@@ -136,10 +141,10 @@ def _set_frame(frame: Frame, state: dict[str, Any]) -> None:
 
 
 # `copy.copy` and pickle ask this table; `deepcopy` of frames goes its own way above.
-copyreg.pickle(Frame, _reduced_frame)  # type: ignore[arg-type]
-copyreg.pickle(Node, _reduced_node)  # type: ignore[arg-type]
-copyreg.pickle(Site, _reduced_site)  # type: ignore[arg-type]
-copyreg.pickle(SavedSite, _reduced_site)  # type: ignore[arg-type]
+copyreg.pickle(Frame, _reduced_frame)
+copyreg.pickle(Node, _reduced_node)
+copyreg.pickle(Site, _reduced_site)
+copyreg.pickle(SavedSite, _reduced_site)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,16 +163,16 @@ class PackedTarget:
     @classmethod
     def of(cls, target: Any) -> PackedTarget:
         """Returns the packed form of `target`."""
-        name = getattr(target, "__name__", None)
-        owner = getattr(target, "__self__", None)
+        name = str(getattr(target, "__name__", ""))
+        owner: Any = getattr(target, "__self__", None)
         if isinstance(target, weakref.ref) or (name == "<lambda>" and target.__module__.startswith("graphpatch")):
             return cls("constant", target())
         if name in ("__get__", "__set__") and getattr(Tensor, getattr(owner, "__name__", ""), None) is owner:
-            return cls("getter" if name == "__get__" else "setter", owner.__name__)
+            return cls("getter" if name == "__get__" else "setter", str(getattr(owner, "__name__", "")))
         if name == "apply" and isinstance(owner, type):
             return cls("apply", owner)
         for attribute in (name, f"__{name}__"):  # `Tensor.__pow__` is called `pow`
-            if isinstance(name, str) and getattr(Tensor, attribute, None) is target:
+            if name and getattr(Tensor, attribute, None) is target:
                 return cls("tensor", attribute)
         if type(target).__name__ in ("OpOverload", "OpOverloadPacket"):
             return cls("ops", str(target))
@@ -176,7 +181,7 @@ class PackedTarget:
     def unpacked(self) -> Any:
         """Returns the target."""
         if self.how == "constant":
-            return lambda: self.what
+            return partial(_itself, self.what)
         if self.how in ("getter", "setter"):
             descriptor = getattr(Tensor, self.what)
             return descriptor.__get__ if self.how == "getter" else descriptor.__set__
@@ -221,11 +226,16 @@ class PackedGraph:
 
         nodes = tuple(
             (
-                node.op, node.name, PackedTarget.of(node.target), map_arguments(node.args, packed), map_arguments(node.kwargs, packed),
-                node.type, node.meta[RECORD].name if RECORD in node.meta else None,
+                node.op,
+                node.name,
+                PackedTarget.of(node.target),
+                map_arguments(node.args, packed),
+                map_arguments(node.kwargs, packed),
+                node.type,
+                node.meta[RECORD].name if RECORD in node.meta else None,
             )
             for node in built.graph.nodes
-        )  # fmt: skip
+        )
         return cls(nodes, {name: get() for name, get in built.constants.items()}, built.codegen)
 
     def unpacked(self, frame: Frame) -> BuiltGraph:
@@ -239,11 +249,16 @@ class PackedGraph:
             return made[leaf.number] if isinstance(leaf, _NodeNumber) else leaf
 
         for op, name, target, args, kwargs, kind, record in self.nodes:
-            node = graph.create_node(
-                op, target.unpacked(), map_arguments(args, unpacked), map_arguments(kwargs, unpacked), name=name, type_expr=kind
-            )
+            new_args, new_kwargs = map_arguments(args, unpacked), map_arguments(kwargs, unpacked)
+            node = graph.create_node(op, target.unpacked(), new_args, new_kwargs, name=name, type_expr=kind)
             if record in frame.names:
                 node.meta[RECORD] = frame.names[record]
             made.append(node)
-        constants: dict[str, Callable[[], Any]] = {n: (lambda v=value: v) for n, value in self.constants.items()}
+        constants: dict[str, Callable[[], Any]] = {}
+        for name, value in self.constants.items():
+            constants[name] = partial(_itself, value)
         return BuiltGraph(graph, constants, self.codegen)
+
+
+def _itself(value: Any) -> Any:
+    return value

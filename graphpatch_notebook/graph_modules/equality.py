@@ -30,10 +30,10 @@ def difference(a: Any, b: Any, where: str) -> str | None:
     """
     if a is b:
         return None
-    if type(a) is not type(b) and not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return f"{where}: {type(a).__name__} is not {type(b).__name__}"
-    if isinstance(a, Tensor):
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _tensor_difference(a, b, where)
+    if type(a) is not type(b):
+        return f"{where}: {type(a).__name__} is not {type(b).__name__}"
     if isinstance(a, (float, complex)):
         return None if _same_number(a, b) else f"{where}: {a!r} is not {b!r}"
     if type(a) in _PLAIN:
@@ -44,16 +44,13 @@ def difference(a: Any, b: Any, where: str) -> str | None:
     if [key for key, _ in inside_a] != [key for key, _ in inside_b]:
         return f"{where}: the keys differ"
     inner = f"{where}." if "|" in where else f"{where}|"
-    differences = (
-        difference(x, y, inner + key_text(key)) for (key, x), (_, y) in zip(inside_a, inside_b, strict=True)
-    )
+    differences = (difference(x, y, inner + key_text(key)) for (key, x), (_, y) in zip(inside_a, inside_b, strict=True))
     return next((text for text in differences if text is not None), None)
 
 
-def _same_number(a: complex, b: complex) -> bool:
+def _same_number(a: Any, b: Any) -> bool:
     if isinstance(a, complex):
         return _same_number(a.real, b.real) and _same_number(a.imag, b.imag)
-    assert isinstance(b, float)
     return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.records import Frame
@@ -127,6 +125,3 @@ def _container(module: Module) -> Module:
     if type(module) in _CONTAINERS:
         return type(module)()
     return UnusedModule(module, children=dict)
-
-
-__all__: Iterable[str] = ["build_hierarchy"]

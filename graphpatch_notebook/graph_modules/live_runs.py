@@ -1,7 +1,7 @@
 """Live runs of a frame: the module's own code runs in place of its graph.
 
-Graphs that *are* their module (edited, or from custom extraction functions) still run where the module's code calls
-them: what the module calls is then diverted to the graph modules.
+What it calls can be diverted to graph modules, which then run their graphs. Those of graphs that *are* their module
+(edited, or from custom extraction functions) always are.
 """
 
 from __future__ import annotations
@@ -64,10 +64,19 @@ def live_only() -> Iterator[None]:
         is_live_only.reset(token)
 
 
-def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs the module's own forward, inside of all hooks."""
+def run_live(
+    graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any], *, calls_graphs: bool = False
+) -> Any:
+    """Runs the module's own forward, inside of all hooks.
+
+    Args:
+        graph_module: The graph module.
+        args: The positional arguments of `forward`.
+        kwargs: The keyword arguments.
+        calls_graphs: Whether the submodules that it calls run as graph modules.
+    """
     forward = original_forward(graph_module.frame.module)
-    if not graph_module.calls_own_graphs:
+    if not (calls_graphs or graph_module.calls_own_graphs):
         with observed_by(_NOBODY):
             return invoke(forward, args, kwargs)
     swapped = swap([callee.frame.module for callee in graph_module.callees()])

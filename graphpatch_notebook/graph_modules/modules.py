@@ -15,7 +15,7 @@ from __future__ import annotations
 import keyword
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -30,17 +30,10 @@ from graphpatch_notebook.graph_modules import belief, live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import FrameReference, PackedGraph
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
+from graphpatch_notebook.graph_modules.mirror import Mirror
 from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.paths import format_path, unique_name
-from graphpatch_notebook.torch_compat import tracing_paused
-
-# What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
-_SHARED = tuple(
-    (name, type(value))
-    for name, value in vars(Module()).items()
-    if isinstance(value, (dict, set)) and name != "_modules"
-)
-_MAKE_MODULES = type(vars(Module())["_modules"])
+from graphpatch_notebook.torch_compat import is_tracing, tracing_paused
 
 _is_in_graph: ContextVar[bool] = ContextVar("graphpatch_in_graph", default=False)
 _build_lock = threading.RLock()
@@ -58,81 +51,7 @@ class Hierarchy:
         self.has_own_graphs = False
 
 
-class _Mirror(Module):
-    """A module that stands for another one, with which it shares all but the submodules. Abstract."""
-
-    # Set without `Module.__init__`: a hierarchy may have thousands of these.
-    _original_module: Module
-
-    def __init__(self, module: Module) -> None:
-        state = self.__dict__
-        original = module.__dict__
-        for name, make in _SHARED:
-            # Modules of torchscript do not have all of them.
-            state[name] = original[name] if name in original else make()
-        state["_modules"] = _MAKE_MODULES()
-        state["_original_module"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        state = self.__dict__
-        for registry in ("_parameters", "_buffers", "_modules"):
-            if name in state.get(registry, ()):
-                return state[registry][name]
-        if "_original_module" not in state:  # being copied or unpickled
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
-        return getattr(state["_original_module"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(type(self), name) or name in self.__dict__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._original_module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            object.__delattr__(self, name)
-        else:
-            delattr(self._original_module, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._original_module)})
-
-    @property
-    def training(self) -> bool:
-        """The flag of the user's module."""
-        return self._original_module.training
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        self._original_module.training = value
-
-    def train(self, mode: bool = True) -> Any:
-        """Puts the user's module in training mode, or in evaluation mode."""
-        self._original_module.train(mode)
-        return self
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # what `to`, `half`, `cuda`, ... are made of
-        self._original_module._apply(*args, **kwargs)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the state dict of the user's module."""
-        return self._original_module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict into the user's module."""
-        return self._original_module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yields the parameters of the user's module under its names."""
-        return self._original_module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yields the buffers of the user's module under its names."""
-        return self._original_module.named_buffers(*args, **kwargs)
-
-
-class GraphModule(_Mirror):
+class GraphModule(Mirror):
     """Stands for one frame: one invocation of one of the user's modules. Abstract.
 
     Called like the module, and returns what the module returns.
@@ -220,7 +139,7 @@ class OpaqueGraphModule(GraphModule):
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module."""
-        return live_runs.run_live(self, args, kwargs)
+        return live_runs.run_live(self, args, kwargs, calls_graphs=not live_runs.is_live_only.get())
 
 
 @final
@@ -307,7 +226,7 @@ class CompiledGraphModule(GraphModule):
             is_believed = belief.is_believed(self, args, kwargs)
             if not is_believed and self._frame.parent is None:
                 is_believed = _examined(self, args, kwargs)
-        elif torch.jit.is_tracing():
+        elif is_tracing():
             with tracing_paused():
                 is_believed = belief.is_believed(self, args, kwargs) or _examined(self, args, kwargs)
         else:
@@ -399,7 +318,7 @@ class CompiledGraphModule(GraphModule):
                 self._frame.custom_graph = built.graph
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _examined(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compares this graph and all below it with their modules, before a compiler sees them: whether it is equal."""
     verify(graph_module, args, kwargs)
@@ -437,7 +356,7 @@ def _held(module: Module, name: str) -> Any:
 
 
 @final
-class UnusedModule(_Mirror):
+class UnusedModule(Mirror):
     """A submodule that the example did not reach, or only in part. Runs the module itself."""
 
     def __init__(self, module: Module, children: Callable[[], dict[str, Module | None]] | None = None) -> None:

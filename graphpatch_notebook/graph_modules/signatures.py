@@ -3,6 +3,8 @@
     input_key      of the inputs: structure, plain values, and of tensors all but what they hold
     settings_key   grad mode, autocast, ...
     Watch          of the module: flags, attributes, classes, submodules, hooks, dtypes of parameters, globals
+
+A verdict on a graph holds for one key and as long as the watch sees no change.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,28 +103,39 @@ class Watch:
 
     def __init__(self, frame: Frame) -> None:
         module = self._module = frame.module
-        self._forward = original_forward(module)
         called = [node.frame.module for node in frame.calls() if node.frame is not None]
-        self.flags = [flag for m in _near(module, called) for flag in _flags(m)]
-        self._modules = [(m, m.__class__, m.training, _tensor_kinds(m)) for m in _near(module, called)]
-        self._tables = [table for m, *_ in self._modules for table in _tables(m)]
+        near = list(_near(module, called))
+        self.flags = [flag for m in near for flag in _flags(m)]
+        self._forward = original_forward(module)
         self._outer = list(_outer_values(module, self._forward))
+        self._classes = [(m, m.__class__) for m in near]
+        self._registries = [registry for m in near for registry in (m._parameters, m._buffers) if registry]
+        self._kinds = [_tensor_kinds(registry) for registry in self._registries]
+        self._states = [m.__dict__ for m in near]
+        self._saved_states = [dict(state) for state in self._states]
+        # One comparison in C for all of them: it looks at the identities first.
+        self._insides = [inside for state in self._states for inside in _insides(state)]
+        self._saved_insides = [inside.copy() for inside in self._insides]
         self.problem = _hook_problem(called) or _constant_problem(frame, [value for _, value in self._outer])
 
     def sees_change(self) -> bool:
         """Whether the module looks different now."""
         try:
             return (
-                original_forward(self._module) != self._forward
-                or any(
-                    m.__class__ is not cls or m.training != training or _tensor_kinds(m) != kinds
-                    for m, cls, training, kinds in self._modules
-                )
-                or any(_differs(current(), saved) for current, saved in self._tables)
-                or any(not _is_same(current(), value) for current, value in self._outer)
+                self._insides != self._saved_insides
+                or (self._states != self._saved_states and self._sees_changed_state())
+                or any([m.__class__ is not cls for m, cls in self._classes])
+                or [_tensor_kinds(registry) for registry in self._registries] != self._kinds
+                or original_forward(self._module) != self._forward
+                or any([not _is_same(current(), value) for current, value in self._outer])
             )
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one truth value
             return True
+
+    def _sees_changed_state(self) -> bool:
+        # The package itself swaps forwards; whether the module's own was replaced is asked separately.
+        pairs = zip(self._states, self._saved_states, strict=True)
+        return any(state != saved and _without_swaps(state) != _without_swaps(saved) for state, saved in pairs)
 
 
 _ABSENT = object()
@@ -129,10 +143,10 @@ _OWN_SWAPS = ("forward", "_old_forward")
 _MANY = 1000
 
 
-def _near(module: Module, called: Iterable[Module]) -> Iterator[Module]:
+def _near(module: Module, called: Sequence[Module]) -> Iterator[Module]:
     """Yields the module, the modules that it calls, and what holds these (`ModuleList`, ...)."""
     calls = {id(child) for child in called}
-    waiting, seen = [module], set()
+    waiting, seen = [module, *called], set()
     while waiting:
         current = waiting.pop()
         if id(current) in seen:
@@ -149,20 +163,12 @@ def _flags(module: Module) -> Iterator[tuple[Module, str, Any]]:
             yield module, name, value
 
 
-def _tensor_kinds(module: Module) -> list[Any]:
-    return [
-        None if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
-        for registry in (module._parameters, module._buffers)
-        for tensor in registry.values()
-    ]
+def _tensor_kinds(registry: dict[str, Tensor | None]) -> list[Any]:
+    return [None if t is None else (t.dtype, t.device, t.requires_grad) for t in registry.values()]
 
 
-def _tables(module: Module) -> Iterator[tuple[Callable[[], Any], Any]]:
-    """Yields what can be compared at once: functions that return a dictionary or list, with a copy of it."""
-    state = module.__dict__
-    yield (lambda: state), dict(state)
-    modules = state.get("_modules", {})  # modules of torchscript keep theirs elsewhere
-    yield (lambda: modules), dict(modules)
+def _insides(state: dict[str, Any]) -> Iterator[Any]:
+    """Yields the containers among the attributes of a module, and the attributes of plain objects among them."""
     for name, value in state.items():
         if name in _NOT_LOOKED_INTO:
             continue
@@ -173,17 +179,17 @@ def _tables(module: Module) -> Iterator[tuple[Callable[[], Any], Any]]:
         else:
             inside = value.__dict__
         if len(inside) <= _MANY:
-            yield (lambda inside=inside: inside), inside.copy()
+            yield inside
 
 
 # Parameters and buffers are used as they are at the time.
-_NOT_LOOKED_INTO = frozenset({"_parameters", "_buffers", "_modules"})
+_NOT_LOOKED_INTO = frozenset({"_parameters", "_buffers"})
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 # What these hooks do is either done to tensors, and so part of the graph, or only meant for the module's own run.
-_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.")
+_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
 
 
 def _hook_problem(called: Iterable[Module]) -> str | None:
@@ -193,15 +199,6 @@ def _hook_problem(called: Iterable[Module]) -> str | None:
                 if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
                     return f"hooks on a {type(module).__name__} that it calls would not run"
     return None
-
-
-def _differs(current: Any, saved: Any) -> bool:
-    if current == saved:
-        return False
-    if not isinstance(current, dict) or not any(name in current or name in saved for name in _OWN_SWAPS):
-        return True
-    # The package itself swaps forwards; whether the module's own was replaced is asked separately.
-    return _without_swaps(current) != _without_swaps(saved)
 
 
 def _without_swaps(state: dict[str, Any]) -> dict[str, Any]:
@@ -214,10 +211,10 @@ def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple
         where = function.__globals__
         for name in function.__code__.co_names:
             if type(value := where.get(name, _ABSENT)) in _OUTER:
-                yield (lambda where=where, name=name: where.get(name, _ABSENT)), value
+                yield partial(where.get, name), value
         for cell in function.__closure__ or ():
             if type(value := _content(cell)) in _OUTER:
-                yield (lambda cell=cell: _content(cell)), value
+                yield partial(_content, cell), value
 
 
 _OUTER = (bool, int, float, str, type(None), Tensor, torch.nn.Parameter)

@@ -65,7 +65,8 @@ class RandomState:
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        is_used: bool = torch.cuda.is_initialized()
+        self._cuda = torch.cuda.get_rng_state_all() if is_used else []
 
     def restore(self) -> None:
         """Puts the generators back to this state."""

@@ -73,7 +73,7 @@ def _attribute(accessor: Any) -> str | None:
     return name if isinstance(name, str) and getattr(Tensor, name, None) is descriptor else None
 
 
-def printable(func: Callable[..., Any]) -> Callable[..., Any]:
+def printable(func: Any) -> Any:
     """Returns `func`, or a `NamedFunction` around it where fx could not print a name that leads back to it."""
     if isinstance(func, (NamedFunction, Container)) or is_overload(func):
         return func
@@ -153,7 +153,7 @@ class Container:
 def _module_of(value: Any) -> str:
     module = str(getattr(value, "__module__", "") or "")
     # fx writes the names of torch's own functions as they stand, without a global that could be another object.
-    return "function" if module.split(".")[0] in ("torch", "builtins", "_operator", "") else module
+    return "function" if module.split(".", maxsplit=1)[0] in ("torch", "builtins", "_operator", "") else module
 
 
 def _table(names: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:

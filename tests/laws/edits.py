@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.capture.records import Frame, Node, Ref
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
 from graphpatch_notebook.paths import parse_path
 from graphpatch_notebook.values import TensorSpec
 from tests.laws.captures import Capture, capture_of, outcome, run
@@ -130,9 +130,17 @@ def input_edited(module: nn.Module, name: str, dig: tuple[str, ...], change: Cha
     """By a forward pre-hook, registered last, on the parameter `name` of the module's forward."""
 
     def edit_argument(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        bound.arguments[name] = edited(bound.arguments[name], dig, change.edit)
-        return bound.args, bound.kwargs
+        parameters = inspect.signature(module.forward).parameters
+        position = list(parameters).index(name)
+        if name in kwargs:
+            kwargs = {**kwargs, name: edited(kwargs[name], dig, change.edit)}
+        elif parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            kwargs = edited(kwargs, dig, change.edit)
+        elif parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            args = (*args[:position], *edited(args[position:], dig, change.edit))
+        else:
+            args = edited(args, (f"sub_{position}", *dig), change.edit)
+        return args, kwargs
 
     handle = module.register_forward_pre_hook(edit_argument, with_kwargs=True)
     try:
@@ -230,11 +238,15 @@ def boundary_edits(capture: Capture, frame_count: int) -> Iterator[Edit]:
 
 
 def tensor_edits(capture: Capture, count: int) -> Iterator[Edit]:
-    """Edits of parameters and buffers that are used in one frame only."""
+    """Edits of parameters and buffers that are used in one frame only, and that it does not hand out."""
     rng = capture.random("tensors")
     nodes = [(frame, node) for frame in capture.pg._root_frame.walk() for node in frame.nodes if node.kind in _HELD]
     uses = Counter(id(_held(frame.module, node)) for frame, node in nodes)
-    once = [(frame, node) for frame, node in nodes if uses[id(_held(frame.module, node))] == 1]
+    once = [
+        (frame, node)
+        for frame, node in nodes
+        if uses[id(_held(frame.module, node))] == 1 and not _count(frame.output, node)
+    ]
     for frame, node in rng.sample(once, min(count, len(once))):
         tensor = _held(capture.counterpart(frame.module), node)
         yield _edit(capture, _path(frame, node), rng, partial(tensor_edited, tensor))
@@ -314,7 +326,9 @@ def _count(value: Any, node: Node) -> int:
         return _count((value.start, value.stop, value.step), node)
     if isinstance(value, (tuple, list)):
         return sum(_count(item, node) for item in value)
-    return sum(_count(child, node) for _, child in getattr(value, "children", ()))
+    if isinstance(value, Structure):
+        return _count([child for _, child in value.children], node)
+    return 0
 
 
 def _argument(frame: Frame, node: Node) -> Any:

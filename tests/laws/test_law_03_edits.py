@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import pytest
+import sys
 
 from tests.laws.captures import Capture, each_case
 from tests.laws.edits import (
@@ -16,6 +16,7 @@ from tests.laws.edits import (
     returned_op_edits,
     tensor_edits,
 )
+from tests.laws.source_edits import source_edits
 from tests.zoo import Case
 
 MakeEdits = Callable[[Capture], Iterable[Edit]]
@@ -46,3 +47,13 @@ def test_returned_ops_equal_an_edited_return(case: Case) -> None:
 @each_case()
 def test_ops_given_to_a_submodule_equal_its_pre_hook(case: Case) -> None:
     _check(case, partial(argument_op_edits, count=8))
+
+
+def tells_positions(_: Case) -> bool:
+    """The bytecode says where in the source it comes from, which it does from Python 3.11 on."""
+    return sys.version_info >= (3, 11)
+
+
+@each_case(tells_positions)
+def test_ops_equal_edited_source(case: Case) -> None:
+    _check(case, partial(source_edits, count=800))

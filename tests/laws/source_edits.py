@@ -1,0 +1,213 @@
+"""The oracle for patches on ops: the source of the model with `__edit__(...)` around the expression that the op is.
+
+The bytecode tells which expression a call site is (`code.co_positions`, Python 3.11). That expression is wrapped in the
+syntax tree, the function compiled again, and its new code put into the living function object for the length of one run
+of the reference. `__edit__` changes the value that comes by while the right module runs, and hands on all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import gc
+import random
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.values import TensorSpec
+from tests.laws.captures import Capture, run
+from tests.laws.edits import Change, Edit, random_change
+
+Span = tuple[int, int, int, int]
+Code = types.CodeType
+
+
+@dataclass(frozen=True)
+class Place:
+    """The expression of an op: the function to compile anew, and where the expression is in its file."""
+
+    function: types.FunctionType
+    span: Span
+
+
+def source_edits(capture: Capture, count: int) -> Iterator[Edit]:
+    """Edits of ops by editing the source, where an op is one expression that its module comes to once."""
+    rng = capture.random("source")
+    find_functions()
+    found = list(editable_ops(capture))
+    for frame, node, place in rng.sample(found, min(count, len(found))):
+        assert isinstance(node.spec, TensorSpec)
+        change = random_change(node.spec.shape, node.spec.dtype, rng)
+        module = capture.counterpart(frame.module)
+        path = ".".join((*frame.path, node.name))
+        yield Edit(path, change, partial(source_edited, place, module, node))
+
+
+def editable_ops(capture: Capture) -> Iterator[tuple[Frame, Node, Place]]:
+    """Yields the ops that this oracle can edit."""
+    for frame in capture.frames_called_once():
+        nodes = [node for node in frame.nodes if node.kind == "op" and node.is_live and node.site is not None]
+        at_leaf = Counter(node.site.leaf for node in nodes if node.site is not None and node.element is None)
+        for node in nodes:
+            assert node.site is not None
+            if at_leaf[node.site.leaf] == 1 and isinstance(node.spec, TensorSpec) and (place := place_of(node)):
+                yield frame, node, place
+
+
+def place_of(node: Node) -> Place | None:
+    """Returns where the expression of an op is in the source, if it is there."""
+    assert node.site is not None
+    code, offset = node.site.leaf
+    start, end, column, end_column = list(code.co_positions())[offset // 2]
+    function = _function_around(code, node.site.steps)
+    if function is None or start is None or end is None or column is None or end_column is None:
+        return None
+    span = (start, column, end, end_column)
+    tree = _definition(function)
+    if tree is None or not any(_is_value(part) and _span(part) == span for part in ast.walk(tree)):
+        return None
+    return Place(function, span)
+
+
+# -- the source of a function ------------------------------------------------------------------------------------------
+
+
+def _is_value(part: ast.AST) -> bool:
+    return isinstance(part, ast.expr) and isinstance(getattr(part, "ctx", ast.Load()), ast.Load)
+
+
+def _span(part: Any) -> Span:
+    return part.lineno, part.col_offset, part.end_lineno, part.end_col_offset
+
+
+@functools.lru_cache(maxsize=None)
+def _parsed(file: str) -> ast.Module | None:
+    return ast.parse(Path(file).read_text("utf-8")) if Path(file).is_file() else None
+
+
+def _definition(function: types.FunctionType) -> ast.AST | None:
+    """The statement at the top of the file that `function` is defined in: itself, or its class."""
+    code = function.__code__
+    tree = _parsed(code.co_filename)
+    if tree is None:
+        return None
+    return next((s for s in tree.body if s.lineno - 20 <= code.co_firstlineno <= (s.end_lineno or 0) and _holds(s, code)), None)
+
+
+def _holds(statement: ast.AST, code: Code) -> bool:
+    functions = (part for part in ast.walk(statement) if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return any(part.name == code.co_name and _first_line(part) == code.co_firstlineno for part in functions)
+
+
+def _first_line(part: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return min([part.lineno, *(decorator.lineno for decorator in part.decorator_list)])
+
+
+def _function_around(code: Code, steps: tuple[tuple[Code, int], ...]) -> types.FunctionType | None:
+    """The living function that has this code, or that defines the function that has it (a comprehension, a closure)."""
+    for outer, _ in (*reversed(steps),):
+        is_around = outer is code or (outer.co_filename == code.co_filename and _inside(outer, code))
+        if is_around and (function := _functions().get(id(outer))) is not None:
+            return function
+    return None
+
+
+def _inside(outer: Code, code: Code) -> bool:
+    return any(part is code or _inside(part, code) for part in outer.co_consts if isinstance(part, Code))
+
+
+_known: dict[int, types.FunctionType] = {}
+
+
+def _functions() -> dict[int, types.FunctionType]:
+    """The living functions by the id of their code."""
+    return _known
+
+
+def find_functions() -> None:
+    """Looks for living functions anew: models and their sources were imported since."""
+    _known.clear()
+    for found in gc.get_objects():
+        if type(found) is types.FunctionType:
+            _known.setdefault(id(found.__code__), found)
+
+
+# -- editing it --------------------------------------------------------------------------------------------------------
+
+
+class _Wrap(ast.NodeTransformer):
+    """Puts `__edit__(...)` around the expression at a place."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+
+    def visit(self, node: ast.AST) -> Any:
+        node = self.generic_visit(node)
+        if _is_value(node) and _span(node) == self.span:
+            name = ast.copy_location(ast.Name("__edit__", ast.Load()), node)
+            return ast.copy_location(ast.Call(name, [node], []), node)
+        return node
+
+
+def _edited_code(place: Place) -> Code:
+    import copy
+
+    code = place.function.__code__
+    definition = copy.deepcopy(_definition(place.function))
+    wrapped = ast.Module([_Wrap(place.span).visit(definition)], [])
+    compiled = compile(ast.fix_missing_locations(wrapped), code.co_filename, "exec", dont_inherit=True)
+    return next(
+        part for part in _codes(compiled) if part.co_name == code.co_name and part.co_firstlineno == code.co_firstlineno
+    )
+
+
+def _codes(code: Code) -> Iterator[Code]:
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, Code):
+            yield from _codes(part)
+
+
+@contextmanager
+def source_edited(place: Place, module: nn.Module, node: Node, change: Change) -> Iterator[None]:
+    """By other code in the function, with an effect only while `module` runs, and none of its submodules."""
+    running: list[nn.Module] = []
+    hooks = [
+        register_module_forward_pre_hook(lambda called, args: running.append(called)),
+        register_module_forward_hook(lambda called, args, output: running.pop() and None, always_call=True),
+    ]
+
+    def edit(value: Any) -> Any:
+        if not running or running[-1] is not module:
+            return value
+        if node.element is not None:
+            position = node.element[1]
+            items = list(value)
+            items[position] = change.edit(items[position])
+            return tuple(items)
+        if not node.is_in_place:
+            return change.edit(value)
+        value.copy_(change.edit(value))
+        return value
+
+    before = place.function.__code__
+    builtins.__edit__ = edit  # type: ignore[attr-defined]
+    place.function.__code__ = _edited_code(place)
+    try:
+        yield
+    finally:
+        place.function.__code__ = before
+        del builtins.__edit__  # type: ignore[attr-defined]
+        for hook in hooks:
+            hook.remove()
