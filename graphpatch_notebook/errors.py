@@ -1,21 +1,21 @@
 """Every exception and warning of this package.
 
-    GraphPatchError
-    ├── CaptureError(RuntimeError)            a module could not be captured
-    ├── PatchMapError(ValueError)             a patch map was refused before anything ran
-    │   └── UnknownPathError(KeyError)        ... and at least one of its paths does not exist
-    ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
-    ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
-    ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
-    └── GraphError(RuntimeError)              a graph cannot be built, or cannot stand for its module
+GraphPatchError
+├── CaptureError(RuntimeError)            a module could not be captured
+├── PatchMapError(ValueError)             a patch map was refused before anything ran
+│   └── UnknownPathError(KeyError)        ... and at least one of its paths does not exist
+├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
+├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
+├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
+└── GraphError(RuntimeError)              a graph cannot be built, or cannot stand for its module
 
-    GraphPatchWarning(UserWarning)
-    ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
-    ├── PatchNotFiredWarning                  a patch never fired during a call
-    ├── RepeatedCallWarning                   a module was called more often than when it was captured
-    ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
-    ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
-    └── LiveFallbackWarning                   a graph was refused, the original module ran instead
+GraphPatchWarning(UserWarning)
+├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
+├── PatchNotFiredWarning                  a patch never fired during a call
+├── RepeatedCallWarning                   a module was called more often than when it was captured
+├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
+├── AliasedPatchWarning                   the patched node is a view that the model fills in later
+└── LiveFallbackWarning                   a graph was refused, the original module ran instead
 """
 
 from __future__ import annotations

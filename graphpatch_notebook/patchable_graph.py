@@ -23,7 +23,6 @@ from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches import Patch
-from graphpatch_notebook.resolution import Target
 
 # What `nn.Module` defines and the model may define anew: always asked of the model.
 _OF_THE_MODEL = (
@@ -124,7 +123,7 @@ class PatchableGraph(Module):
             >>> pg.verify(torch.ones(5, 2)).is_equal
             True
         """
-        return verify(self._graph_module, args, kwargs)  # type: ignore[arg-type]
+        return verify(self._graph_module, args, kwargs)
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)
@@ -158,7 +157,6 @@ class PatchableGraph(Module):
             >>> probe.activation
             tensor([2., 2.])
         """
-
         known: list[tuple[Any, Prepared]] = []
 
         def activate() -> ActiveContext:
@@ -212,7 +210,7 @@ class PatchableGraph(Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or isinstance(getattr(type(self), name, None), property) and name != "training":
+        if name in _OWN or (isinstance(getattr(type(self), name, None), property) and name != "training"):
             raise AttributeError(f"{name!r} of a PatchableGraph cannot be set")
         if "_module" not in self.__dict__:
             super().__setattr__(name, value)
@@ -256,7 +254,7 @@ for _name in _OF_THE_MODEL:
 
 
 def _training(self: PatchableGraph) -> bool:
-    return self._module.training
+    return bool(self._module.training)
 
 
 def _set_training(self: PatchableGraph, value: bool) -> None:

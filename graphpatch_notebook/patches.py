@@ -169,7 +169,7 @@ class ReplacePatch(_SlicePatch):
     slice: TensorIndex = None
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
-        target[index] = self.value
+        target[index] = self.value  # type: ignore[assignment]  # torch takes complex numbers too
 
     def _number(self, number: Scalar) -> Scalar:
         return type(number)(_as_number(self.value))
@@ -242,7 +242,8 @@ class CustomPatch(Patch[Any]):
         return self.custom_op(original_output)
 
     def problem(self, shape: torch.Size | None) -> str | None:
-        return None if callable(self.custom_op) else f"custom_op must be callable, not {self.custom_op!r}"
+        custom_op: Any = self.custom_op
+        return None if callable(custom_op) else f"custom_op must be callable, not {custom_op!r}"
 
 
 def indexed_dimensions(index: TensorIndex) -> int:

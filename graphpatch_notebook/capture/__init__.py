@@ -1,8 +1,8 @@
 """Capture: a model and example inputs in, a hierarchy of frames out.
 
-    recorder.py         the run: a function mode over swapped forwards
-    frame_recorder.py   one frame: which value belongs to which node
-    records.py          what is kept
+recorder.py         the run: a function mode over swapped forwards
+frame_recorder.py   one frame: which value belongs to which node
+records.py          what is kept
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.recorder import Recorder
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.errors import CaptureError, CompilationWarning
@@ -79,8 +79,8 @@ def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions
     ]
     if unused:
         raise CaptureError(
-            f"the example inputs do not reach these submodules: {', '.join(sorted(unused))}; give inputs that do, or set "
-            "allow_unused_submodules=True"
+            f"the example inputs do not reach these submodules: {', '.join(sorted(unused))}; give inputs that do, or "
+            "set allow_unused_submodules=True"
         )
 
 

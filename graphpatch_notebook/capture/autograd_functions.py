@@ -30,32 +30,44 @@ apply_observer: ContextVar[ApplyObserver | None] = ContextVar("graphpatch_apply_
 # These run whole modules inside: their insides are what people want to see.
 _TRANSPARENT = (CheckpointFunction,)
 
-_lock = threading.Lock()
-_count = 0
-_original: Any = None
+
+class _Replacement:
+    """Puts the wrapper in place of `Function.apply` while anybody needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self.original: Any = Function.__dict__["apply"]
+
+    def hold(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self.original = Function.__dict__["apply"]
+                Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+            self._count += 1
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                Function.apply = self.original  # type: ignore[method-assign]
+
+
+_replacement = _Replacement()
 
 
 @contextmanager
 def visible_apply() -> Iterator[None]:
     """Hands calls of `Function.apply` to the `apply_observer` of their context for the length of the block."""
-    global _count, _original
-    with _lock:
-        if _count == 0:
-            _original = Function.__dict__["apply"]
-            Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-        _count += 1
+    _replacement.hold()
     try:
         yield
     finally:
-        with _lock:
-            _count -= 1
-            if _count == 0:
-                Function.apply = _original  # type: ignore[method-assign]
+        _replacement.let_go()
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    original = _original if _original is not None else Function.__dict__["apply"]
-    apply = original.__get__(None, cls)
+    apply = _replacement.original.__get__(None, cls)
     watching = apply_observer.get()
     if watching is None or issubclass(cls, _TRANSPARENT):
         return apply(*args, **kwargs)

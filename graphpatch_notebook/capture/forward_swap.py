@@ -29,7 +29,7 @@ class Observer(Protocol):
 observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", default=None)
 
 
-def _nobody(module: Module) -> Observer | None:
+def _nobody(_module: Module) -> Observer | None:
     return None
 
 

@@ -296,7 +296,7 @@ def _is_recorded(name: str, result: Any) -> bool:
     if result is None:  # done for its side effect, such as switching gradients off
         return True
     if isinstance(result, (bool, int, float, complex)):
-        return name not in METADATA_READS and not name.startswith("is_") or name in VALUE_READS
+        return (name not in METADATA_READS and not name.startswith("is_")) or name in VALUE_READS
     inside = children(result)
     return inside is not None and any(isinstance(child, Tensor) or children(child) for _, child in inside)
 

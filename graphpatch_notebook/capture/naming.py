@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.paths import unique_name
@@ -74,6 +73,3 @@ def _number_calls(frame: Frame) -> None:
 def is_python_name(name: str) -> bool:
     """Whether `name` can be written as an attribute."""
     return name.isidentifier() and not keyword.iskeyword(name)
-
-
-__all__: Iterable[str] = ["PLUMBING_PREFIX", "call_name", "is_python_name", "name_nodes"]

@@ -100,7 +100,7 @@ class Recorder(TorchFunctionMode):
             return result
         try:
             node = Node(
-                kind="op", op=function_name(target or func) if target is None else name, target=target or func,
+                kind="op", op=function_name(func) if target is None else name, target=target or func,
                 args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence,
             )  # fmt: skip
             wrote = self._wrote_in_place(name, args, kwargs, result, before)
@@ -115,16 +115,14 @@ class Recorder(TorchFunctionMode):
         name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: int | None
     ) -> Tensor | None:
         """Returns the tensor that the call wrote into, if it did."""
-        target = args[0] if args else None
-        if isinstance(kwargs.get("out"), Tensor) and kwargs["out"] is result:
-            return kwargs["out"]
+        out = kwargs.get("out")
+        target: object = args[0] if args else None
+        if isinstance(out, Tensor) and out is result:
+            return out
         if not isinstance(target, Tensor):
             return None
-        if writes_in_place(name, kwargs):
-            return target
-        if result is target and before is not None and _version(target) != before:
-            return target
-        return None
+        was_written = result is target and before is not None and _version(target) != before
+        return target if writes_in_place(name, kwargs) or was_written else None
 
     def _fail(self, frame: FrameRecorder, failure: BaseException) -> None:
         if frame.record.opaque_reason is None:
@@ -156,7 +154,12 @@ class Recorder(TorchFunctionMode):
             return self._leave(parent, frame, output)
 
     def _run_custom(
-        self, frame: FrameRecorder, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        frame: FrameRecorder,
+        module: Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Runs the graph of a custom extraction function in place of `forward`, if there is one for this module."""
         extract = self.options.extraction_function(module)

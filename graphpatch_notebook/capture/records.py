@@ -50,8 +50,8 @@ class Site:
     Sites are interned for the length of a capture, so that `is` compares them.
 
     Attributes:
-        steps: (code object, instruction offset) from the outermost (`forward`, or a decorator around it) to the innermost frame
-            of the user's code.
+        steps: (code object, instruction offset) from the outermost (`forward`, or a decorator around it) to the
+            innermost frame of the user's code.
     """
 
     steps: tuple[tuple[CodeType, int], ...]

@@ -1,4 +1,4 @@
-"""Where a tensor that no op of the frame made comes from: the module's parameters, buffers, attributes, or elsewhere."""
+"""Where a tensor that no op of the frame made comes from: parameters, buffers, attributes, or elsewhere."""
 
 from __future__ import annotations
 

@@ -147,5 +147,3 @@ def write_back(wrote: Tensor, patched: Any, target: Target) -> None:
             f"a patch on it must keep that shape, not give {shown}"
         )
     wrote.copy_(patched)
-
-

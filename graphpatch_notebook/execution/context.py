@@ -136,7 +136,7 @@ def _let_go(context: ActiveContext) -> None:
     context.watched = []
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,7 +170,7 @@ def _report(unfired: list[tuple[Entry, str]], is_strict: bool) -> None:
     warnings.warn(message, PatchNotFiredWarning, stacklevel=5)
 
 
-# -- activation checkpointing: forwards that run again during backward ---------------------------------------------------
+# -- activation checkpointing: forwards that run again during backward -------------------------------------------------
 
 
 def _recomputing(module: Module) -> Run | None:
@@ -184,7 +184,8 @@ def _recomputing(module: Module) -> Run | None:
     if not mine:
         return None
     context = mine[-1]
-    if context.has_direct_calls or any(c.owner is not context.owner for c in mine) or (not _active.get() and len(mine) > 1):
+    is_ambiguous = any(c.owner is not context.owner for c in mine) or (not _active.get() and len(mine) > 1)
+    if context.has_direct_calls or is_ambiguous:
         raise GraphPatchError(
             f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it cannot be told "
             "whether for a patched call or for another one: run backward inside the one context of its forward, and "

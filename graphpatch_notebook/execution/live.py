@@ -153,9 +153,7 @@ class Run:
             stacklevel=2,
         )
 
-    def _run(
-        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.has_custom_graph:
             return self._run_custom(plan, forward, args, kwargs)
         if id(plan.frame.module) in self._with_patched_inputs:
@@ -299,7 +297,7 @@ def _tensor_at(module: Module, path: str) -> Any:
 
 
 def _is_in_checkpoint() -> bool:
-    """Whether `torch.utils.checkpoint` stands between the caller's frame and this one: it will run again in backward."""
+    """Whether `torch.utils.checkpoint` stands between the calling frame and this one: it will run again in backward."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not call_sites.is_invoke(frame.f_code):
         if frame.f_code.co_filename == _CHECKPOINT_FILE:

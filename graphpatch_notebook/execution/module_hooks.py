@@ -53,6 +53,6 @@ def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None if on_inputs is None else on_inputs(module, args, kwargs)
 
 
-def _on_output(module: Module, args: Any, output: Any) -> Any:
+def _on_output(module: Module, _args: Any, output: Any) -> Any:
     on_output = getattr(observer.get(), "on_output", None)
     return output if on_output is None else on_output(module, output)

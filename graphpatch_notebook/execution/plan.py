@@ -1,8 +1,8 @@
 """What a patch context does, laid out by frame: which patches stand on which values of which frame.
 
-    [(target, patches), ...]  ->  FramePlan of the root
-                                  ├── inputs, tensors, output, ops: the entries of this frame
-                                  └── calls: module and call number -> FramePlan of the submodule's frame
+[(target, patches), ...]  ->  FramePlan of the root
+                              ├── inputs, tensors, output, ops: the entries of this frame
+                              └── calls: module and call number -> FramePlan of the submodule's frame
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Entry:
     def __post_init__(self) -> None:
         # The most common patch by far, on many nodes at once: entries that only look at a tensor take a short way.
         spec = self.target.spec
-        is_plain = isinstance(spec, TensorSpec) and not self.target.dig and not self.target.node.is_mutated_later
-        if is_plain and all(patch.observes_only for patch in self.patches):
+        is_plain = not self.target.dig and not self.target.node.is_mutated_later
+        if isinstance(spec, TensorSpec) and is_plain and all(patch.observes_only for patch in self.patches):
             self.observed_shape = spec.shape
         self.is_special = self.target.node.is_in_place or self.target.node.element is not None
 
@@ -135,7 +135,8 @@ def make_plan(root: Frame, entries: Iterable[Entry], custom_frames: Sequence[Fra
 def _plan_of(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
     known = plans.get(id(frame))
     if known is None:
-        assert frame.parent is not None and frame.call is not None
+        assert frame.parent is not None
+        assert frame.call is not None
         known = plans[id(frame)] = FramePlan(frame)
         calls = _plan_of(frame.parent, plans).calls.setdefault(id(frame.module), {})
         calls[frame.call.call_index] = known

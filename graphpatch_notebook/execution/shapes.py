@@ -33,7 +33,7 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
     following = _of(target.frame, target.node, target.spec)
     for position, (then, now) in enumerate(zip(captured, shape, strict=True)):
         # A dimension of size one is broadcast by the model's own code.
-        if then != now and then != 1 and then not in following:
+        if then not in {now, 1} and then not in following:
             return f"dimension {position} does not follow the inputs' sizes, yet was {then} and is {now} now"
     return None
 

@@ -136,9 +136,7 @@ def _tensor_of(module: Module, path: str) -> Any:
 
 
 def _hand_on(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:
-    for name, value in after.items():
-        if name not in before or before[name] is not value:
-            to[name] = value
+    to.update({name: value for name, value in after.items() if name not in before or before[name] is not value})
     for name in before:
         if name not in after:
             to.pop(name, None)

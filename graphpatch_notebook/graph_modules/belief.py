@@ -85,7 +85,7 @@ def _run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, A
     if reason is None:
         return graph_module.run_graph(args, kwargs)
     _report(graph_module, reason)
-    return run_live(graph_module, args, kwargs, calls_graphs=True)
+    return run_live(graph_module, args, kwargs)
 
 
 def signature(

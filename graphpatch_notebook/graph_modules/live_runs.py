@@ -1,7 +1,8 @@
-"""Live runs of a frame: the module's own code runs in place of its graph.
+"""Live runs of a frame: the module's own code runs in place of its graph, and so does that of all it calls.
 
-What it calls can be diverted to graph modules, which then run their graphs. Those of graphs that *are* their module
-(edited, or from custom extraction functions) always are.
+Graphs below it do not run, even where they are believed: code may hand something on behind the back of the graphs, by
+a global, a context variable or a hook (transformers collects hidden states so), and only other code picks it up. But
+graphs that *are* their module (edited, or from custom extraction functions) run where the code calls the module.
 """
 
 from __future__ import annotations
@@ -64,24 +65,15 @@ def live_only() -> Iterator[None]:
         is_live_only.reset(token)
 
 
-def run_live(
-    graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any], *, calls_graphs: bool = False
-) -> Any:
-    """Runs the module's own forward, inside of all hooks.
-
-    Args:
-        graph_module: The graph module.
-        args: The positional arguments of `forward`.
-        kwargs: The keyword arguments.
-        calls_graphs: Whether the submodules that it calls run as graph modules.
-    """
+def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the module's own forward, inside of all hooks."""
     forward = original_forward(graph_module.frame.module)
-    if not (calls_graphs or graph_module.calls_own_graphs):
+    if not graph_module.calls_own_graphs:
         with observed_by(_NOBODY):
             return invoke(forward, args, kwargs)
     swapped = swap([callee.frame.module for callee in graph_module.callees()])
     try:
-        with observed_by(_Router(graph_module)):
+        with live_only(), observed_by(_Router(graph_module)):
             return invoke(forward, args, kwargs)
     finally:
         unswap(swapped)

@@ -139,7 +139,7 @@ class OpaqueGraphModule(GraphModule):
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module."""
-        return live_runs.run_live(self, args, kwargs, calls_graphs=not live_runs.is_live_only.get())
+        return live_runs.run_live(self, args, kwargs)
 
 
 @final

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,10 +124,10 @@ class Watch:
             return (
                 self._insides != self._saved_insides
                 or (self._states != self._saved_states and self._sees_changed_state())
-                or any([m.__class__ is not cls for m, cls in self._classes])
+                or any(m.__class__ is not cls for m, cls in self._classes)
                 or [_tensor_kinds(registry) for registry in self._registries] != self._kinds
                 or original_forward(self._module) != self._forward
-                or any([not _is_same(current(), value) for current, value in self._outer])
+                or any(not _is_same(current(), value) for current, value in self._outer)
             )
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one truth value
             return True
@@ -163,7 +163,7 @@ def _flags(module: Module) -> Iterator[tuple[Module, str, Any]]:
             yield module, name, value
 
 
-def _tensor_kinds(registry: dict[str, Tensor | None]) -> list[Any]:
+def _tensor_kinds(registry: Mapping[str, Tensor | None]) -> list[Any]:
     return [None if t is None else (t.dtype, t.device, t.requires_grad) for t in registry.values()]
 
 

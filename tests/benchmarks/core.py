@@ -15,10 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ProbePatch, ZeroPatch
-try:
-    from graphpatch_notebook.graph_modules import code_generations
-except ImportError:
-    code_generations = lambda: 0
+from graphpatch_notebook.graph_modules import code_generations
 from tests.benchmarks.models import ALL, GPT2_124M, GPT2_SMALL, Benchmarked, gpt2, llama
 from tests.benchmarks.ratios import median_times
 
@@ -44,7 +41,8 @@ def construction(quick: bool) -> Iterator[Row]:
     ):
         small = build()
         with torch.no_grad():
-            seconds = median_times({"construct": lambda small=small: PatchableGraph(small, inputs % 4096)}, 3)["construct"]
+            times = median_times({"construct": lambda small=small: PatchableGraph(small, inputs % 4096)}, 3)
+        seconds = times["construct"]
         yield row(name, f"{seconds:.2f} s", f"under {limit:.0f} s", seconds < limit)
     before = code_generations()
     pg = PatchableGraph(model, inputs)

@@ -1,0 +1,222 @@
+"""graphpatch's own guide: its examples run here as printed there (white space aside).
+
+Where its two pages differ, the newer wording wins: repeated calls are `linear_0`, `linear_1`, and trees name the class
+of the graph module.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from graphpatch import AddPatch, ExtractionOptions, PatchableGraph, ZeroPatch
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.nn import Linear, Module
+
+
+def folded(text: object) -> list[str]:
+    """The lines of a text without white space, which the guide's web pages changed."""
+    return [re.sub(r"\s+", " ", line).strip(" │") for line in str(text).splitlines() if line.strip()]
+
+
+class TupleOutputModule(Module):
+    _shape = (2, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Linear(*TupleOutputModule._shape)
+
+    def forward(self, x):  # as the guide has it
+        return (self.linear(x), self.linear(x + 1))
+
+
+@pytest.fixture
+def tuple_pg() -> PatchableGraph:
+    return PatchableGraph(TupleOutputModule(), torch.ones(3, 2))
+
+
+def test_repr_of_the_graph_modules(tuple_pg: PatchableGraph) -> None:
+    expected = """
+    PatchableGraph(
+        (_graph_module): CompiledGraphModule(
+            (linear): MultiplyInvokedModule(
+                (0-1): 2 x CompiledGraphModule()
+            )
+        )
+    )
+    """
+    assert folded(repr(tuple_pg)) == folded(expected)
+
+
+def test_tree(tuple_pg: PatchableGraph) -> None:
+    expected = """
+<root>: CompiledGraphModule
+├─x: Tensor(3, 2)
+├─linear_0: CompiledGraphModule
+│ ├─input: Tensor(3, 2)
+│ ├─weight: Tensor(3, 2)
+│ ├─bias: Tensor(3)
+│ ├─linear: Tensor(3, 3)
+│ └─output: Tensor(3, 3)
+├─add: Tensor(3, 2)
+├─linear_1: CompiledGraphModule
+│ ├─input: Tensor(3, 2)
+│ ├─weight: Tensor(3, 2)
+│ ├─bias: Tensor(3)
+│ ├─linear: Tensor(3, 3)
+│ └─output: Tensor(3, 3)
+└─output: tuple(2)
+  ├─sub_0: Tensor(3, 3)
+  └─sub_1: Tensor(3, 3)
+"""
+    assert repr(tuple_pg.graph).splitlines() == expected.strip().splitlines()
+
+
+def test_tree_of_a_child(tuple_pg: PatchableGraph) -> None:
+    expected = """
+linear_0: CompiledGraphModule
+├─input: Tensor(3, 2)
+├─weight: Tensor(3, 2)
+├─bias: Tensor(3)
+├─linear: Tensor(3, 3)
+└─output: Tensor(3, 3)
+"""
+    assert repr(tuple_pg.graph.linear_0).splitlines() == expected.strip().splitlines()
+
+
+def test_repeated_calls_are_patched_independently(tuple_pg: PatchableGraph) -> None:
+    x = torch.ones(3, 2)
+    first, second = tuple_pg(x)
+    with tuple_pg.patch(
+        {
+            "linear_0.output": [AddPatch(value=torch.ones((1,)))],
+            "linear_1.output": [ZeroPatch()],
+        }
+    ):
+        patched_first, patched_second = tuple_pg(x)
+    assert torch.equal(patched_first, first + 1)
+    assert torch.equal(patched_second, torch.zeros_like(second))
+
+
+def test_code_of_the_root(tuple_pg: PatchableGraph) -> None:
+    expected = """
+def forward(self, x : torch.Tensor):
+    linear_0 = getattr(self.linear, "0")(x)
+    add = x + 1;  x = None
+    linear_1 = getattr(self.linear, "1")(add);  add = None
+    return (linear_0, linear_1)
+"""
+    assert folded(tuple_pg.graph._code) == folded(expected)
+
+
+def test_code_of_an_operation(tuple_pg: PatchableGraph) -> None:
+    where, line = str(tuple_pg.graph.add._code).splitlines()
+    assert re.fullmatch(r'File ".*test_guide\.py", line \d+, in forward', where)
+    assert line == "    return (self.linear(x), self.linear(x + 1))"
+
+
+def test_code_of_a_submodule_call(tuple_pg: PatchableGraph) -> None:
+    code = str(tuple_pg.graph.linear_0._code)
+    assert code.startswith("Calling context:\nFile ")
+    assert "    return (self.linear(x), self.linear(x + 1))\nCompiled code:\n" in code
+    compiled = """
+def forward(self, input : torch.Tensor):
+    input_1 = input
+    weight = self.weight
+    bias = self.bias
+    linear = torch._C._nn.linear(input_1, weight, bias);  input_1 = weight = bias = None
+    return linear
+"""
+    assert folded(code.split("Compiled code:\n")[1]) == folded(compiled)
+
+
+def test_shape(tuple_pg: PatchableGraph) -> None:
+    assert tuple_pg.graph.linear_0.input._shape == torch.Size([3, 2])
+    assert tuple_pg.graph._shape.linear_0.input == torch.Size([3, 2])
+
+
+def test_paths_and_their_text_are_equivalent(tuple_pg: PatchableGraph) -> None:
+    x = torch.ones(3, 2)
+    with tuple_pg.patch({tuple_pg.graph.linear_0.output: [ZeroPatch()]}):
+        by_path = tuple_pg(x)
+    with tuple_pg.patch({"linear_0.output": [ZeroPatch()]}):
+        by_text = tuple_pg(x)
+    assert all(map(torch.equal, by_path, by_text))
+    with tuple_pg.patch({tuple_pg.graph.output.sub_0: [ZeroPatch()]}):
+        assert torch.equal(tuple_pg(x)[0], torch.zeros(3, 3))
+    with tuple_pg.patch({"output|sub_0": [ZeroPatch()]}):
+        assert torch.equal(tuple_pg(x)[0], torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("path", ["nowhere", "output", "linear_0", "output|sub_9"])
+def test_invalid_paths_are_an_error_at_once(tuple_pg: PatchableGraph, path: str) -> None:
+    name = path.rsplit("|", maxsplit=1)[-1]
+    with pytest.raises(ValueError, match=re.escape(name)), tuple_pg.patch({path: [ZeroPatch()]}):
+        pytest.fail("the block must not be entered")
+
+
+class Opaque(Module):
+    def forward(self, foo: Tensor) -> Tensor:
+        return foo * 2
+
+
+class Holder(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bar = Opaque()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bar(x) + 1
+
+
+def test_opaque_modules_in_the_hierarchy() -> None:
+    pg = PatchableGraph(Holder(), ExtractionOptions(classes_to_skip_compiling={Opaque}), torch.ones(2))
+    expected = """
+    PatchableGraph(
+        (_graph_module): CompiledGraphModule(
+            (bar): OpaqueGraphModule()
+        )
+    )
+    """
+    assert folded(repr(pg)) == folded(expected)
+
+
+def uncompilable_operation(foo: Tensor, bar: Tensor) -> Tensor:
+    return torch.from_numpy(foo.numpy() * 2) + bar
+
+
+class MyUncompilableModule(Module):
+    def forward(self, foo: Tensor, bar: Tensor) -> Tensor:
+        return uncompilable_operation(foo, bar)
+
+
+def extract_my_module(module: Module) -> Graph:
+    graph = Graph()
+
+    # Note that placeholders must exactly match the names of the arguments to forward.
+    foo = graph.placeholder("foo")
+    bar = graph.placeholder("bar")
+    operation = graph.call_function(uncompilable_operation, (foo, bar))
+    # graphpatch will respect the names of any nodes in the graph, which can make subsequent
+    # patching operations easier to parse.
+    operation.name = "my_custom_name"
+
+    # Note that the output must be wrapped in a single-element tuple.
+    graph.output((operation,))
+    return graph
+
+
+def test_custom_extraction_function() -> None:
+    foo, bar = torch.ones(2), torch.zeros(2)
+    pg = PatchableGraph(
+        MyUncompilableModule(),
+        ExtractionOptions(custom_extraction_functions={MyUncompilableModule: extract_my_module}),
+        foo,
+        bar,
+    )
+    assert torch.equal(pg(foo, bar), torch.full((2,), 2.0))
+    with pg.patch({"my_custom_name": [ZeroPatch()]}):
+        assert torch.equal(pg(foo, bar), torch.zeros(2))
+    assert isinstance(pg, nn.Module)
