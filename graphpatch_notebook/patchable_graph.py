@@ -54,6 +54,7 @@ class PatchableGraph(Module):
 
     Example:
         >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
         >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
         >>> with pg.patch({"output": ZeroPatch()}):
         ...     print(pg(torch.ones(1, 2)).tolist())
@@ -151,8 +152,10 @@ class PatchableGraph(Module):
 
         Example:
             >>> import torch
+            >>> from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch
             >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
-            >>> with pg.patch({"relu": [AddPatch(value=1.0), probe := ProbePatch()]}):
+            >>> probe = ProbePatch()
+            >>> with pg.patch({"relu": [AddPatch(value=1.0), probe]}):
             ...     _ = pg(torch.ones(2))
             >>> probe.activation
             tensor([2., 2.])

@@ -1,18 +1,22 @@
 """Whether the graph of a frame may stand for its module.
 
 A graph is a record of one run: it has the example's branches and flags in it. It is believed for calls of one form (a
-*signature*: see `signatures`) once it was seen to equal the module bit for bit on such a call. The verdict is about a
-frame alone, given what the submodules return: so that a frame that fails spoils no other.
+*signature*: see `signatures`) once it was seen to equal the module bit for bit on such a call.
 
 The first call of a new form runs the module itself, whose result the caller gets; then the graph runs on copies of the
-inputs, with the buffers and the random state as they were, over the modules' own children. Both must return the same
-bits, write the same into inputs and buffers, and leave the same random state. Else the graph is refused for calls of
-this form, with the reason, and the module runs.
+inputs, with the buffers and the random state as they were. Both must return the same bits, write the same into inputs
+and buffers, and leave the same random state. Else the graph is refused for calls of this form, with the reason, and
+the module runs. Submodules are examined in the same way when the trial comes to them, and return what their module
+returns: so a verdict is about one frame, and a frame that fails spoils no other.
+
+That leaves what submodules hand to each other behind the graphs' back (globals, context variables). So the graph that
+the user called is examined once more when all below it are known: then the whole of it runs as graphs, on trial.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import warnings
@@ -55,15 +59,20 @@ class Belief:
 
     Attributes:
         verdicts: For each signature the reason why the graph was refused, or `None` where it is believed.
+        confirmed: The signatures for which it was also found equal with all graphs below it running.
         watch: What the module looked like when these verdicts were found: they hold as long as it does.
         reason: Why the graph did not run in the last call; `None` where it did, or where nothing was called.
         reported: Reasons that the user was warned of.
     """
 
     verdicts: dict[Hashable, str | None] = field(default_factory=dict)
+    confirmed: set[Hashable] = field(default_factory=set)
     watch: Watch | None = None
     reason: str | None = None
     reported: set[str] = field(default_factory=set)
+
+
+_examinations = itertools.count()
 
 
 def run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,19 +82,33 @@ def run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, An
     if _refusals.get() is not None:
         return _run(graph_module, args, kwargs)
     with reporting():
-        return _run(graph_module, args, kwargs)
+        before = next(_examinations)
+        result = _run(graph_module, args, kwargs, is_outermost=True)
+        if next(_examinations) != before + 1:  # new graphs have come into play below it
+            graph_module.belief.confirmed.clear()
+        return result
 
 
-def _run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any], is_outermost: bool = False) -> Any:
     belief = graph_module.belief
     key, reason = signature(graph_module, args, kwargs)
-    if reason is None and key not in belief.verdicts:
-        return examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
-    belief.reason = reason = reason or belief.verdicts[key]
+    if reason is None:
+        reason = belief.verdicts.get(key, _UNKNOWN)
+    if reason is _UNKNOWN or (reason is None and is_outermost and key not in belief.confirmed):
+        result = examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
+        if reason is _UNKNOWN:
+            next(_examinations)
+        elif belief.verdicts[key] is None:
+            belief.confirmed.add(key)
+        return result
+    belief.reason = reason
     if reason is None:
         return graph_module.run_graph(args, kwargs)
     _report(graph_module, reason)
     return run_live(graph_module, args, kwargs)
+
+
+_UNKNOWN = "it was not examined"
 
 
 def signature(
@@ -105,6 +128,7 @@ def signature(
     if belief.watch is None or belief.watch.sees_change() or len(belief.verdicts) >= _MOST_VERDICTS:
         belief.watch = Watch(graph_module.frame)
         belief.verdicts.clear()
+        belief.confirmed.clear()
     return key, belief.watch.problem
 
 
@@ -114,12 +138,25 @@ def examine(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     run_module: Callable[[], Any],
+    *,
+    is_alone: bool = False,
 ) -> Any:
-    """Runs the module and then, on copies, its graph; notes the verdict, and returns what the module returned."""
+    """Runs the module and then, on copies, its graph; notes the verdict, and returns what the module returned.
+
+    Args:
+        graph_module: The graph module.
+        key: The signature of the call.
+        args: The positional arguments of `forward`.
+        kwargs: The keyword arguments.
+        run_module: Runs the module on them.
+        is_alone: Whether all submodules run as modules while the graph is on trial.
+    """
     before, copies, reason = _prepared(graph_module, args, kwargs)
     result = run_module()
     if reason is None and before is not None:
-        reason = before.unrepeatable_change() or _compare(graph_module, before, copies, (args, kwargs), result)
+        reason = before.unrepeatable_change()
+        with live_only() if is_alone else contextlib.nullcontext():
+            reason = reason or _compare(graph_module, before, copies, (args, kwargs), result)
     belief = graph_module.belief
     belief.verdicts[key] = belief.reason = reason
     if reason is not None:
@@ -141,11 +178,10 @@ def _compare(graph_module: RunnableGraph, before: ModuleState, copies: Any, inpu
     after = ModuleState(graph_module.frame.module)
     before.restore()
     try:
-        with live_only():
-            try:
-                value = graph_module.run_graph(*copies)
-            except Exception as error:
-                return f"its graph raises {type(error).__name__}: {_first_line(error)}"
+        try:
+            value = graph_module.run_graph(*copies)
+        except Exception as error:
+            return f"its graph raises {type(error).__name__}: {_first_line(error)}"
         return (
             difference(value, result, "output")
             or difference(copies, inputs, "inputs")

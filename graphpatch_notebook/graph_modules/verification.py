@@ -125,7 +125,7 @@ class _Verifier:
         if reason is not None:
             self.reasons[graph_module] = reason
             return run()
-        result = belief.examine(graph_module, key, args, kwargs, run)
+        result = belief.examine(graph_module, key, args, kwargs, run, is_alone=True)
         self.reasons[graph_module] = graph_module.belief.verdicts[key]
         return result
 

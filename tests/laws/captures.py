@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from graphpatch_notebook import CustomPatch, PatchableGraph
+from graphpatch_notebook import CustomPatch, GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from tests.zoo import CASES, Call, Case, seed_all
@@ -97,11 +97,13 @@ def run(module: Callable[..., Any], call: Call) -> Any:
 
 
 def outcome(module: Callable[..., Any], call: Call) -> Any:
-    """As `run`, but an edit may well break a model: then what comes back is the type and text of its exception."""
+    """As `run`, but an edit may well break a model: then `"raises"` comes back, whatever the exception is."""
     try:
         return run(module, call)
-    except Exception as error:  # whatever the model raises
-        return type(error), str(error)
+    except GraphPatchWarning:
+        raise
+    except Exception:  # of whatever kind the edited model raises
+        return "raises"
 
 
 def each_case(applies: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
@@ -113,6 +115,14 @@ def each_case(applies: Callable[[Case], bool] = lambda case: True) -> pytest.Mar
 def leaves_its_state_alone(case: Case) -> bool:
     """A run does not change the model: the state before can be compared with the state after."""
     return not case.mutates_state
+
+
+def runs_the_same_code_again(case: Case) -> bool:
+    """A second run on the same inputs comes to every operation of the first.
+
+    Tables cached by shape, and weights that a lazy layer initialises, are made in the first run only.
+    """
+    return case.name not in ("awkward-cached-by-shape", "awkward-lazy-child")
 
 
 def identity(any_shape: bool = False) -> CustomPatch:

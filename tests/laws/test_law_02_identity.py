@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook import PatchNotFiredWarning, ProbePatch
-from tests.laws.captures import Capture, capture_of, each_call, each_case, identity, run
+from tests.laws.captures import Capture, capture_of, each_call, each_case, identity, run, runs_the_same_code_again
 from tests.zoo import Call, Case
 from tests.zoo.values import bit_equal, flatten
 
@@ -18,14 +18,6 @@ from tests.zoo.values import bit_equal, flatten
 def has_fast_paths(case: Case) -> bool:
     """Without autograd torch runs fused kernels, which a function mode switches off: another path than with it."""
     return case.tolerance > 0
-
-
-def runs_the_same_code_again(case: Case) -> bool:
-    """A second run on the same inputs comes to every operation of the first.
-
-    Tables cached by shape, and weights that a lazy layer initialises, are made in the first run only.
-    """
-    return case.name not in ("awkward-cached-by-shape", "awkward-lazy-child")
 
 
 def _identity_everywhere(capture: Capture, call: Call) -> Any:

@@ -1,0 +1,94 @@
+"""Names are labels that a person finds in the source: they do not depend on what else the model did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph
+from tests.zoo import case_by_name
+
+
+def names(pg: PatchableGraph) -> list[str]:
+    return [path for path, node in pg.nodes.items() if not node.is_plumbing]
+
+
+def captured(name: str) -> PatchableGraph:
+    case = case_by_name(name)
+    call = case.example()
+    return PatchableGraph(case.build(), *call.args, **call.kwargs)
+
+
+def test_the_names_that_everybody_knows_in_gpt2() -> None:
+    paths = set(captured("gpt2-eager").nodes)
+    assert "transformer.h_0.mlp.act.mul_3" in paths
+    assert "transformer.h_0.mlp.act.mul_4" not in paths
+    assert {f"transformer.h_1.attn.{name}" for name in ("query_states", "key_states", "value_states")} <= paths
+    assert {"transformer.h_1.attn.attn_weights", "transformer.h_1.attn.c_proj.weight"} <= paths
+
+
+def test_the_names_of_a_llama() -> None:
+    paths = set(captured("llama-eager").nodes)
+    assert {"model.layers_0.self_attn.q_embed", "model.layers_1.mlp.down_proj.linear", "lm_head.output"} <= paths
+    assert {"model.layers_0.input_layernorm.variance", "model.layers_0.position_embeddings|sub_0"} <= paths
+
+
+class Shadowing(nn.Module):
+    """A child called `output`, an input called like a parameter, variables called like both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, scale: Tensor, add: Tensor) -> Tensor:
+        weight = scale * self.scale
+        output = self.output(weight)
+        scale = output + add
+        return scale + 1
+
+
+def test_the_models_own_names_come_first() -> None:
+    pg = PatchableGraph(Shadowing(), torch.ones(2), torch.ones(2))
+    kinds = {path: node.kind for path, node in pg.nodes.items() if "." not in path}
+    assert kinds == {
+        "scale": "input",
+        "add": "input",
+        "scale_1": "parameter",
+        "weight": "op",
+        "scale_2": "op",
+        "add_1": "op",
+        "output_1": "output",
+    }
+    assert "output.output" in pg.nodes
+
+
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama-eager", "bert-eager", "t5-eager", "torch-resnet"])
+def test_names_are_the_same_for_other_inputs_of_the_same_kind(name: str) -> None:
+    case = case_by_name(name)
+    model = case.build()
+    expected = names(captured(name))
+    variants = case.variants(model)
+    for variant in [v for v in variants if v in ("other_size", "one_token")]:
+        call = variants[variant]
+        assert names(PatchableGraph(model, *call.args, **call.kwargs)) == expected
+
+
+def helper(x: Tensor) -> Tensor:
+    shifted = x + 1
+    return shifted * 2
+
+
+class CallsHelperTwice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x) + helper(x - 1)
+
+
+def test_two_calls_of_one_helper_stay_apart() -> None:
+    pg = PatchableGraph(CallsHelperTwice(), torch.ones(2))
+    assert [p for p in names(pg) if p.startswith("shifted")] == ["shifted", "shifted_1"]
+    sites = {node.name: node.site for node in pg._root_frame.nodes if node.name.startswith("shifted")}
+    assert sites["shifted"] is not sites["shifted_1"]
+    lines = [line.text for line in pg.nodes["shifted_1"].source_lines]
+    assert lines == ["return helper(x) + helper(x - 1)", "shifted = x + 1"]

@@ -1,0 +1,133 @@
+"""Options of the capture: what is skipped, what fails and how, what is not reached."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CaptureError,
+    CompilationWarning,
+    CompiledGraphModule,
+    ExtractionOptions,
+    OpaqueGraphModule,
+    PatchableGraph,
+    UnusedModule,
+    ZeroPatch,
+)
+from tests.zoo import case_by_name
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x) + self.offset)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Inner()
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+X = torch.ones(2, 3)
+
+
+def test_a_skipped_class_is_opaque_and_its_boundary_and_children_can_be_patched() -> None:
+    model = Outer().eval()
+    pg = PatchableGraph(model, ExtractionOptions(classes_to_skip_compiling={Inner}), X)
+    assert isinstance(pg._graph_module.inner, OpaqueGraphModule)
+    assert isinstance(pg._graph_module.inner.linear, CompiledGraphModule)
+    assert "skip" in pg._graph_module.inner.reason
+    inner = [path for path in pg.nodes if path.startswith("inner.") and path.count(".") == 1]
+    assert inner == ["inner.x", "inner.offset", "inner.output"]
+    with pg.patch({"inner.linear.output": ZeroPatch(), "inner.offset": AddPatch(1.0)}):
+        assert torch.equal(pg(X), torch.full((2, 3), 4.0))
+
+
+def test_skipping_everything_leaves_every_boundary() -> None:
+    pg = PatchableGraph(Outer().eval(), ExtractionOptions(skip_compilation=True), X)
+    assert all(frame.opaque_reason for frame in pg._root_frame.walk())
+    assert not any(node.kind == "op" for node in pg.nodes.values())
+    with pg.patch({"inner.output": ZeroPatch()}):
+        assert torch.equal(pg(X), torch.zeros(2, 3))
+
+
+def test_opaque_modules_honour_train_and_eval() -> None:
+    model = Outer().eval()
+    pg = PatchableGraph(model, ExtractionOptions(skip_compilation=True), X)
+    assert torch.equal(pg(X), pg(X))
+    pg.train()
+    torch.manual_seed(1)
+    first = pg(X)
+    assert not torch.equal(first, pg(X))
+
+
+def fails(module: nn.Module) -> fx.Graph:
+    raise LookupError("no graph today")
+
+
+def test_a_failing_extraction_function_falls_back_in_silence() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pg = PatchableGraph(Outer().eval(), ExtractionOptions(custom_extraction_functions={Inner: fails}), X)
+    assert "inner.linear.linear" in pg.nodes
+
+
+def test_or_with_a_warning() -> None:
+    options = ExtractionOptions(custom_extraction_functions={Inner: fails}, warn_on_compilation_failure=True)
+    with pytest.warns(CompilationWarning, match="'inner' was captured without its custom graph: LookupError: no graph"):
+        PatchableGraph(Outer().eval(), options, X)
+
+
+def test_or_as_the_original_error() -> None:
+    options = ExtractionOptions(
+        custom_extraction_functions={Inner: fails}, error_on_compilation_failure=True, allow_unused_submodules=True
+    )
+    with pytest.raises(LookupError, match="no graph today"):
+        PatchableGraph(Outer().eval(), options, X)
+
+
+def test_unused_submodules_are_fine_unless_errors_are_asked_for() -> None:
+    assert isinstance(PatchableGraph(Outer().eval(), X)._graph_module.unused, UnusedModule)
+    with pytest.raises(CaptureError, match="do not reach these submodules: unused"):
+        PatchableGraph(Outer().eval(), ExtractionOptions(error_on_compilation_failure=True), X)
+    options = ExtractionOptions(error_on_compilation_failure=True, allow_unused_submodules=True)
+    PatchableGraph(Outer().eval(), options, X)
+    with pytest.raises(CaptureError, match="allow_unused_submodules=True"):
+        PatchableGraph(Outer().eval(), ExtractionOptions(allow_unused_submodules=False), X)
+
+
+def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was() -> None:
+    model = Outer().eval()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        PatchableGraph(model, torch.ones(2, 5))
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_every_frame_of_the_transformers_models_is_compiled() -> None:
+    for name in ("gpt2-eager", "llama-sdpa", "t5-eager", "mamba", "clip-eager", "whisper-sdpa", "deberta-v2-eager"):
+        case = case_by_name(name)
+        call = case.example()
+        pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
+        assert [frame.path for frame in pg._root_frame.walk() if frame.opaque_reason] == []
+
+
+def test_things_that_are_no_module_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
+        PatchableGraph(lambda x: x, X)  # type: ignore[arg-type]
