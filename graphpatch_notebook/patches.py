@@ -179,10 +179,6 @@ class ReplacePatch(_SlicePatch):
 class ProbePatch(Patch[Any]):
     """Keeps the value of the node, which stays as it is.
 
-    Attributes:
-        activation: The value from the last time the node came up; `None` before. It is the model's own tensor, not a
-            copy, so that gradients reach it, unless the model writes into it later: then it is a copy made in time.
-
     Example:
         >>> probe = ProbePatch()
         >>> probe.op(torch.ones(1))
@@ -192,19 +188,31 @@ class ProbePatch(Patch[Any]):
     """
 
     observes_only: ClassVar[bool] = True
-    activation: Any = field(default=None, init=False, repr=False)
+    _kept: Any = field(default=None, init=False, repr=False)
+    _version: int | None = field(default=None, init=False, repr=False)
 
     def op(self, original_output: Any) -> Any:
-        self.activation = original_output
+        self._kept = original_output
+        self._version = _version(original_output)
         return original_output
+
+    @property
+    def activation(self) -> Any:
+        """The value from the last time the node came up; `None` before.
+
+        It is the model's own tensor, not a copy, so that gradients reach it, unless the model writes into it later:
+        then it is a copy made in time.
+
+        Raises:
+            PatchValueError: The model wrote into the tensor through another one that shares its memory.
+        """
+        _check_unchanged(self._kept, self._version)
+        return self._kept
 
 
 @dataclass(eq=False)
 class RecordPatch(Patch[Any]):
     """Keeps the value of the node each time that it comes up, in order; the value stays as it is.
-
-    Attributes:
-        activations: The values so far, as `ProbePatch.activation` holds them.
 
     Example:
         >>> record = RecordPatch()
@@ -214,11 +222,42 @@ class RecordPatch(Patch[Any]):
     """
 
     observes_only: ClassVar[bool] = True
-    activations: list[Any] = field(default_factory=list, init=False, repr=False)
+    _kept: list[Any] = field(default_factory=list, init=False, repr=False)
+    _versions: dict[int, int | None] = field(default_factory=dict, init=False, repr=False)
 
     def op(self, original_output: Any) -> Any:
-        self.activations.append(original_output)
+        self._kept.append(original_output)
+        self._versions[id(original_output)] = _version(original_output)
         return original_output
+
+    @property
+    def activations(self) -> list[Any]:
+        """The values so far, as `ProbePatch.activation` has them; clear the list to begin anew.
+
+        Raises:
+            PatchValueError: The model wrote into one of the tensors through another one that shares its memory.
+        """
+        for value in self._kept:
+            _check_unchanged(value, self._versions.get(id(value)))
+        return self._kept
+
+
+def _version(value: Any) -> int | None:
+    """Returns how often a tensor was written into; `None` where torch does not count that."""
+    try:
+        return value._version  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):  # no tensor; an inference tensor
+        return None
+
+
+def _check_unchanged(value: Any, version: int | None) -> None:
+    # A parameter is the model's state: an optimizer's step is no news.
+    if version is None or value._version == version or (value.is_leaf and value.requires_grad):
+        return
+    raise PatchValueError(
+        f"the tensor of shape {tuple(value.shape)} that was kept has been written into since, through another one that "
+        "shares its memory; keep a copy: CustomPatch(custom_op=lambda t: kept.append(t.clone()) or t)"
+    )
 
 
 @dataclass(eq=False)

@@ -240,16 +240,14 @@ class FrameRecorder:
         return result
 
     def _mark_mutated(self, tensor: Tensor) -> None:
+        """Marks the nodes whose values change with `tensor`: all that share its memory, in all running frames."""
         is_view = tensor._is_view()
-        for value in (tensor, tensor._base) if is_view else (tensor,):
-            for frame in self.recorder.stack:
-                ref = frame._lookup(value)
-                node = ref.node if ref is not None else None
-                while node is not None:
-                    node.is_mutated_later = True
-                    node.is_view_filled_later |= is_view and value is tensor
-                    inner = node.frame
-                    node = inner.output_node if inner is not None and inner.nodes else None
+        memory = _memory(tensor)
+        for frame in self.recorder.stack:
+            for alive, ref in frame._values.values():
+                value = alive()
+                if value is tensor or (memory is not None and _memory(value) == memory):
+                    _mark_node(ref.node, is_filled_view=is_view and value is tensor)
 
     def _add_size_read(self, node: Node, result: Any, variable: Assigned) -> Any:
         node.spec = describe(result)
@@ -290,6 +288,24 @@ class FrameRecorder:
         )  # fmt: skip
         self.record.nodes.append(node)
         return Size.of(result, self, Ref(node))
+
+
+def _mark_node(node: Node | None, is_filled_view: bool) -> None:
+    while node is not None:
+        node.is_mutated_later = True
+        node.is_view_filled_later |= is_filled_view
+        inner = node.frame  # the value of a call is that of the output node inside, too
+        node = inner.output_node if inner is not None and inner.nodes else None
+
+
+def _memory(value: Any) -> int | None:
+    """Returns what tells the memory of a tensor from that of others; `None` where it has none of its own."""
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return value.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _is_recorded(name: str, result: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -33,6 +33,9 @@ from graphpatch_notebook.execution.stand_in import StandIn
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import runs_hooks, without_torch_functions
 from graphpatch_notebook.values import replaced
+
+
+_UNSEEN = nullcontext()
 
 
 class FrameRun:
@@ -62,6 +65,8 @@ class Run:
         self._awaiting_output: dict[int, list[FramePlan]] = {}
         self._warned: set[int] = set()
         self._mode: LiveMode | None = None
+        # Asked at the start: reentrant checkpointing itself switches gradients off.
+        self._may_be_checkpointed = torch.is_grad_enabled()
         self.is_checkpointed = False
 
     # -- module calls --------------------------------------------------------------------------------------------------
@@ -76,7 +81,7 @@ class Run:
             if plan is None:
                 return invoke(forward, args, kwargs)
             self.reached.add(id(plan.frame))
-            if not self.is_checkpointed and _is_in_checkpoint():
+            if self._may_be_checkpointed and not self.is_checkpointed and _is_in_checkpoint():
                 self.is_checkpointed = True
             hooks_follow = bool(plan.output) and self._hooks_follow(module)
             output = self._run(plan, forward, args, kwargs)
@@ -191,7 +196,11 @@ class Run:
         self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for name, entries in plan.inputs.items():
-            given = given_input(plan.frame.parameters, name, args, kwargs)
+            position = plan.position_of(name)
+            if 0 <= position < len(args):
+                given = args[position]
+            else:
+                given = given_input(plan.frame.parameters, name, args, kwargs)
             value = self._apply(entries, given)
             if value is not given:
                 args, kwargs = with_input(plan.frame.parameters, name, value, args, kwargs)
@@ -245,12 +254,13 @@ class Run:
         shape = entry.observed_shape
         if shape is None or not isinstance(value, Tensor):
             return False
-        with without_torch_functions():
+        # Reading the shape is a torch call like any other, and would be seen.
+        with _UNSEEN if self._mode is None else without_torch_functions():
             if value.shape != shape:
                 return False
+            for patch in entry.patches:
+                patch.op(value)
         self.fired.add(id(entry))
-        for patch in entry.patches:
-            patch.op(value)
         return True
 
     def apply(self, entry: Entry, value: Any) -> Any:
@@ -340,6 +350,8 @@ class LiveMode(TorchFunctionMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
+        self.stack = run.stack
+        self.fired = run.fired
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -348,13 +360,12 @@ class LiveMode(TorchFunctionMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if entries is None:
             return result
-        if len(entries) == 1 and isinstance(result, Tensor):
-            # The short way of `is_observed`, written out: this runs for every op of a model that is probed whole.
-            entry = entries[0]
-            if entry.observed_shape is not None and not entry.is_special and result.shape == entry.observed_shape:
-                self.run.fired.add(id(entry))
-                for patch in entry.patches:
-                    patch.op(result)
+        entry = entries[0]
+        # The short way of `is_observed`, written out: this runs for every op of a model that is probed whole.
+        if entry.watch is not None and len(entries) == 1 and type(result) is Tensor:
+            if result.shape == entry.observed_shape:
+                self.fired.add(id(entry))
+                entry.watch(result)
                 return result
         return self._patched(entries, func, result, args, kwargs or {})
 
@@ -366,30 +377,33 @@ class LiveMode(TorchFunctionMode):
             result = apply(*args, **kwargs)
             return result if entries is None else self._patched(entries, apply, result, args, kwargs)
 
-    def _entries_at(self, python_frame: FrameType) -> list[Entry] | None:
-        """Returns the entries on the op that is called from `python_frame`, and counts that it came up."""
-        frame = self.run.stack[-1]
+    def _entries_at(self, leaf: FrameType) -> list[Entry] | None:
+        """Returns the entries on the op that is called from this Python frame, and counts that it came up."""
+        frame = self.stack[-1]
         plan = frame.plan
         if plan is None or not plan.leaves:
             return None
-        leaf = python_frame
-        by_offset = plan.leaves.get(id(leaf.f_code))
-        while by_offset is None:
+        codes = plan.by_lasti
+        by_lasti = codes.get(id(leaf.f_code))
+        while by_lasti is None:
             outer = call_sites.caller_of_hidden(leaf)
             if outer is None:
                 return None
             leaf = outer
-            by_offset = plan.leaves.get(id(leaf.f_code))
-        by_chain = by_offset.get(leaf.f_lasti)
+            by_lasti = codes.get(id(leaf.f_code))
+        by_chain = by_lasti.get(leaf.f_lasti)
         if by_chain is None:
-            # The interpreter's own offset, once its instruction is known, is kept beside the offset of that.
-            by_chain = by_offset[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
-        by_occurrence = by_chain.get(call_sites.chain_above(leaf)) if by_chain else None
+            by_offset = plan.leaves[id(leaf.f_code)]
+            by_chain = by_lasti[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
+        if not by_chain:
+            return None
+        by_occurrence = by_chain.get(call_sites.chain_above(leaf))
         if by_occurrence is None:
             return None
         key = id(by_occurrence)
-        occurrence = frame.occurrences.get(key, 0)
-        frame.occurrences[key] = occurrence + 1
+        occurrences = frame.occurrences
+        occurrence = occurrences.get(key, 0)
+        occurrences[key] = occurrence + 1
         return by_occurrence.get(occurrence)
 
     def _patched(

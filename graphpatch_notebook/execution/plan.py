@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import TensorSpec
 
@@ -28,6 +29,7 @@ class Entry:
         target: The value.
         patches: The patches, in order.
         observed_shape: The recorded shape, if the patches only look at the value and nothing else is to be done.
+        watch: The operation of the only patch, where all it does is to look at the result of a call.
         is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
     """
 
@@ -35,15 +37,20 @@ class Entry:
     patches: Sequence[Patch[Any]]
     observed_shape: torch.Size | None = None
     is_special: bool = False
+    watch: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         # The most common patch by far, on many nodes at once: entries that only look at a tensor take a short way.
         spec = self.target.spec
         is_plain = not self.target.dig and not self.target.node.is_mutated_later
-        if isinstance(spec, TensorSpec) and is_plain and all(patch.observes_only for patch in self.patches):
+        if isinstance(spec, TensorSpec) and is_plain and all(type(patch) in (ProbePatch, RecordPatch) for patch in self.patches):
             self.observed_shape = spec.shape
         self.is_special = self.target.node.is_in_place or self.target.node.element is not None
+        if self.observed_shape is not None and not self.is_special and len(self.patches) == 1:
+            self.watch = self.patches[0].op
 
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 OpEntries: TypeAlias = "dict[int, list[Entry]]"
 """The entries on the ops of one call site, by occurrence."""
@@ -61,8 +68,11 @@ class FramePlan:
         output: Entries on the output.
         leaves: Entries on ops by their call site: first its innermost step (id of the code object, then offset), then
             the steps above it, then the occurrence.
+        by_lasti: The same by the interpreter's own offsets, filled as these come up: specialised code has several
+            for one instruction.
         custom: Entries on the nodes of a custom graph, by the node's name.
         count: How many entries there are in this frame and below (of the root's plan only).
+        positions: What `position_of` found out.
         has_custom_graph: Whether a custom graph stands for this frame.
     """
 
@@ -72,8 +82,10 @@ class FramePlan:
     tensors: dict[str, list[Entry]] = field(default_factory=dict)
     output: list[Entry] = field(default_factory=list)
     leaves: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
+    by_lasti: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
     custom: dict[str, list[Entry]] = field(default_factory=dict)
     count: int = 0
+    positions: dict[str, int] = field(default_factory=dict)
 
     @property
     def has_custom_graph(self) -> bool:
@@ -83,6 +95,15 @@ class FramePlan:
     def sees_ops(self) -> bool:
         """Whether ops are patched, here or below."""
         return any(plan.leaves for plan in self.walk())
+
+    def position_of(self, name: str) -> int:
+        """Returns where a call gives the input `name` if it gives it by position; -1 where that is not so simple."""
+        found = self.positions.get(name)
+        if found is None:
+            kinds = {p.name: (i, p.kind) for i, p in enumerate(self.frame.parameters)}
+            position, kind = kinds[name]
+            found = self.positions[name] = position if kind in _POSITIONAL else -1
+        return found
 
     def walk(self) -> Iterator[FramePlan]:
         """Yields this plan and all below it."""
@@ -114,6 +135,7 @@ class FramePlan:
             assert node.site is not None
             (code, offset), *above = reversed(node.site.steps)
             chain = tuple(number for outer, at in above for number in (id(outer), at))
+            self.by_lasti.setdefault(id(code), {})
             by_chain = self.leaves.setdefault(id(code), {}).setdefault(offset, {})
             by_chain.setdefault(chain, {}).setdefault(node.occurrence, []).append(entry)
         else:

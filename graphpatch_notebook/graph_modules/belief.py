@@ -94,13 +94,11 @@ def _run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, A
     key, reason = signature(graph_module, args, kwargs)
     if reason is None:
         reason = belief.verdicts.get(key, _UNKNOWN)
-    if reason is _UNKNOWN or (reason is None and is_outermost and key not in belief.confirmed):
-        result = examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
-        if reason is _UNKNOWN:
-            next(_examinations)
-        elif belief.verdicts[key] is None:
-            belief.confirmed.add(key)
-        return result
+    if reason is _UNKNOWN:
+        next(_examinations)
+        return examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
+    if reason is None and is_outermost and key not in belief.confirmed:
+        return confirm(graph_module, key, args, kwargs)
     belief.reason = reason
     if reason is None:
         return graph_module.run_graph(args, kwargs)
@@ -164,6 +162,14 @@ def examine(
     return result
 
 
+def confirm(graph_module: RunnableGraph, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Examines a graph that is believed once more, now that those below it run; returns what the module returned."""
+    result = examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
+    if graph_module.belief.verdicts[key] is None:
+        graph_module.belief.confirmed.add(key)
+    return result
+
+
 def _prepared(
     graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ModuleState | None, Any, str | None]:
@@ -211,7 +217,10 @@ def is_believed(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict
         key = (input_key(args, kwargs), settings_key())
     except UnseenError:
         return False
-    return any(reason is None and known == key for known, reason in graph_module.belief.verdicts.items())
+    belief = graph_module.belief
+    if graph_module.frame.parent is None:
+        return any(known == key for known in belief.confirmed)
+    return any(reason is None and known == key for known, reason in belief.verdicts.items())
 
 
 # -- what the user is told ---------------------------------------------------------------------------------------------
@@ -253,6 +262,16 @@ _INSIDE = (
     os.path.dirname(contextlib.__file__) + os.sep + "contextlib",
     "<graphpatch",
 )
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """Keeps to itself which graphs are refused in the block."""
+    token = _refusals.set([])
+    try:
+        yield
+    finally:
+        _refusals.reset(token)
 
 
 def _report(graph_module: RunnableGraph, reason: str) -> None:

@@ -168,11 +168,16 @@ class _Builder:
 
     def _output(self, value: Any, spec: ValueSpec | None) -> Any:
         """Returns how the recorded output stands in the graph; a `torch.Size` is recorded as a tuple of its sizes."""
-        if type(value) is tuple and isinstance(spec, ContainerSpec) and len(spec.children) == len(value):
-            if spec.type is torch.Size:
-                return self.graph.create_node("call_function", torch.Size, (self._value(value),), name="size")
-            return tuple([self._output(v, s) for v, (_, _, s) in zip(value, spec.children, strict=True)])
-        return self._value(value)
+        if not isinstance(spec, ContainerSpec) or type(value) not in (tuple, list, dict):
+            return self._value(value)
+        if spec.type is torch.Size:
+            return self.graph.create_node("call_function", torch.Size, (self._value(value),), name="size")
+        specs = [child for _, _, child in spec.children]
+        if len(specs) != len(value) or (type(value) is dict and any(type(key) not in _PRINTABLE for key in value)):
+            return self._value(value)
+        if type(value) is dict:
+            return {key: self._output(v, s) for (key, v), s in zip(value.items(), specs, strict=True)}
+        return type(value)([self._output(v, s) for v, s in zip(value, specs, strict=True)])
 
     def _value(self, value: Any) -> Any:
         """Returns how a recorded argument stands in the graph."""

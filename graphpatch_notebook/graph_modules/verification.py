@@ -84,17 +84,32 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     Raises:
         Exception: Whatever the model raises on these inputs.
     """
-    args, kwargs = copied((args, kwargs))
     verifier = _Verifier(root)
     state = ModuleState(root.frame.module)
+    first, second = copied((args, kwargs)), copied((args, kwargs))
     swapped = swap(reachable_modules(root.frame.module))
     try:
         with observed_by(verifier):
-            root.frame.module(*args, **kwargs)
+            root.frame.module(*first[0], **first[1])
     finally:
         unswap(swapped)
         state.restore()
+    if isinstance(root, RunnableGraph) and verifier.reasons.get(root, "") is None:
+        try:
+            verifier.reasons[root] = _whole(root, *second)
+        finally:
+            state.restore()
     return VerificationReport(tuple(_report(g, verifier.reasons) for g in _walk(root)))
+
+
+def _whole(root: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Returns why the graphs do not equal the model when all of them run together, if they do not."""
+    key, reason = belief.signature(root, args, kwargs)
+    if reason is None:
+        with belief.unreported():
+            belief.confirm(root, key, args, kwargs)
+        reason = root.belief.verdicts[key]
+    return reason
 
 
 class _Verifier:

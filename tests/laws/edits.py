@@ -74,7 +74,9 @@ def random_change(shape: torch.Size, dtype: torch.dtype, rng: random.Random) -> 
     if kind == "zero":
         return Change(kind)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    return Change(kind, torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype))
+    return Change(
+        kind, torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ def edited(value: Any, dig: tuple[str, ...], edit: Callable[[Tensor], Tensor]) -
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     result = copy.copy(value)
     if isinstance(value, Mapping):
-        result[next(k for k in value if str(k) == key)] = edited(value[key] if key in value else value[int(key)], rest, edit)
+        result[next(k for k in value if str(k) == key)] = edited(
+            value[key] if key in value else value[int(key)], rest, edit
+        )
     else:
         object.__setattr__(result, key, edited(getattr(value, key), rest, edit))
     return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import functools
 import gc
 import random
@@ -36,10 +37,14 @@ Code = types.CodeType
 
 @dataclass(frozen=True)
 class Place:
-    """The expression of an op: the function to compile anew, and where the expression is in its file."""
+    """The expression of an op: the functions to give new code (several closures may share one), and its lines."""
 
-    function: types.FunctionType
+    functions: tuple[types.FunctionType, ...]
     span: Span
+
+    @property
+    def code(self) -> Code:
+        return self.functions[0].__code__
 
 
 def source_edits(capture: Capture, count: int) -> Iterator[Edit]:
@@ -56,37 +61,44 @@ def source_edits(capture: Capture, count: int) -> Iterator[Edit]:
 
 
 def editable_ops(capture: Capture) -> Iterator[tuple[Frame, Node, Place]]:
-    """Yields the ops that this oracle can edit."""
+    """Yields the ops that this oracle can edit: what a frame evaluates just once."""
     for frame in capture.frames_called_once():
+        if _multiplies_groups(frame):
+            continue
         nodes = [node for node in frame.nodes if node.kind == "op" and node.is_live and node.site is not None]
-        at_leaf = Counter(node.site.leaf for node in nodes if node.site is not None and node.element is None)
-        for node in nodes:
-            assert node.site is not None
-            if at_leaf[node.site.leaf] != 1 or not isinstance(node.spec, TensorSpec) or _is_table_of_experts(frame, node):
-                continue
-            if (place := place_of(node)) is not None:
+        spans = [_span_of(node) for node in nodes]
+        evaluations = Counter(span for node, span in zip(nodes, spans, strict=True) if node.element is None)
+        for node, span in zip(nodes, spans, strict=True):
+            is_tensor = isinstance(node.spec, TensorSpec) and not node.is_view_filled_later
+            if evaluations[span] == 1 and is_tensor and (place := place_of(node)) is not None:
                 yield frame, node, place
 
 
-def _is_table_of_experts(frame: Frame, node: Node) -> bool:
-    """Wrong indices make the grouped products of experts read beyond their memory: eager itself gives random numbers."""
-    is_index = isinstance(node.spec, TensorSpec) and not node.spec.dtype.is_floating_point
-    return is_index and "Experts" in type(frame.module).__name__
+def _multiplies_groups(frame: Frame) -> bool:
+    """Edited group tables make the grouped products of experts read beyond their memory: eager gives random numbers."""
+    return "Experts" in type(frame.module).__name__ and "offsets" in frame.names
+
+
+def _span_of(node: Node) -> tuple[str, Span | None]:
+    """Where the expression of an op is: several instructions may have one (the condition of a `while`)."""
+    assert node.site is not None
+    code, offset = node.site.leaf
+    start, end, column, end_column = list(code.co_positions())[offset // 2]
+    known = start is not None and end is not None and column is not None and end_column is not None
+    return code.co_filename, (start, column, end, end_column) if known else None  # type: ignore[return-value]
 
 
 def place_of(node: Node) -> Place | None:
     """Returns where the expression of an op is in the source, if it is there."""
     assert node.site is not None
-    code, offset = node.site.leaf
-    start, end, column, end_column = list(code.co_positions())[offset // 2]
-    function = _function_around(code, node.site.steps)
-    if function is None or start is None or end is None or column is None or end_column is None:
+    _, span = _span_of(node)
+    functions = _functions_around(node.site.leaf[0], node.site.steps)
+    if span is None or not functions:
         return None
-    span = (start, column, end, end_column)
-    tree = _definition(function)
+    tree = _definition(functions[0].__code__)
     if tree is None or not any(_is_value(part) and _span(part) == span for part in ast.walk(tree)):
         return None
-    return Place(function, span)
+    return Place(tuple(functions), span)
 
 
 # -- the source of a function ------------------------------------------------------------------------------------------
@@ -105,13 +117,14 @@ def _parsed(file: str) -> ast.Module | None:
     return ast.parse(Path(file).read_text("utf-8")) if Path(file).is_file() else None
 
 
-def _definition(function: types.FunctionType) -> ast.AST | None:
-    """The statement at the top of the file that `function` is defined in: itself, or its class."""
-    code = function.__code__
+def _definition(code: Code) -> ast.AST | None:
+    """The statement at the top of the file that a function is defined in: itself, or its class."""
     tree = _parsed(code.co_filename)
     if tree is None:
         return None
-    return next((s for s in tree.body if s.lineno - 20 <= code.co_firstlineno <= (s.end_lineno or 0) and _holds(s, code)), None)
+    return next(
+        (s for s in tree.body if s.lineno - 20 <= code.co_firstlineno <= (s.end_lineno or 0) and _holds(s, code)), None
+    )
 
 
 def _holds(statement: ast.AST, code: Code) -> bool:
@@ -123,33 +136,27 @@ def _first_line(part: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return min([part.lineno, *(decorator.lineno for decorator in part.decorator_list)])
 
 
-def _function_around(code: Code, steps: tuple[tuple[Code, int], ...]) -> types.FunctionType | None:
-    """The living function that has this code, or that defines the function that has it (a comprehension, a closure)."""
-    for outer, _ in (*reversed(steps),):
-        is_around = outer is code or (outer.co_filename == code.co_filename and _inside(outer, code))
-        if is_around and (function := _functions().get(id(outer))) is not None:
-            return function
-    return None
+def _functions_around(code: Code, steps: tuple[tuple[Code, int], ...]) -> list[types.FunctionType]:
+    """The living functions that have this code, or that define the function that has it (a comprehension, a closure)."""
+    for outer, _ in reversed(steps):
+        if (outer is code or _is_inside(code, outer)) and (functions := _living.get(id(outer))):
+            return functions
+    return []
 
 
-def _inside(outer: Code, code: Code) -> bool:
-    return any(part is code or _inside(part, code) for part in outer.co_consts if isinstance(part, Code))
+def _is_inside(code: Code, outer: Code) -> bool:
+    return any(part is code for part in _codes(outer))
 
 
-_known: dict[int, types.FunctionType] = {}
-
-
-def _functions() -> dict[int, types.FunctionType]:
-    """The living functions by the id of their code."""
-    return _known
+_living: dict[int, list[types.FunctionType]] = {}
 
 
 def find_functions() -> None:
-    """Looks for living functions anew: models and their sources were imported since."""
-    _known.clear()
+    """Looks for living functions, by the id of their code: models were built, and their files imported, since."""
+    _living.clear()
     for found in gc.get_objects():
         if type(found) is types.FunctionType:
-            _known.setdefault(id(found.__code__), found)
+            _living.setdefault(id(found.__code__), []).append(found)
 
 
 # -- editing it --------------------------------------------------------------------------------------------------------
@@ -170,10 +177,8 @@ class _Wrap(ast.NodeTransformer):
 
 
 def _edited_code(place: Place) -> Code:
-    import copy
-
-    code = place.function.__code__
-    definition = copy.deepcopy(_definition(place.function))
+    code = place.code
+    definition = copy.deepcopy(_definition(code))
     wrapped = ast.Module([_Wrap(place.span).visit(definition)], [])
     compiled = compile(ast.fix_missing_locations(wrapped), code.co_filename, "exec", dont_inherit=True)
     return next(
@@ -202,14 +207,16 @@ def source_edited(place: Place, reference: nn.Module, module: nn.Module, node: N
         value.copy_(change.edit(value))
         return value
 
-    before = place.function.__code__
+    before, after = place.code, _edited_code(place)
     builtins.__edit__ = edit  # type: ignore[attr-defined]
-    place.function.__code__ = _edited_code(place)
+    for function in place.functions:
+        function.__code__ = after
     try:
         with _forwards_noted(reference) as running:
             yield
     finally:
-        place.function.__code__ = before
+        for function in place.functions:
+            function.__code__ = before
         del builtins.__edit__  # type: ignore[attr-defined]
 
 
