@@ -151,23 +151,44 @@ def examine(
     """
     before, copies, reason = _prepared(graph_module, args, kwargs)
     result = run_module()
-    if reason is None and before is not None:
+    if before is not None:
         reason = before.unrepeatable_change()
-        with live_only() if is_alone else contextlib.nullcontext():
-            reason = reason or _compare(graph_module, before, copies, (args, kwargs), result)
-    belief = graph_module.belief
-    belief.verdicts[key] = belief.reason = reason
-    if reason is not None:
-        _report(graph_module, reason)
+        if reason is None:
+            after = ModuleState(graph_module.frame.module)
+            before.restore()
+            with live_only() if is_alone else contextlib.nullcontext():
+                value, reason = _trial(graph_module, copies)
+            reason = reason or _difference(value, result, copies, (args, kwargs), graph_module, after)
+            after.restore()
+    _decide(graph_module, key, reason)
     return result
 
 
 def confirm(graph_module: RunnableGraph, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Examines a graph that is believed once more, now that those below it run; returns what the module returned."""
-    result = examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
-    if graph_module.belief.verdicts[key] is None:
+    """Examines a graph that is believed once more, now that those below it run; returns what the module returned.
+
+    This time the graph goes first: what the module leaves behind in globals must not be there for the graph to find.
+    """
+    before, copies, reason = _prepared(graph_module, args, kwargs)
+    value: Any = None
+    trial: ModuleState | None = None
+    if before is not None:
+        value, reason = _trial(graph_module, copies)
+        trial = ModuleState(graph_module.frame.module)
+        before.restore()
+    result = run_live(graph_module, args, kwargs)
+    if reason is None and trial is not None:
+        reason = _difference(value, result, copies, (args, kwargs), graph_module, trial)
+    _decide(graph_module, key, reason)
+    if reason is None:
         graph_module.belief.confirmed.add(key)
     return result
+
+
+def _decide(graph_module: RunnableGraph, key: Hashable, reason: str | None) -> None:
+    graph_module.belief.verdicts[key] = graph_module.belief.reason = reason
+    if reason is not None:
+        _report(graph_module, reason)
 
 
 def _prepared(
@@ -179,24 +200,26 @@ def _prepared(
         return None, None, f"its inputs cannot be copied ({type(error).__name__}: {error})"
 
 
-def _compare(graph_module: RunnableGraph, before: ModuleState, copies: Any, inputs: Any, result: Any) -> str | None:
-    """Runs the graph on copies of the inputs; returns in what it differs from the module, if it does."""
-    after = ModuleState(graph_module.frame.module)
-    before.restore()
+def _trial(graph_module: RunnableGraph, copies: Any) -> tuple[Any, str | None]:
+    """Runs the graph on copies of the inputs: its value, and what went wrong."""
     try:
-        try:
-            value = graph_module.run_graph(*copies)
-        except Exception as error:
-            return f"its graph raises {type(error).__name__}: {_first_line(error)}"
+        return graph_module.run_graph(*copies), None
+    except Exception as error:
+        return None, f"its graph raises {type(error).__name__}: {_first_line(error)}"
+
+
+def _difference(
+    value: Any, result: Any, copies: Any, inputs: Any, graph_module: RunnableGraph, other: ModuleState
+) -> str | None:
+    """Returns in what graph and module differ, if they do: the one of them that ran last left the state as it is."""
+    try:
         return (
             difference(value, result, "output")
             or difference(copies, inputs, "inputs")
-            or ModuleState(graph_module.frame.module).difference(after)
+            or ModuleState(graph_module.frame.module).difference(other)
         )
     except (RuntimeError, NotImplementedError) as error:  # the tensors of `torch.func`
         return f"its values cannot be compared ({_first_line(error)})"
-    finally:
-        after.restore()
 
 
 def _first_line(error: Exception) -> str:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.graph_modules.outer_values import outer_values
 from graphpatch_notebook.values import children
 
 _PLAIN = (
@@ -107,7 +107,7 @@ class Watch:
         near = list(_near(module, called))
         self.flags = [flag for m in near for flag in _flags(m)]
         self._forward = original_forward(module)
-        self._outer = list(_outer_values(module, self._forward))
+        self._outer = list(outer_values(module, self._forward))
         self._classes = [(m, m.__class__) for m in near]
         self._registries = [registry for m in near for registry in (m._parameters, m._buffers) if registry]
         self._kinds = [_tensor_kinds(registry) for registry in self._registries]
@@ -182,8 +182,8 @@ def _insides(state: dict[str, Any]) -> Iterator[Any]:
             yield inside
 
 
-# Parameters and buffers are used as they are at the time.
-_NOT_LOOKED_INTO = frozenset({"_parameters", "_buffers"})
+# Parameters and buffers are used as they are at the time, and what accelerate loads too.
+_NOT_LOOKED_INTO = frozenset({"_parameters", "_buffers", "_hf_hook"})
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -194,6 +194,8 @@ _KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook."
 
 def _hook_problem(called: Iterable[Module]) -> str | None:
     for module in called:
+        if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
+            return f"a {type(hook).__name__} on a {type(module).__name__} that it calls would not run"
         for name in _HOOKS:
             for hook in module.__dict__.get(name, {}).values():
                 if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
@@ -203,42 +205,6 @@ def _hook_problem(called: Iterable[Module]) -> str | None:
 
 def _without_swaps(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in _OWN_SWAPS}
-
-
-def _outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[Callable[[], Any], Any]]:
-    """Yields the plain values and tensors that the module's own functions read from outside: globals, closures."""
-    for function in _functions(module, forward):
-        where = function.__globals__
-        for name in function.__code__.co_names:
-            if type(value := where.get(name, _ABSENT)) in _OUTER:
-                yield partial(where.get, name), value
-        for cell in function.__closure__ or ():
-            if type(value := _content(cell)) in _OUTER:
-                yield partial(_content, cell), value
-
-
-_OUTER = (bool, int, float, str, type(None), Tensor, torch.nn.Parameter)
-
-
-def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:
-    """Returns `forward`, what it decorates, functions that are attributes of the module, and those in closures."""
-    found: list[types.FunctionType] = []
-    waiting: list[Any] = [forward, *module.__dict__.values()]
-    while waiting:
-        function = waiting.pop()
-        function = getattr(function, "__func__", function)
-        if isinstance(function, types.FunctionType) and function not in found:
-            found.append(function)
-            waiting.append(getattr(function, "__wrapped__", None))
-            waiting += [_content(cell) for cell in function.__closure__ or ()]
-    return found
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return _ABSENT
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.graph_modules.outer_values import outer_containers
 from graphpatch_notebook.values import children
 
 _LARGE = 64 * 2**20
@@ -89,6 +91,10 @@ class ModuleState:
         self._objects = [dict(module._buffers) for module in self._modules]
         self._attributes = [_attributes(module) for module in self._modules]
         self._versions = [_versions(module) for module in self._modules]
+        self._outer = {
+            name: (container, container.copy())
+            for name, container in outer_containers(root, original_forward(root)).items()
+        }
         self._python_random = random.getstate()
         self._numpy_random = _numpy_state()
         self.random = RandomState()
@@ -100,6 +106,9 @@ class ModuleState:
                 return f"{type(module).__name__} changes its {name!r} while it runs"
             if _versions(module) != versions:
                 return f"{type(module).__name__} writes into its parameters while it runs"
+        for name, (container, content) in self._outer.items():
+            if not _is_same_container(container, content):
+                return f"it changes the global {name!r} while it runs"
         if random.getstate() != self._python_random or not _same_numpy_state(_numpy_state(), self._numpy_random):
             return "it draws random numbers of Python or numpy"
         return None
@@ -140,7 +149,9 @@ def _versions(module: Module) -> list[int]:
     return [
         _version(tensor)
         for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None and (tensor.numel() * tensor.element_size() > _LARGE or _is_parameter(tensor))
+        if not _is_offloaded(module)
+        and tensor is not None
+        and (tensor.numel() * tensor.element_size() > _LARGE or _is_parameter(tensor))
     ]
 
 
@@ -159,16 +170,23 @@ def _attributes(module: Module) -> dict[str, Any]:
     """Returns the attributes of a module, the insides of plain containers and objects among them."""
     found: dict[str, Any] = {}
     for name, value in module.__dict__.items():
+        if name in ("_parameters", "_buffers") and _is_offloaded(module):
+            continue
         if name in ("_parameters", "_buffers", "_modules"):
             found |= {f"{name}.{inner}": item for inner, item in value.items()}
-        elif name not in _FORWARDS:
+        elif name not in _NOT_STATE:
             found[name] = value
             found |= {f"{name}.{inner}": item for inner, item in _insides(value)}
     return found
 
 
-# These are swapped by this very package.
-_FORWARDS = ("forward", "_old_forward")
+def _is_offloaded(module: Module) -> bool:
+    # accelerate puts the weights in place for the length of each run of the module's forward.
+    return "_hf_hook" in module.__dict__
+
+
+# Forwards are swapped by this very package; the hook of accelerate keeps account of what it loaded.
+_NOT_STATE = ("forward", "_old_forward", "_hf_hook")
 _MANY = 1000
 
 
@@ -197,6 +215,13 @@ def _is_same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     return type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b
+
+
+def _is_same_container(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
+        return False
 
 
 def _numpy_state() -> Any:

@@ -12,9 +12,7 @@ from graphpatch_notebook.graph_modules import GraphModule, build_hierarchy
 from graphpatch_notebook.options import ExtractionOptions
 
 
-def graph_module(
-    module: nn.Module, *args: Any, options: ExtractionOptions | None = None, **kwargs: Any
-) -> GraphModule:
+def graph_module(module: nn.Module, *args: Any, options: ExtractionOptions | None = None, **kwargs: Any) -> GraphModule:
     """The hierarchy of graph modules of `module`, captured on these inputs."""
     return build_hierarchy(capture(module, options or ExtractionOptions(), args, kwargs))
 

@@ -88,7 +88,7 @@ def test_ops_are_written_as_people_write_them(function: Any, line: str) -> None:
     [
         lambda x: (1 - x, 2 / x, 2**x, x // 2, 3 // x, x % 2, 3 % x, x**2, 2 * x, x / 3, abs(x), ~(x > 0)),
         lambda x: (x.long() << 1, 1 << x.long(), x.long() >> 1, x.long() & 3, x.long() | 1, (x > 0) ^ True),
-        lambda x: (x == 1, x != 1, x < 1, 1 < x, x >= 1, +x, -x),
+        lambda x: (x == 1, x != 1, x < 1, x > 1, x >= 1, +x, -x),
         lambda x: torch.add(x, 1, out=torch.empty(2, 2)),
         lambda x: x.max(dim=0),
         lambda x: (x.real, x.data, x.mT, x.requires_grad_()),
@@ -149,12 +149,14 @@ _SENTINEL = object()
 
 
 class Signatures(nn.Module):
-    def forward(self, x: Tensor, /, y: Tensor, *rest: Any, flag: bool = False, act: Any = _SENTINEL, **more: Any) -> Any:
+    def forward(
+        self, x: Tensor, /, y: Tensor, *rest: Any, flag: bool = False, act: Any = _SENTINEL, **more: Any
+    ) -> Any:
         return x + y * 2 + (rest[0] if flag else 0) + more.get("z", 0)
 
 
 class KeywordsOnly(nn.Module):
-    def forward(this, self: Tensor, *, y: Tensor) -> Tensor:  # noqa: N805
+    def forward(this, self: Tensor, *, y: Tensor) -> Tensor:
         return self - y
 
 

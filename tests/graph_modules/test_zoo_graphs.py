@@ -76,7 +76,7 @@ def test_verified_graphs_equal_the_model(case: Case) -> None:
             assert frame.reason is not None or frame.status in ("equal", "not reached")
 
 
-TRANSFORMERS_WITHOUT_CACHE = ["bert-eager", "vit-eager", "distilbert-eager", "gpt2-eager", "opt-eager"]
+TRANSFORMERS_WITHOUT_CACHE = ["bert-eager", "roberta-eager", "vit-eager", "distilbert-eager"]
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_WITHOUT_CACHE)
@@ -85,7 +85,7 @@ def test_whole_transformers_run_as_graphs(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     model = case.build()
     call = case.example()
-    kwargs = {**call.kwargs, **({"use_cache": False} if "gpt2" in name or "opt" in name else {})}
+    kwargs = call.kwargs
     root = build_hierarchy(capture(model, ExtractionOptions(), call.args, kwargs))
     report = verify(root, call.args, kwargs)
     assert report.is_equal, str(report)

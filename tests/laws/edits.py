@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
+from graphpatch_notebook.nodes import NodeMeta
 from graphpatch_notebook.paths import parse_path
 from graphpatch_notebook.values import TensorSpec
 from tests.laws.captures import Capture, capture_of, outcome, run
@@ -79,13 +80,16 @@ def random_change(shape: torch.Size, dtype: torch.dtype, rng: random.Random) -> 
     )
 
 
+Oracle: TypeAlias = Callable[[Change], AbstractContextManager[None]]
+
+
 @dataclass(frozen=True)
 class Edit:
     """One edit: where it is (as a node path), what it is, and how to make it in a model without the package."""
 
     path: str
     change: Change
-    oracle: Callable[[Change], AbstractContextManager[None]]
+    oracle: Oracle
 
     def by_patch(self, capture: Capture, call: Call, change: Change | None = None, **settings: Any) -> Any:
         with capture.pg.patch({self.path: (change or self.change).patch(**settings)}):
@@ -228,17 +232,33 @@ def boundary_edits(capture: Capture, frame_count: int) -> Iterator[Edit]:
     """Edits of an output and of up to two inputs of some frames, the whole model among them, by hooks."""
     rng = capture.random("boundary")
     frames = frames_with_hooks(capture, capture.case.example())
-    chosen = [capture.pg._root_frame, *rng.sample(frames, min(frame_count, len(frames)))]
-    for frame in {id(frame): frame for frame in chosen if frame in frames}.values():
-        module = capture.counterpart(frame.module)
-        outputs, inputs = _tensor_paths(capture, frame, "output"), _tensor_paths(capture, frame, "input")
-        for path in rng.sample(outputs, min(1, len(outputs))):
-            dig = parse_path(path).dig
-            yield _edit(capture, path, rng, partial(output_edited, module, dig))
-        for path in rng.sample(inputs, min(2, len(inputs))):
-            parsed = parse_path(path)
-            name = frame.names[parsed.names[-1]].target
-            yield _edit(capture, path, rng, partial(input_edited, module, name, parsed.dig))
+    chosen = [frame for frame in frames if frame.parent is None] + rng.sample(frames, min(frame_count, len(frames)))
+    for frame in {id(frame): frame for frame in chosen}.values():
+        for meta, oracle in _at_boundary(capture, frame, rng):
+            yield Edit(meta.path, random_change(meta.shape, meta.dtype, rng), oracle)
+
+
+def variant_edits(capture: Capture, call_name: str, frame_count: int) -> Iterator[Edit]:
+    """The same on a call other than the example: of floating-point values only, and by numbers, in slices."""
+    rng = capture.random(call_name)
+    frames = frames_with_hooks(capture, capture.call(call_name))
+    for frame in rng.sample(frames, min(frame_count, len(frames))):
+        for meta, oracle in _at_boundary(capture, frame, rng):
+            if meta.dtype.is_floating_point:
+                index = rng.choice([None, (..., 0), 0])
+                yield Edit(meta.path, Change(rng.choice(["zero", "add", "replace"]), 0.5, index), oracle)
+
+
+def _at_boundary(capture: Capture, frame: Frame, rng: random.Random) -> Iterator[tuple[NodeMeta, Oracle]]:
+    module = capture.counterpart(frame.module)
+    where = ".".join(frame.path)
+    metas = [meta for meta in capture.pg.nodes.values() if meta.frame_path == where and meta.shape is not None]
+    outputs = [meta for meta in metas if meta.kind == "output"]
+    inputs = [meta for meta in metas if meta.kind == "input"]
+    for meta in rng.sample(outputs, min(1, len(outputs))):
+        yield meta, partial(output_edited, module, parse_path(meta.path).dig)
+    for meta in rng.sample(inputs, min(2, len(inputs))):
+        yield meta, partial(input_edited, module, frame.names[meta.name].target, parse_path(meta.path).dig)
 
 
 def tensor_edits(capture: Capture, count: int) -> Iterator[Edit]:
@@ -289,7 +309,7 @@ def argument_op_edits(capture: Capture, count: int) -> Iterator[Edit]:
 _HELD = ("parameter", "buffer")
 
 
-def _edit(capture: Capture, path: str, rng: random.Random, oracle: Callable[[Change], Any]) -> Edit:
+def _edit(capture: Capture, path: str, rng: random.Random, oracle: Oracle) -> Edit:
     meta = capture.pg.nodes[path]
     assert meta.shape is not None
     assert meta.dtype is not None
@@ -299,12 +319,6 @@ def _edit(capture: Capture, path: str, rng: random.Random, oracle: Callable[[Cha
 def _path(frame: Frame | None, node: Node) -> str:
     assert frame is not None
     return ".".join((*frame.path, node.name))
-
-
-def _tensor_paths(capture: Capture, frame: Frame, kind: str) -> list[str]:
-    where = ".".join(frame.path)
-    metas = (meta for meta in capture.pg.nodes.values() if meta.kind == kind and meta.frame_path == where)
-    return [meta.path for meta in metas if meta.shape is not None]
 
 
 def _held(module: nn.Module, node: Node) -> Tensor:

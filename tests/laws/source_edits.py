@@ -12,7 +12,7 @@ import builtins
 import copy
 import functools
 import gc
-import random
+import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def _span(part: Any) -> Span:
     return part.lineno, part.col_offset, part.end_lineno, part.end_col_offset
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _parsed(file: str) -> ast.Module | None:
     return ast.parse(Path(file).read_text("utf-8")) if Path(file).is_file() else None
 
@@ -137,7 +137,7 @@ def _first_line(part: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _functions_around(code: Code, steps: tuple[tuple[Code, int], ...]) -> list[types.FunctionType]:
-    """The living functions that have this code, or that define the function that has it (a comprehension, a closure)."""
+    """The living functions that have this code, or that define what has it: a comprehension, a closure."""
     for outer, _ in reversed(steps):
         if (outer is code or _is_inside(code, outer)) and (functions := _living.get(id(outer))):
             return functions
@@ -196,9 +196,10 @@ def _codes(code: Code) -> Iterator[Code]:
 @contextmanager
 def source_edited(place: Place, reference: nn.Module, module: nn.Module, node: Node, change: Change) -> Iterator[None]:
     """By other code in the function, with an effect only while `module` runs, and none of its submodules."""
+    running = _Running()
 
     def edit(value: Any) -> Any:
-        if not running or running[-1] is not module:
+        if not running.modules or running.modules[-1] is not module:
             return value
         if node.element is not None:
             return edited(value, (f"sub_{node.element[1]}",), change.edit)
@@ -212,7 +213,7 @@ def source_edited(place: Place, reference: nn.Module, module: nn.Module, node: N
     for function in place.functions:
         function.__code__ = after
     try:
-        with _forwards_noted(reference) as running:
+        with running.noted(reference):
             yield
     finally:
         for function in place.functions:
@@ -220,30 +221,33 @@ def source_edited(place: Place, reference: nn.Module, module: nn.Module, node: N
         del builtins.__edit__  # type: ignore[attr-defined]
 
 
-@contextmanager
-def _forwards_noted(root: nn.Module) -> Iterator[list[nn.Module]]:
-    """Keeps a list of the modules whose forwards run at this moment, innermost last."""
-    running: list[nn.Module] = []
-    modules = [module for module in reachable_modules(root) if not isinstance(module, torch.jit.ScriptModule)]
-    before = [module.__dict__.get("forward") for module in modules]
-    for module in modules:
-        module.__dict__["forward"] = _noted(running, module, module.forward)
-    try:
-        yield running
-    finally:
-        for module, forward in zip(modules, before, strict=True):
-            del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
+class _Running(threading.local):
+    """The modules whose forwards run at this moment in this thread, innermost last."""
 
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
 
-def _noted(running: list[nn.Module], module: nn.Module, forward: Any) -> Any:
-    @functools.wraps(forward)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        running.append(module)
+    @contextmanager
+    def noted(self, root: nn.Module) -> Iterator[None]:
+        modules = [module for module in reachable_modules(root) if not isinstance(module, torch.jit.ScriptModule)]
+        before = [module.__dict__.get("forward") for module in modules]
+        for module in modules:
+            module.__dict__["forward"] = self._noting(module, module.forward)
         try:
-            return forward(*args, **kwargs)
+            yield
         finally:
-            running.pop()
+            for module, forward in zip(modules, before, strict=True):
+                del module.__dict__["forward"]
+                if forward is not None:
+                    module.__dict__["forward"] = forward
 
-    return noted
+    def _noting(self, module: nn.Module, forward: Any) -> Any:
+        @functools.wraps(forward)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.modules.append(module)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.modules.pop()
+
+        return noting

@@ -1,0 +1,66 @@
+"""What the code of a module reads from outside: globals and the variables that its functions close over."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+ABSENT = object()
+
+
+def outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Yields the plain values and tensors that the module's own functions read from outside: globals, closures."""
+    for function in _functions(module, forward):
+        where = function.__globals__
+        for name in function.__code__.co_names:
+            if type(value := where.get(name, ABSENT)) in _OUTER:
+                yield partial(where.get, name), value
+        for cell in function.__closure__ or ():
+            if type(value := _content(cell)) in _OUTER:
+                yield partial(_content, cell), value
+
+
+_OUTER = (bool, int, float, str, type(None), Tensor, torch.nn.Parameter)
+
+
+def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:
+    """Returns `forward`, what it decorates, functions that are attributes of the module, and those in closures."""
+    found: list[types.FunctionType] = []
+    waiting: list[Any] = [forward, *module.__dict__.values()]
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType) and function not in found:
+            found.append(function)
+            waiting.append(getattr(function, "__wrapped__", None))
+            waiting += [_content(cell) for cell in function.__closure__ or ()]
+    return found
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return ABSENT
+
+
+def outer_containers(module: Module, forward: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the lists, dicts and sets that the module's own functions reach outside, by name."""
+    found: dict[str, Any] = {}
+    for function in _functions(module, forward):
+        for name in function.__code__.co_names:
+            found[name] = function.__globals__.get(name)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            found[name] = _content(cell)
+    return {name: value for name, value in found.items() if type(value) in _CONTAINERS and len(value) <= _MANY}
+
+
+_CONTAINERS = (list, dict, set, deque)
+_MANY = 1000
