@@ -91,6 +91,11 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def is_offloading_code(code: CodeType) -> bool:
+    """Whether this is code of accelerate, which moves weights and inputs around a module's own forward."""
+    return _known(code).is_offloading
+
+
 def is_offloading(frame: FrameType | None) -> bool:
     """Whether a torch call made from `frame` belongs to the machinery of accelerate, which moves weights and inputs."""
     leaf = leaf_frame(frame)

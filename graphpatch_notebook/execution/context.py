@@ -23,8 +23,8 @@ from graphpatch_notebook.capture.autograd_functions import visible_apply
 from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
-from graphpatch_notebook.execution.live import Run, takes_hooks
-from graphpatch_notebook.execution.module_hooks import ModuleHooks
+from graphpatch_notebook.execution.live import Run
+from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
 from graphpatch_notebook.torch_compat import is_in_backward, runs_hooks
 

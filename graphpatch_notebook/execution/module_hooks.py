@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +16,11 @@ from graphpatch_notebook.capture.forward_swap import observer
 
 _lock = threading.Lock()
 _hooks: dict[int, tuple[list[RemovableHandle], int]] = {}
+
+
+def takes_hooks(module: Module) -> bool:
+    """Whether forward hooks can be registered on `module`: scripted modules take none."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class ModuleHooks:

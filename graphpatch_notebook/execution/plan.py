@@ -43,7 +43,8 @@ class Entry:
         # The most common patch by far, on many nodes at once: entries that only look at a tensor take a short way.
         spec = self.target.spec
         is_plain = not self.target.dig and not self.target.node.is_mutated_later
-        if isinstance(spec, TensorSpec) and is_plain and all(type(patch) in (ProbePatch, RecordPatch) for patch in self.patches):
+        only_looks = all(type(patch) in (ProbePatch, RecordPatch) for patch in self.patches)
+        if isinstance(spec, TensorSpec) and is_plain and only_looks:
             self.observed_shape = spec.shape
         self.is_special = self.target.node.is_in_place or self.target.node.element is not None
         if self.observed_shape is not None and not self.is_special and len(self.patches) == 1:
@@ -71,8 +72,10 @@ class FramePlan:
         by_lasti: The same by the interpreter's own offsets, filled as these come up: specialised code has several
             for one instruction.
         custom: Entries on the nodes of a custom graph, by the node's name.
+        watched_inputs: Those of `inputs` that only look at a tensor, with where a call gives it: taken out of `inputs`.
+        watched_tensors: Those of `tensors` that only look at a parameter of the module: taken out of `tensors`.
+        entries: All entries of this frame.
         count: How many entries there are in this frame and below (of the root's plan only).
-        positions: What `position_of` found out.
         has_custom_graph: Whether a custom graph stands for this frame.
     """
 
@@ -84,8 +87,10 @@ class FramePlan:
     leaves: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
     by_lasti: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
     custom: dict[str, list[Entry]] = field(default_factory=dict)
+    watched_inputs: list[tuple[int, str, Entry]] = field(default_factory=list)
+    watched_tensors: list[tuple[str, Entry]] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     count: int = 0
-    positions: dict[str, int] = field(default_factory=dict)
 
     @property
     def has_custom_graph(self) -> bool:
@@ -98,12 +103,10 @@ class FramePlan:
 
     def position_of(self, name: str) -> int:
         """Returns where a call gives the input `name` if it gives it by position; -1 where that is not so simple."""
-        found = self.positions.get(name)
-        if found is None:
-            kinds = {p.name: (i, p.kind) for i, p in enumerate(self.frame.parameters)}
-            position, kind = kinds[name]
-            found = self.positions[name] = position if kind in _POSITIONAL else -1
-        return found
+        for position, parameter in enumerate(self.frame.parameters):
+            if parameter.name == name and parameter.kind in _POSITIONAL:
+                return position
+        return -1
 
     def walk(self) -> Iterator[FramePlan]:
         """Yields this plan and all below it."""
@@ -112,18 +115,9 @@ class FramePlan:
             for plan in by_index.values():
                 yield from plan.walk()
 
-    def entries(self) -> Iterator[Entry]:
-        """Yields the entries of this frame."""
-        for entries in (*self.inputs.values(), *self.tensors.values(), self.output, *self.custom.values()):
-            yield from entries
-        for by_offset in self.leaves.values():
-            for by_chain in by_offset.values():
-                for by_occurrence in by_chain.values():
-                    for entries in by_occurrence.values():
-                        yield from entries
-
     def add(self, entry: Entry) -> None:
         """Adds an entry of this frame."""
+        self.entries.append(entry)
         node = entry.target.node
         if node.kind == "output":
             self.output.append(entry)
@@ -141,6 +135,18 @@ class FramePlan:
         else:
             self.tensors.setdefault(node.target, []).append(entry)
 
+    def settle(self) -> None:
+        """Sets apart what only looks at the boundary: a model that is probed whole has hundreds of these."""
+        for name, entries in list(self.inputs.items()):
+            position = self.position_of(name)
+            if len(entries) == 1 and entries[0].watch is not None and position >= 0:
+                self.watched_inputs.append((position, name, entries[0]))
+                del self.inputs[name]
+        for path, entries in list(self.tensors.items()):
+            if len(entries) == 1 and entries[0].watch is not None and entries[0].target.node.kind == "parameter":
+                self.watched_tensors.append((path, entries[0]))
+                del self.tensors[path]
+
 
 def make_plan(root: Frame, entries: Iterable[Entry], custom_frames: Sequence[Frame] = ()) -> FramePlan:
     """Returns the plan of the root frame for `entries`, in their order, and for the frames with custom graphs."""
@@ -151,6 +157,8 @@ def make_plan(root: Frame, entries: Iterable[Entry], custom_frames: Sequence[Fra
     for entry in entries:
         plan.count += 1
         _plan_of(entry.target.frame, plans).add(entry)
+    for planned in plan.walk():
+        planned.settle()
     return plan
 
 

@@ -100,7 +100,7 @@ class StandIn:
         call (as pruning does) is kept.
         """
         original = self._original
-        own = {id(new): _tensor_of(original, path) for path, new in replacements.items()}
+        own = {id(new): tensor_at(original, path) for path, new in replacements.items()}
         forward = original_forward(original)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -128,11 +128,16 @@ class StandIn:
             _hand_on(before, self.module.__dict__[name], self._original.__dict__[name])
 
 
-def _tensor_of(module: Module, path: str) -> Any:
+def tensor_at(module: Module, path: str) -> Any:
+    """Returns the tensor that `module` holds at an attribute path."""
     *parents, name = path.split(".")
     for parent in parents:
-        module = module._modules[parent]  # type: ignore[assignment]
-    return next(holder[name] for holder in (module._parameters, module._buffers, module.__dict__) if name in holder)
+        child = module._modules.get(parent)  # an attribute of that name may be something else: `half`, say
+        module = child if child is not None else getattr(module, parent)
+    for holder in (module._parameters, module._buffers, module.__dict__):
+        if name in holder:
+            return holder[name]
+    raise PatchValueError(f"{type(module).__name__} no longer has the {name!r} that was captured")
 
 
 def _hand_on(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:

@@ -1,0 +1,140 @@
+"""The function mode of a patched run: applies patches where the call sites of their ops come up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.functions import raw_name, writes_in_place
+from graphpatch_notebook.execution.apply import write_back
+from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries
+from graphpatch_notebook.values import replaced
+
+
+class RunningFrame(Protocol):
+    """The innermost frame of a run, as the mode sees it."""
+
+    plan: FramePlan | None
+    counts: dict[int, int]
+
+
+class PatchedRun(Protocol):
+    """What the mode needs of its run."""
+
+    @property
+    def stack(self) -> Sequence[RunningFrame]: ...
+
+    fired: set[int]
+
+    def is_observed(self, entry: Entry, value: Any) -> bool:
+        """Takes the short way for patches that only look at a tensor; says whether it was one."""
+
+    def apply(self, entry: Entry, value: Any) -> Any:
+        """Applies one entry and notes that it fired, or why it could not."""
+
+    def inside_one_node(self) -> AbstractContextManager[None]:
+        """For the length of the block, nothing that comes up is one of the plan's values."""
+
+
+class LiveMode(TorchFunctionMode):
+    """Applies patches where the call sites of their ops come up: one mode for the whole run, however deep it goes."""
+
+    def __init__(self, run: PatchedRun) -> None:
+        super().__init__()
+        self.run = run
+        self.stack = run.stack
+        self.fired = run.fired
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        entries = self._entries_at(sys._getframe(1))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if entries is None:
+            return result
+        entry = entries[0]
+        # The short way of `is_observed`, written out: this runs for every op of a model that is probed whole.
+        is_watched = entry.watch is not None and len(entries) == 1 and type(result) is Tensor
+        if is_watched and result.shape == entry.observed_shape:
+            self.fired.add(id(entry))
+            entry.watch(result)  # type: ignore[misc]  # `is_watched` says that it is given
+            return result
+        return self._patched(entries, func, result, args, kwargs or {})
+
+    def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Applies patches on the call of an `autograd.Function`; what happens inside belongs to its one node."""
+        entries = self._entries_at(sys._getframe(1))
+        # Unlike in `__torch_function__`, the mode is on here: nor are the patches' own calls ops of the model.
+        with self.run.inside_one_node():
+            result = apply(*args, **kwargs)
+            return result if entries is None else self._patched(entries, apply, result, args, kwargs)
+
+    def _entries_at(self, leaf: FrameType) -> list[Entry] | None:
+        """Returns the entries on the op that is called from this Python frame, and counts that it came up."""
+        frame = self.stack[-1]
+        plan = frame.plan
+        if plan is None or not plan.leaves:
+            return None
+        codes = plan.by_lasti
+        by_lasti = codes.get(id(leaf.f_code))
+        while by_lasti is None:
+            outer = call_sites.caller_of_hidden(leaf)
+            if outer is None:
+                return None
+            leaf = outer
+            by_lasti = codes.get(id(leaf.f_code))
+        by_chain = by_lasti.get(leaf.f_lasti)
+        if by_chain is None:
+            by_offset = plan.leaves[id(leaf.f_code)]
+            by_chain = by_lasti[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
+        if not by_chain:
+            return None
+        by_occurrence = by_chain.get(call_sites.chain_above(leaf))
+        if by_occurrence is None:
+            return None
+        key = id(by_occurrence)
+        occurrence = frame.counts.get(key, 0)
+        frame.counts[key] = occurrence + 1
+        return by_occurrence.get(occurrence)
+
+    def _patched(
+        self,
+        entries: list[Entry],
+        func: Callable[..., Any],
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        for entry in entries:
+            node = entry.target.node
+            if not entry.is_special and self.run.is_observed(entry, result):
+                continue
+            if node.is_in_place:
+                wrote = _written(raw_name(func), result, args, kwargs)
+                write_back(wrote, self.run.apply(entry, wrote), entry.target)
+            elif node.element is not None:
+                position = node.element[1]
+                result = _with_element(result, position, self.run.apply(entry, result[position]))
+            else:
+                result = self.run.apply(entry, result)
+        return result
+
+
+_NOTHING: dict[tuple[int, ...], OpEntries] = {}
+
+
+def _with_element(result: Any, position: int, patched: Any) -> Any:
+    return result if patched is result[position] else replaced(result, position, patched)
+
+
+def _written(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    return args[0] if writes_in_place(name, kwargs) or result is args[0] else result
