@@ -68,6 +68,7 @@ class PatchableGraph(Module):
         if example_args and isinstance(example_args[0], ExtractionOptions):
             options, *rest = example_args
             example_args = tuple(rest)
+        _refuse_what_is_to_come(options)
         super().__init__()
         state = self.__dict__
         state["_module"] = module
@@ -235,11 +236,23 @@ class PatchableGraph(Module):
         result.__dict__["_root_frame"] = copied_frame(self._root_frame, memo)
         result.__dict__["_options"] = self._options
         result._forget()
+        # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
+        result.__dict__["_hierarchy"] = copy.deepcopy(self.__dict__["_hierarchy"], memo)
         return result
 
     def __repr__(self) -> str:
         inside = repr(self._graph_module).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_graph_module): {inside}\n)"
+
+
+def _refuse_what_is_to_come(options: ExtractionOptions) -> None:
+    # An option that did nothing would give silently wrong numbers.
+    asked = [name for name in ("postprocessing_function", "run_graphs") if getattr(options, name)]
+    if asked:
+        raise NotImplementedError(
+            f"ExtractionOptions({asked[0]}=...) does not work yet in this version; custom_extraction_functions does, "
+            "and pg._graph_module runs graphs"
+        )
 
 
 def _asked_of_the_model(name: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ def is_overload(func: object) -> bool:
     """Whether `func` is an operator of `torch.ops`, which prints as such.
 
     `torch._ops.OpOverload`, `OpOverloadPacket`, `HigherOrderOperator`: torch 2.4 to 2.13. Told by:
-    tests/graph_modules/test_targets.py.
+    tests/graph_modules/test_code.py (torch.ops).
     """
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
 

@@ -299,7 +299,6 @@ def test_the_tree_hides_clutter_unless_asked():
     assert repr(graph) == textwrap.dedent("""\
         <root>: CompiledGraphModule
         ├─n: int(3)
-        ├─cache: object
         └─output: tuple(3)
           ├─sub_0: Tensor(2)
           └─sub_2: dict(1)

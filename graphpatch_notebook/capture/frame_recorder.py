@@ -88,12 +88,20 @@ class FrameRecorder:
             return leaf.ref if leaf.owner is self else self._lookup(leaf) or int(leaf)
         if isinstance(leaf, _PLAIN) or callable(leaf):
             return leaf
-        if (known := self._lookup(leaf)) is not None:
+        known, inside = self._lookup(leaf), children(leaf)
+        if known is not None and (inside is None or self._is_unchanged(known, inside)):
             return known
-        inside = children(leaf)
         if inside is not None:
             return Structure(type(leaf), tuple((key, self.refs(child)) for key, child in inside))
         return self._object_from_elsewhere(leaf)
+
+    def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
+        """Whether a container still holds what it held when it came up: some models assign into a child's output."""
+        return all(
+            self._lookup(child) == Ref(known.node, (*known.dig, key))
+            for key, child in inside
+            if isinstance(child, Tensor)
+        )
 
     def _tensor_from_elsewhere(self, tensor: Tensor) -> Ref:
         source = find_source(self.record.module, tensor)
@@ -209,8 +217,6 @@ class FrameRecorder:
         if isinstance(result, Tensor):
             if self.knows(result):
                 result = alias(result)
-                if self.knows(result):
-                    self.doubt(f"{node.op} hands back the very tensor that it was given")
             node.spec = describe(result)
             self._append(node, result)
             return result

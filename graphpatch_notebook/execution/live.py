@@ -65,7 +65,7 @@ class Run:
         self._warned: set[int] = set()
         self._mode: LiveMode | None = None
         # Asked at the start: reentrant checkpointing itself switches gradients off.
-        self._may_be_checkpointed = torch.is_grad_enabled()
+        self.may_be_checkpointed = torch.is_grad_enabled()
         self.is_checkpointed = False
 
     # -- module calls --------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Run:
             if plan is None:
                 return invoke(forward, args, kwargs)
             self.reached.add(id(plan.frame))
-            if self._may_be_checkpointed and not self.is_checkpointed and is_in_checkpoint():
+            if self.may_be_checkpointed and not self.is_checkpointed and is_in_checkpoint():
                 self.is_checkpointed = True
             hooks_follow = bool(plan.output) and self._hooks_follow(module)
             output = self._run(module, plan, forward, args, kwargs)

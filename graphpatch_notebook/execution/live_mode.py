@@ -13,8 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.functions import raw_name, writes_in_place
+from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries
+from graphpatch_notebook.execution.python_stack import is_in_checkpoint
 from graphpatch_notebook.values import replaced
 
 
@@ -32,6 +34,7 @@ class PatchedRun(Protocol):
     def stack(self) -> Sequence[RunningFrame]: ...
 
     fired: set[int]
+    may_be_checkpointed: bool
 
     def is_observed(self, entry: Entry, value: Any) -> bool:
         """Takes the short way for patches that only look at a tensor; says whether it was one."""
@@ -117,21 +120,27 @@ class LiveMode(TorchFunctionMode):
             if not entry.is_special and self.run.is_observed(entry, result):
                 continue
             if node.is_in_place:
-                wrote = _written(raw_name(func), result, args, kwargs)
-                write_back(wrote, self.run.apply(entry, wrote), entry.target)
-            elif node.element is not None:
-                position = node.element[1]
-                result = _with_element(result, position, self.run.apply(entry, result[position]))
+                value = _written(raw_name(func), result, args, kwargs)
             else:
-                result = self.run.apply(entry, result)
+                value = result if node.element is None else result[node.element[1]]
+            patched = self.run.apply(entry, value)
+            if patched is value:
+                continue
+            if self.run.may_be_checkpointed and is_in_checkpoint():
+                raise GraphPatchError(_RECOMPUTED.format(path=entry.target.path))
+            if node.is_in_place:
+                write_back(value, patched, entry.target)
+            else:
+                result = patched if node.element is None else replaced(result, node.element[1], patched)
         return result
 
 
+_RECOMPUTED = (
+    "{path!r} is computed in a function under torch.utils.checkpoint, which runs again in backward, where it cannot be "
+    "patched, so that gradients would be wrong: run without gradients (torch.no_grad), switch checkpointing off, or "
+    "patch a value outside of that function"
+)
 _NOTHING: dict[tuple[int, ...], OpEntries] = {}
-
-
-def _with_element(result: Any, position: int, patched: Any) -> Any:
-    return result if patched is result[position] else replaced(result, position, patched)
 
 
 def _written(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
@@ -73,6 +74,8 @@ class Belief:
 
 
 _examinations = itertools.count()
+# Examinations put buffers and the random state back, which two at a time must not do.
+_lock = threading.RLock()
 
 
 def run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,19 +152,22 @@ def examine(
         run_module: Runs the module on them.
         is_alone: Whether all submodules run as modules while the graph is on trial.
     """
-    before, copies, reason = _prepared(graph_module, args, kwargs)
-    result = run_module()
-    if before is not None:
-        reason = before.unrepeatable_change()
-        if reason is None:
+    with _lock:
+        before, copies, reason = _prepared(graph_module, args, kwargs)
+        result = run_module()
+        if before is not None:
+            reason = before.unrepeatable_change()
+        if before is not None and reason is None:
             after = ModuleState(graph_module.frame.module)
             before.restore()
-            with live_only() if is_alone else contextlib.nullcontext():
-                value, reason = _trial(graph_module, copies)
-            reason = reason or _difference(value, result, copies, (args, kwargs), graph_module, after)
-            after.restore()
-    _decide(graph_module, key, reason)
-    return result
+            try:
+                with live_only() if is_alone else contextlib.nullcontext():
+                    value, reason = _trial(graph_module, copies)
+                reason = reason or _difference(value, result, copies, (args, kwargs), graph_module, after)
+            finally:
+                after.restore()
+        _decide(graph_module, key, reason)
+        return result
 
 
 def confirm(graph_module: RunnableGraph, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,20 +175,23 @@ def confirm(graph_module: RunnableGraph, key: Hashable, args: tuple[Any, ...], k
 
     This time the graph goes first: what the module leaves behind in globals must not be there for the graph to find.
     """
-    before, copies, reason = _prepared(graph_module, args, kwargs)
-    value: Any = None
-    trial: ModuleState | None = None
-    if before is not None:
-        value, reason = _trial(graph_module, copies)
-        trial = ModuleState(graph_module.frame.module)
-        before.restore()
-    result = run_live(graph_module, args, kwargs)
-    if reason is None and trial is not None:
-        reason = _difference(value, result, copies, (args, kwargs), graph_module, trial)
-    _decide(graph_module, key, reason)
-    if reason is None:
-        graph_module.belief.confirmed.add(key)
-    return result
+    with _lock:
+        before, copies, reason = _prepared(graph_module, args, kwargs)
+        value: Any = None
+        trial: ModuleState | None = None
+        if before is not None:
+            try:
+                value, reason = _trial(graph_module, copies)
+                trial = ModuleState(graph_module.frame.module)
+            finally:
+                before.restore()
+        result = run_live(graph_module, args, kwargs)
+        if reason is None and trial is not None:
+            reason = _difference(value, result, copies, (args, kwargs), graph_module, trial)
+        _decide(graph_module, key, reason)
+        if reason is None:
+            graph_module.belief.confirmed.add(key)
+        return result
 
 
 def _decide(graph_module: RunnableGraph, key: Hashable, reason: str | None) -> None:

@@ -31,11 +31,11 @@ def single() -> None:
 
 
 def unpacked() -> None:
-    left, right = mark()  # noqa: F841
+    left, right = mark()
 
 
 def ignored_first() -> None:
-    _, right = mark()  # noqa: F841
+    _, right = mark()
 
 
 def chained() -> None:

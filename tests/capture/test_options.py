@@ -128,6 +128,14 @@ def test_every_frame_of_the_transformers_models_is_compiled() -> None:
         assert [frame.path for frame in pg._root_frame.walk() if frame.opaque_reason] == []
 
 
+@pytest.mark.parametrize(
+    "option", [{"run_graphs": True}, {"postprocessing_function": lambda graph_module, module: None}]
+)
+def test_options_of_a_later_version_are_an_error_rather_than_ignored(option: dict[str, object]) -> None:
+    with pytest.raises(NotImplementedError, match="does not work yet in this version"):
+        PatchableGraph(Outer().eval(), ExtractionOptions(**option), X)
+
+
 def test_things_that_are_no_module_are_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
         PatchableGraph(lambda x: x, X)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
@@ -432,3 +433,29 @@ def test_verified_graphs_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     root.belief.watch._forward = model.forward
     root(X[:, :2])
     assert ran == []
+
+
+def test_interrupted_trials_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Normed().train()
+    root = graph_module(model, X)
+    expected = copy.deepcopy(model)
+    expected(X)
+
+    def interrupt(*args: Any) -> None:
+        model.norm.running_mean.add_(100)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(root), "run_graph", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        root(X)
+    assert bit_equal(dict(model.named_buffers()), dict(expected.named_buffers())) is None
+
+
+def test_threads_get_their_own_results() -> None:
+    model = Layers()
+    root = graph_module(model, X)
+    inputs = [X[: 1 + i % 3] + i for i in range(24)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(root, inputs))
+    assert [bit_equal(result, model(x)) for result, x in zip(results, inputs, strict=True)] == [None] * 24
+    assert refusals(root) == {}

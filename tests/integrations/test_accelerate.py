@@ -27,7 +27,7 @@ def llama() -> nn.Module:
 
 
 def dispatched(model: nn.Module, folder: Path) -> nn.Module:
-    device_map = {name: "cpu" for name in ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb")}
+    device_map = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
     device_map |= {"model.layers.1": "disk", "lm_head": "cpu"}
     return dispatch_model(model, device_map, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 

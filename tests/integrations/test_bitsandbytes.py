@@ -14,7 +14,9 @@ class Quantized(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear = bnb.nn.Linear4bit(64, 32) if kind == "4bit" else bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False)
+        self.linear = (
+            bnb.nn.Linear4bit(64, 32) if kind == "4bit" else bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * 2

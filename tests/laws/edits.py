@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
@@ -207,9 +207,9 @@ def each_edit(case: Case, make: Callable[[Capture], Iterable[Edit]]) -> Iterator
 
 
 def calls_of_modules(capture: Capture, call: Call) -> Counter[int]:
-    """How often each module of the reference is called (through `Module.__call__`), by the id of the module."""
+    """How often each module of the reference is called to an end (by `Module.__call__`), by the id of the module."""
     counts: Counter[int] = Counter()
-    handle = register_module_forward_pre_hook(lambda module, args: counts.update([id(module)]))
+    handle = register_module_forward_hook(lambda module, args, output: counts.update([id(module)]))
     try:
         run(capture.reference, call)
     finally:

@@ -12,6 +12,7 @@ import builtins
 import copy
 import functools
 import gc
+import random
 import threading
 import types
 from collections import Counter
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +52,7 @@ class Place:
 def source_edits(capture: Capture, count: int) -> Iterator[Edit]:
     """Edits of ops by editing the source, where an op is one expression that its module comes to once."""
     rng = capture.random("source")
-    find_functions()
-    found = list(editable_ops(capture))
-    for frame, node, place in rng.sample(found, min(count, len(found))):
+    for frame, node, place in islice(editable_ops(capture, rng), count):
         assert isinstance(node.spec, TensorSpec)
         change = random_change(node.spec.shape, node.spec.dtype, rng)
         module = capture.counterpart(frame.module)
@@ -60,18 +60,17 @@ def source_edits(capture: Capture, count: int) -> Iterator[Edit]:
         yield Edit(path, change, partial(source_edited, place, capture.reference, module, node))
 
 
-def editable_ops(capture: Capture) -> Iterator[tuple[Frame, Node, Place]]:
-    """Yields the ops that this oracle can edit: what a frame evaluates just once."""
-    for frame in capture.frames_called_once():
-        if _multiplies_groups(frame):
-            continue
-        nodes = [node for node in frame.nodes if node.kind == "op" and node.is_live and node.site is not None]
-        spans = [_span_of(node) for node in nodes]
-        evaluations = Counter(span for node, span in zip(nodes, spans, strict=True) if node.element is None)
-        for node, span in zip(nodes, spans, strict=True):
-            is_tensor = isinstance(node.spec, TensorSpec) and not node.is_view_filled_later
-            if evaluations[span] == 1 and is_tensor and (place := place_of(node)) is not None:
-                yield frame, node, place
+def editable_ops(capture: Capture, rng: random.Random) -> Iterator[tuple[Frame, Node, Place]]:
+    """Yields the ops that this oracle can edit, those that a frame evaluates just once, in random order."""
+    _closures.clear()
+    frames = [frame for frame in capture.frames_called_once() if not _multiplies_groups(frame)]
+    nodes = [(frame, node) for frame in frames for node in frame.nodes if node.kind == "op" and node.site is not None]
+    evaluations = Counter((id(frame), _span_of(node)) for frame, node in nodes if node.is_live and node.element is None)
+    for frame, node in rng.sample(nodes, len(nodes)):
+        is_once = node.is_live and evaluations[id(frame), _span_of(node)] == 1
+        is_tensor = isinstance(node.spec, TensorSpec) and not node.is_view_filled_later
+        if is_once and is_tensor and (place := place_of(node)) is not None:
+            yield frame, node, place
 
 
 def _multiplies_groups(frame: Frame) -> bool:
@@ -83,9 +82,14 @@ def _span_of(node: Node) -> tuple[str, Span | None]:
     """Where the expression of an op is: several instructions may have one (the condition of a `while`)."""
     assert node.site is not None
     code, offset = node.site.leaf
-    start, end, column, end_column = list(code.co_positions())[offset // 2]
+    start, end, column, end_column = _positions(code)[offset // 2]
     known = start is not None and end is not None and column is not None and end_column is not None
     return code.co_filename, (start, column, end, end_column) if known else None  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=4096)
+def _positions(code: Code) -> list[Any]:
+    return list(code.co_positions())
 
 
 def place_of(node: Node) -> Place | None:
@@ -95,8 +99,8 @@ def place_of(node: Node) -> Place | None:
     functions = _functions_around(node.site.leaf[0], node.site.steps)
     if span is None or not functions:
         return None
-    tree = _definition(functions[0].__code__)
-    if tree is None or not any(_is_value(part) and _span(part) == span for part in ast.walk(tree)):
+    definition = _definition(functions[0].__code__)
+    if definition is None or span not in _value_spans(definition):
         return None
     return Place(tuple(functions), span)
 
@@ -113,10 +117,16 @@ def _span(part: Any) -> Span:
 
 
 @functools.cache
+def _value_spans(definition: ast.AST) -> set[Span]:
+    return {_span(part) for part in ast.walk(definition) if _is_value(part)}
+
+
+@functools.cache
 def _parsed(file: str) -> ast.Module | None:
     return ast.parse(Path(file).read_text("utf-8")) if Path(file).is_file() else None
 
 
+@functools.cache
 def _definition(code: Code) -> ast.AST | None:
     """The statement at the top of the file that a function is defined in: itself, or its class."""
     tree = _parsed(code.co_filename)
@@ -139,7 +149,7 @@ def _first_line(part: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def _functions_around(code: Code, steps: tuple[tuple[Code, int], ...]) -> list[types.FunctionType]:
     """The living functions that have this code, or that define what has it: a comprehension, a closure."""
     for outer, _ in reversed(steps):
-        if (outer is code or _is_inside(code, outer)) and (functions := _living.get(id(outer))):
+        if (outer is code or _is_inside(code, outer)) and (functions := _functions_of(outer)):
             return functions
     return []
 
@@ -148,15 +158,19 @@ def _is_inside(code: Code, outer: Code) -> bool:
     return any(part is code for part in _codes(outer))
 
 
-_living: dict[int, list[types.FunctionType]] = {}
+_top_level: dict[int, list[types.FunctionType]] = {}
+_closures: dict[int, list[types.FunctionType]] = {}
 
 
-def find_functions() -> None:
-    """Looks for living functions, by the id of their code: models were built, and their files imported, since."""
-    _living.clear()
-    for found in gc.get_objects():
-        if type(found) is types.FunctionType:
-            _living.setdefault(id(found.__code__), []).append(found)
+def _functions_of(code: Code) -> list[types.FunctionType]:
+    """The living functions that have this code: closures are new with each model, others with each file."""
+    known = _closures if "<locals>" in code.co_qualname else _top_level
+    if id(code) not in known:
+        known.clear()
+        for found in gc.get_objects():
+            if type(found) is types.FunctionType:
+                known.setdefault(id(found.__code__), []).append(found)
+    return known.setdefault(id(code), [])
 
 
 # -- editing it --------------------------------------------------------------------------------------------------------

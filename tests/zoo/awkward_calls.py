@@ -1,7 +1,6 @@
 """Awkward ways for a module to be called: shared, repeated, recursive, replaced, hooked, hidden, or not at all."""
 
 # The awkward spelling is the point: ruff must not tidy it up.
-# ruff: noqa: A002
 
 from __future__ import annotations
 

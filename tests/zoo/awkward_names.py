@@ -1,7 +1,7 @@
 """Awkward names: our own words as attributes, keywords, builtins, names that are no identifiers, ways to assign."""
 
 # The awkward spelling is the point: ruff must not tidy it up.
-# ruff: noqa: A002, E702
+# ruff: noqa: E702
 
 from __future__ import annotations
 

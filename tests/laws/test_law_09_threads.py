@@ -1,0 +1,110 @@
+"""Law 9: threads with different contexts on one `PatchableGraph` never see each other's patches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphpatch_notebook import AddPatch, ProbePatch, ZeroPatch
+from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone, run
+from tests.zoo import Case, case_by_name
+from tests.zoo.values import bit_equal
+
+PATHS = [
+    "transformer.h_0.mlp.act.mul_3",
+    "transformer.h_0.mlp.output",
+    "transformer.h_1.attn.c_proj.weight",
+    "transformer.h_1.ln_1.input",
+    "transformer.h_1.attn.attn_weights",
+]
+
+
+@pytest.fixture
+def gpt2() -> Capture:
+    return capture_of(case_by_name("gpt2-eager"))
+
+
+def patched_logits(capture: Capture, path: str | None) -> Tensor:
+    with torch.no_grad():
+        call = capture.case.example()
+        if path is None:
+            return capture.pg(*call.args, **call.kwargs).logits
+        with capture.pg.patch({path: AddPatch(0.5)}, strict=True):
+            return capture.pg(*call.args, **call.kwargs).logits
+
+
+def test_eight_threads_each_see_their_own_patches(gpt2: Capture) -> None:
+    expected = {path: patched_logits(gpt2, path) for path in [*PATHS, None]}
+    start = threading.Barrier(8)
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        start.wait()
+        for step in range(25):
+            path = [*PATHS, None][(number + step) % (len(PATHS) + 1)]
+            if not torch.equal(patched_logits(gpt2, path), expected[path]):
+                wrong.append((number, step, path))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert wrong == []
+
+
+def test_one_context_object_entered_by_many_threads(gpt2: Capture) -> None:
+    expected = patched_logits(gpt2, PATHS[0])
+    context = gpt2.pg.patch({PATHS[0]: AddPatch(0.5)})
+
+    def work(_: int) -> bool:
+        call = gpt2.case.example()
+        with torch.no_grad(), context:
+            return torch.equal(gpt2.pg(*call.args, **call.kwargs).logits, expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(40)))
+
+
+def test_another_thread_runs_unpatched_inside_the_block(gpt2: Capture) -> None:
+    expected = patched_logits(gpt2, None)
+    found: list[Tensor] = []
+    with gpt2.pg.patch({PATHS[0]: ZeroPatch()}):
+        thread = threading.Thread(target=lambda: found.append(patched_logits(gpt2, None)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], expected)
+
+
+def test_tasks_have_contexts_of_their_own(gpt2: Capture) -> None:
+    expected = {path: patched_logits(gpt2, path) for path in PATHS}
+
+    async def work(path: str) -> bool:
+        call = gpt2.case.example()
+        with torch.no_grad(), gpt2.pg.patch({path: AddPatch(0.5)}):
+            await asyncio.sleep(0)
+            logits = gpt2.pg(*call.args, **call.kwargs).logits
+            await asyncio.sleep(0)
+            return torch.equal(logits, expected[path])
+
+    async def all_of_them() -> list[bool]:
+        return await asyncio.gather(*(work(path) for path in PATHS * 3))
+
+    assert all(asyncio.run(all_of_them()))
+
+
+@each_case(leaves_its_state_alone)
+def test_the_original_model_is_unaffected_inside_the_block(case: Case) -> None:
+    capture = capture_of(case)
+    expected = run(capture.reference, case.example())
+    probes = {path: ProbePatch() for path in capture.pg.nodes}
+    zeros = {path: ZeroPatch() for path, meta in capture.pg.nodes.items() if meta.kind in ("output", "op")}
+    with (
+        capture.pg.patch(probes),
+        capture.pg.patch({path: zeros[path] for path in zeros if capture.pg.nodes[path].shape}),
+    ):
+        assert bit_equal(expected, run(capture.model, case.example())) is None
+    assert all(probe.activation is None for probe in probes.values())

@@ -1,0 +1,93 @@
+"""Law 10: a patch that never fired during a call is reported, with the reason."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph, PatchNotFiredError, PatchNotFiredWarning, ProbePatch, ZeroPatch
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.often = nn.Linear(2, 2)
+        self.seldom = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    def forward(self, x: Tensor, detour: bool = True) -> dict[str, Tensor]:
+        x = self.often(x)
+        if detour:
+            bent = x * 2
+            return {"x": self.seldom(bent), "extra": bent}
+        return {"x": x}
+
+
+@pytest.fixture
+def pg() -> PatchableGraph:
+    return PatchableGraph(Branching(), torch.ones(1, 2))
+
+
+X = torch.ones(1, 2)
+
+
+def test_what_fires_is_not_reported(pg: PatchableGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pg.patch({path: ProbePatch() for path in pg.nodes}):
+            pg(X)
+
+
+def test_an_operation_that_was_not_reached(pg: PatchableGraph) -> None:
+    with (
+        pg.patch({"bent": ZeroPatch()}),
+        pytest.warns(PatchNotFiredWarning, match="'bent': its module ran, but did not"),
+    ):
+        pg(X, detour=False)
+
+
+def test_a_module_that_was_not_called(pg: PatchableGraph) -> None:
+    with (
+        pg.patch({"seldom.sub_0.linear": ZeroPatch()}),
+        pytest.warns(PatchNotFiredWarning, match=r"'seldom\.sub_0\.linear': 'seldom' was not called"),
+    ):
+        pg(X, detour=False)
+
+
+def test_a_value_that_is_missing_in_its_container(pg: PatchableGraph) -> None:
+    with (
+        pg.patch({"output|extra": ZeroPatch()}),
+        pytest.warns(PatchNotFiredWarning, match=r"'output\|extra': there is no 'extra' in the dict that came up"),
+    ):
+        pg(X, detour=False)
+
+
+def test_all_in_one_report(pg: PatchableGraph) -> None:
+    with (
+        pg.patch({"bent": ZeroPatch(), "seldom.output": ZeroPatch(), "often.output": ZeroPatch()}),
+        pytest.warns(
+            PatchNotFiredWarning, match=r"2 patches never fired during this call: 'bent': .*; 'seldom\.output': "
+        ),
+    ):
+        pg(X, detour=False)
+
+
+def test_strict_contexts_raise(pg: PatchableGraph) -> None:
+    with pg.patch({"bent": ZeroPatch()}, strict=True), pytest.raises(PatchNotFiredError, match="'bent'"):
+        pg(X, detour=False)
+
+
+def test_each_call_is_reported_for_itself(pg: PatchableGraph) -> None:
+    with pg.patch({"bent": ZeroPatch()}):
+        pg(X)
+        with pytest.warns(PatchNotFiredWarning, match="'bent'"):
+            pg(X, detour=False)
+
+
+def test_a_block_without_a_call_says_nothing(pg: PatchableGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pg.patch({"bent": ZeroPatch()}, strict=True):
+            pass
