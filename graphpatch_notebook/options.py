@@ -27,11 +27,12 @@ class ExtractionOptions:
         custom_extraction_functions: For modules of these classes (or of subclasses of them), a function from the
             module to an `fx.Graph` that *is* the module from then on. Its placeholders carry the names of `forward`'s
             parameters, its output is wrapped in a one-element tuple, and the names of its nodes are kept.
-        postprocessing_function: (Not in this version: an error.) Called with each graph module and the module that it was captured from; may edit the
-            graph in place.
-        copy_transformers_generation_config: (Without effect in this version: the model's own is used.) Give the `PatchableGraph` of a transformers model its own copy of the
-            generation config.
-        run_graphs: (Not in this version: an error.) Run patched calls as generated code, after a check against the eager model, instead of live.
+        postprocessing_function: (Not in this version: an error.) Called with each graph module and the module that it
+            was captured from; may edit the graph in place.
+        copy_transformers_generation_config: (Without effect in this version: the model's own is used.) Give the
+            `PatchableGraph` of a transformers model its own copy of the generation config.
+        run_graphs: (Not in this version: an error.) Run patched calls as generated code, after a check against the
+            eager model, instead of live.
 
     Example:
         >>> ExtractionOptions(skip_compilation=True).skip_compilation

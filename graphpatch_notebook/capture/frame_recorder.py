@@ -212,6 +212,8 @@ class FrameRecorder:
     def add_op(self, node: Node, name: str, result: Any, wrote: Tensor | None, variable: Assigned) -> Any:
         """Adds an op with its result, and returns what the model is to go on with."""
         node.base_name = variable if isinstance(variable, str) else node.op.rstrip("_") or node.op
+        if (wrote is not None or result is None) and _is_on_parameter(node):
+            self.doubt(f"writes into a parameter ({node.op})")  # a graph that ran on trial would do so, too
         if wrote is not None:
             return self._add_in_place(node, result, wrote)
         if isinstance(result, Tensor):
@@ -294,6 +296,11 @@ class FrameRecorder:
         )  # fmt: skip
         self.record.nodes.append(node)
         return Size.of(result, self, Ref(node))
+
+
+def _is_on_parameter(node: Node) -> bool:
+    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    return isinstance(first, Ref) and first.node.kind == "parameter"
 
 
 def _mark_node(node: Node | None, is_filled_view: bool) -> None:
