@@ -11,7 +11,7 @@ import torch
 def is_in_backward() -> bool:
     """Whether this code runs inside a backward pass.
 
-    `torch._C._current_graph_task_id`: torch 2.1 to 2.13. Told by: tests/execution/test_checkpointing.py.
+    `torch._C._current_graph_task_id`: torch 2.1 to 2.13. Told by: tests/laws/test_law_06_gradients.py.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -28,7 +28,7 @@ def is_overload(func: object) -> bool:
 def runs_hooks(module: torch.nn.Module) -> bool:
     """Whether `Module.__call__` goes the long way for `module`, past hooks, rather than straight to `forward`.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/laws/test_hook_oracles.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/laws/test_law_03_edits.py.
     """
     return bool(
         module._forward_hooks
@@ -47,7 +47,7 @@ _module_globals = torch.nn.Module.__call__.__globals__
 without_torch_functions = torch._C.DisableTorchFunction
 """A context manager in which function modes see nothing: for the engine's own looks at tensors.
 
-`torch._C.DisableTorchFunction`: torch 2.0 to 2.13. Told by: tests/laws/test_identity.py.
+`torch._C.DisableTorchFunction`: torch 2.0 to 2.13. Told by: tests/laws/test_law_02_identity.py.
 """
 
 
@@ -72,3 +72,12 @@ def is_tracing() -> bool:
     `torch._C._get_tracing_state`: torch 2.4 to 2.13. Told by: tests/graph_modules/test_laziness.py (torch.jit.trace).
     """
     return torch._C._get_tracing_state() is not None
+
+
+def function_mode_depth() -> int:
+    """Returns how many function modes are on; inside the handler of one, it is off.
+
+    `torch._C._len_torch_function_stack`: torch 2.0 to 2.13. Told by: tests/laws/test_law_02_identity.py
+    (awkward-custom-operators).
+    """
+    return torch._C._len_torch_function_stack()

@@ -18,7 +18,7 @@ from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.capture.sizes import Size
-from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors
+from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, children, describe
 
 _PLAIN = (
@@ -29,9 +29,15 @@ _EMPTY = inspect.Parameter.empty
 
 
 class FrameStack(Protocol):
-    """What a frame needs of the recorder: the frames that run at this moment, innermost last."""
+    """What a frame needs of the recorder.
+
+    Attributes:
+        stack: The frames that run at this moment, innermost last.
+        owners: The nodes whose values lie in the same memory, by its address: of what lies there now.
+    """
 
     stack: list[FrameRecorder]
+    owners: dict[int, list[Node]]
 
 
 class FrameRecorder:
@@ -69,6 +75,7 @@ class FrameRecorder:
         """Notes that `value`, and what it contains, comes from `node`."""
         if isinstance(value, Tensor):
             self._values[id(value)] = (weakref.ref(value), Ref(node, dig))
+            self._own(value, node)
             return
         if isinstance(value, _PLAIN) and type(value) is not Size:
             return
@@ -76,6 +83,15 @@ class FrameRecorder:
         self._values[id(value)] = ((lambda: value), Ref(node, dig))
         for key, child in children(value) or ():
             self.register(child, node, (*dig, key))
+
+    def _own(self, value: Any, node: Node) -> None:
+        """Notes in which memory the value of `node` lies."""
+        if isinstance(value, Tensor):
+            if (memory := _memory(value)) is not None:
+                self.recorder.owners.setdefault(memory, []).append(node)
+            return
+        for _, child in children(value) or ():
+            self._own(child, node)
 
     def refs(self, value: Any) -> Any:
         """Returns arguments with a `Ref` in place of each value that has a node."""
@@ -172,9 +188,9 @@ class FrameRecorder:
         self._append_output(output)
 
     def _append_output(self, output: Any) -> None:
-        self.record.nodes.append(
-            Node(kind="output", op="output", target="output", spec=describe(output), base_name="output")
-        )
+        node = Node(kind="output", op="output", target="output", spec=describe(output), base_name="output")
+        self.record.nodes.append(node)
+        self._own(output, node)
 
     def make_opaque(self, output: Any) -> None:
         """Leaves the boundary of the frame only: inputs, held tensors, submodule calls, output."""
@@ -209,13 +225,31 @@ class FrameRecorder:
         self.record.nodes.remove(call)
         self.doubt(f"a call of {call.target!r} raised, and was handled")
 
-    def add_op(self, node: Node, name: str, result: Any, wrote: Tensor | None, variable: Assigned) -> Any:
-        """Adds an op with its result, and returns what the model is to go on with."""
+    def forget_old_owners(self, arguments: Any, result: Any) -> None:
+        """Notes that the memory of a new tensor, which shares none with the arguments, is no longer its old owners'."""
+        theirs = {_memory(tensor) for tensor in plain_tensors(arguments)}
+        for tensor in plain_tensors(result):
+            memory = _memory(tensor)
+            if memory is not None and memory not in theirs:
+                self.recorder.owners.pop(memory, None)
+
+    def add_op(self, node: Node, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
+        """Adds an op with its result, and returns what the model is to go on with.
+
+        Args:
+            node: The op.
+            name: The (raw) name of the function.
+            result: What it returned.
+            wrote: The tensors that it wrote into; the op's value is the first of them if it is an in-place operation.
+            variable: What the user's code assigns the result to.
+        """
         node.base_name = variable if isinstance(variable, str) else node.op.rstrip("_") or node.op
-        if (wrote is not None or result is None) and _is_on_parameter(node):
+        for tensor in wrote:
+            self._mark_mutated(tensor)
+        if (wrote or result is None) and _is_on_parameter(node):
             self.doubt(f"writes into a parameter ({node.op})")  # a graph that ran on trial would do so, too
-        if wrote is not None:
-            return self._add_in_place(node, result, wrote)
+        if wrote and (result is None or result is wrote[0]):
+            return self._add_in_place(node, result, wrote[0])
         if isinstance(result, Tensor):
             if self.knows(result):
                 result = alias(result)
@@ -243,19 +277,17 @@ class FrameRecorder:
     def _add_in_place(self, node: Node, result: Any, wrote: Tensor) -> Any:
         node.is_in_place = True
         node.spec = describe(wrote)
-        self._mark_mutated(wrote)
         self._append(node, wrote)
         return result
 
     def _mark_mutated(self, tensor: Tensor) -> None:
-        """Marks the nodes whose values change with `tensor`: all that share its memory, in all running frames."""
-        is_view = tensor._is_view()
-        memory = _memory(tensor)
-        for frame in self.recorder.stack:
-            for alive, ref in frame._values.values():
-                value = alive()
-                if value is tensor or (memory is not None and _memory(value) == memory):
-                    _mark_node(ref.node, is_filled_view=is_view and value is tensor)
+        """Marks the nodes whose values change with `tensor`: all that came up in its memory, in whatever frame."""
+        for node in self.recorder.owners.get(_memory(tensor) or 0, ()):
+            node.is_mutated_later = True
+        if tensor._is_view():
+            for frame in self.recorder.stack:
+                if (ref := frame._lookup(tensor)) is not None:
+                    ref.node.is_view_filled_later = True
 
     def _add_size_read(self, node: Node, result: Any, variable: Assigned) -> Any:
         node.spec = describe(result)
@@ -303,21 +335,13 @@ def _is_on_parameter(node: Node) -> bool:
     return isinstance(first, Ref) and first.node.kind == "parameter"
 
 
-def _mark_node(node: Node | None, is_filled_view: bool) -> None:
-    while node is not None:
-        node.is_mutated_later = True
-        node.is_view_filled_later |= is_filled_view
-        inner = node.frame  # the value of a call is that of the output node inside, too
-        node = inner.output_node if inner is not None and inner.nodes else None
-
-
 def _memory(value: Any) -> int | None:
     """Returns what tells the memory of a tensor from that of others; `None` where it has none of its own."""
     if not isinstance(value, Tensor):
         return None
     try:
         return value.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, or not initialised yet
         return None
 
 

@@ -22,6 +22,7 @@ from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.torch_compat import function_mode_depth, is_overload
 from graphpatch_notebook.values import describe
 
 
@@ -35,9 +36,16 @@ class Recorder(TorchFunctionMode):
         self.paths = AttributePaths(root)
         self.sites = SiteTable()
         self.stack: list[FrameRecorder] = []
+        self.owners: dict[int, list[Node]] = {}
         self.root_frame: Frame | None = None
         self.failures: list[tuple[Frame, BaseException]] = []
         self.muted = 0
+        self.depth = 0
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self.depth = function_mode_depth()
+        return self
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -60,7 +68,8 @@ class Recorder(TorchFunctionMode):
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of an `autograd.Function` as one op, whatever it does inside."""
-        if self.muted or not self.stack or not self.stack[-1].wants_ops:
+        is_inside_op = function_mode_depth() < self.depth  # an operator's own autograd function
+        if is_inside_op or self.muted or not self.stack or not self.stack[-1].wants_ops:
             return apply(*args, **kwargs)
         if cls.__module__.startswith("torch.nn.modules"):  # backward hooks: torch's machinery around a module's call
             with self.mute():
@@ -94,7 +103,9 @@ class Recorder(TorchFunctionMode):
             refs = frame.refs(args), frame.refs(kwargs)
         except Exception as failure:
             self._fail(frame, failure)
-        before = _version(args[0]) if args else None
+        # Operators of the user's own may write into any argument, whatever they are called.
+        watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
+        before = [(value, _version(value)) for value in watched if isinstance(value, Tensor)]
         result = func(*args, **kwargs)
         if refs is None or occurrence is None:
             return result
@@ -103,7 +114,8 @@ class Recorder(TorchFunctionMode):
                 kind="op", op=function_name(func) if target is None else name, target=target or func,
                 args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence,
             )  # fmt: skip
-            wrote = self._wrote_in_place(name, args, kwargs, result, before)
+            wrote = self._written(name, args, kwargs, result, before)
+            frame.forget_old_owners((args, kwargs), result)
             variable = call_sites.result_variable(python_frame, getattr(func, "__name__", name))
             return frame.add_op(node, name, result, wrote, variable)
         except Exception as failure:
@@ -111,18 +123,17 @@ class Recorder(TorchFunctionMode):
             return result
 
     @staticmethod
-    def _wrote_in_place(
-        name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: int | None
-    ) -> Tensor | None:
-        """Returns the tensor that the call wrote into, if it did."""
+    def _written(
+        name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: list[tuple[Tensor, int | None]]
+    ) -> list[Tensor]:
+        """Returns the tensors that the call wrote into, the one that it is about first."""
         out = kwargs.get("out")
-        target: object = args[0] if args else None
         if isinstance(out, Tensor) and out is result:
-            return out
-        if not isinstance(target, Tensor):
-            return None
-        was_written = result is target and before is not None and _version(target) != before
-        return target if writes_in_place(name, kwargs) or was_written else None
+            return [out]
+        target: object = args[0] if args else None
+        if isinstance(target, Tensor) and writes_in_place(name, kwargs):
+            return [target]
+        return [tensor for tensor, version in before if version is not None and _version(tensor) != version]
 
     def _fail(self, frame: FrameRecorder, failure: BaseException) -> None:
         if frame.record.opaque_reason is None:

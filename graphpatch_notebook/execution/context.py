@@ -144,7 +144,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     run = Run(context.root, context.plan, context.callers, context.hooks)
     context.has_runs = True
     result = _observed(run, function, args, kwargs)
-    context.awaits_backward |= run.is_checkpointed and torch.is_grad_enabled()
+    context.awaits_backward |= run.is_checkpointed and run.has_changed and torch.is_grad_enabled()
     unfired = run.unfired()
     if unfired:
         _report(unfired, context.is_strict)

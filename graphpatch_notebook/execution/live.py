@@ -67,6 +67,7 @@ class Run:
         # Asked at the start: reentrant checkpointing itself switches gradients off.
         self.may_be_checkpointed = torch.is_grad_enabled()
         self.is_checkpointed = False
+        self.has_changed = False
 
     # -- module calls --------------------------------------------------------------------------------------------------
 
@@ -309,6 +310,7 @@ class Run:
             self.missing[id(entry)] = str(missing)
             return value
         self.fired.add(id(entry))
+        self.has_changed |= patched is not value
         return patched
 
     # -- afterwards ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries
 from graphpatch_notebook.execution.python_stack import is_in_checkpoint
+from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
 
 
@@ -54,6 +55,12 @@ class LiveMode(TorchFunctionMode):
         self.run = run
         self.stack = run.stack
         self.fired = run.fired
+        self.depth = 0
+
+    def __enter__(self) -> LiveMode:
+        super().__enter__()
+        self.depth = function_mode_depth()
+        return self
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,6 +80,8 @@ class LiveMode(TorchFunctionMode):
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies patches on the call of an `autograd.Function`; what happens inside belongs to its one node."""
+        if function_mode_depth() < self.depth:  # an operator's own autograd function
+            return apply(*args, **kwargs)
         entries = self._entries_at(sys._getframe(1))
         # Unlike in `__torch_function__`, the mode is on here: nor are the patches' own calls ops of the model.
         with self.run.inside_one_node():

@@ -48,6 +48,8 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
 
 
 def _problems(target: Target, patches: Any) -> list[str]:
+    if isinstance(patches, type) and issubclass(patches, Patch):
+        patches = [patches]
     if not isinstance(patches, Sequence) or isinstance(patches, (str, bytes)):
         return [f"{target.path!r}: give a patch or a list of patches, not {type(patches).__name__}"]
     shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None

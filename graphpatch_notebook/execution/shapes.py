@@ -9,6 +9,7 @@ arguments does: this check may pass too much, and is only asked when a shape dif
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,16 +41,25 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
 
 def _of(frame: Frame, node: Node, spec: TensorSpec) -> set[int]:
     """Returns the sizes of `spec`, the value of `node`, that follow the inputs."""
-    return _frame(frame).get(id(node), set(spec.shape))
+    root = frame
+    while root.parent is not None:
+        root = root.parent
+    with _lock:
+        # From the root down: what a frame is given is known once its caller is known up to the call.
+        _frame(root)
+        known = frame.following_sizes or {}
+        return known.get(id(node), set(spec.shape))
+
+
+_lock = threading.Lock()
 
 
 def _frame(frame: Frame) -> dict[int, set[int]]:
     known = frame.following_sizes
     if known is None:
-        known = {}
+        known = frame.following_sizes = {}
         for node in frame.nodes:
             known[id(node)] = _node(frame, node, known)
-        frame.following_sizes = known
     return known
 
 
@@ -73,10 +83,8 @@ def _node(frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
 def _input(frame: Frame, own: set[int]) -> set[int]:
     if frame.parent is None or frame.call is None:
         return own
-    # What the caller hands over: any of it, as arguments are not matched to parameters here. The caller's own sizes
-    # are worked out up to this call only, which is all that this call can depend on.
-    outside = frame.parent.following_sizes
-    outside = _frame(frame.parent) if outside is None else outside
+    # What the caller hands over: any of it, as arguments are not matched to parameters here.
+    outside = frame.parent.following_sizes or {}
     arguments = [*_refs(frame.call.args), *_refs(frame.call.kwargs)]
     return own & _union(outside, arguments) if arguments else own
 

@@ -239,8 +239,13 @@ class CompiledGraphModule(GraphModule):
         if is_compiling():
             return self._unwrapped(function(self, *args, **kwargs))
         token = _is_in_graph.set(True)
+        grad_was_enabled = torch.is_grad_enabled()
         try:
             return self._unwrapped(function(self, *args, **kwargs))
+        except BaseException:
+            # In the graph `with torch.no_grad():` is two calls, and the second one did not come.
+            torch.set_grad_enabled(grad_was_enabled)
+            raise
         finally:
             _is_in_graph.reset(token)
 

@@ -15,8 +15,7 @@ import gc
 import random
 import threading
 import types
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from torch import nn
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.values import TensorSpec
-from tests.laws.captures import Capture
+from tests.laws.captures import Capture, run
 from tests.laws.edits import Change, Edit, edited, random_change
 
 Span = tuple[int, int, int, int]
@@ -39,10 +38,19 @@ Code = types.CodeType
 
 @dataclass(frozen=True)
 class Place:
-    """The expression of an op: the functions to give new code (several closures may share one), and its lines."""
+    """The expression of an op.
 
+    Attributes:
+        reference: The model in which it is to be edited.
+        functions: The functions to give new code; several closures may share one.
+        span: Where the expression is in their file.
+        evaluation: Which evaluation of it, in one run of a module, makes the op.
+    """
+
+    reference: nn.Module
     functions: tuple[types.FunctionType, ...]
     span: Span
+    evaluation: int
 
     @property
     def code(self) -> Code:
@@ -50,27 +58,48 @@ class Place:
 
 
 def source_edits(capture: Capture, count: int) -> Iterator[Edit]:
-    """Edits of ops by editing the source, where an op is one expression that its module comes to once."""
+    """Edits of ops by editing the source, where an op is the value of one expression."""
     rng = capture.random("source")
     for frame, node, place in islice(editable_ops(capture, rng), count):
         assert isinstance(node.spec, TensorSpec)
         change = random_change(node.spec.shape, node.spec.dtype, rng)
-        module = capture.counterpart(frame.module)
         path = ".".join((*frame.path, node.name))
-        yield Edit(path, change, partial(source_edited, place, capture.reference, module, node))
+        yield Edit(path, change, partial(source_edited, place, capture.counterpart(frame.module), node))
 
 
 def editable_ops(capture: Capture, rng: random.Random) -> Iterator[tuple[Frame, Node, Place]]:
-    """Yields the ops that this oracle can edit, those that a frame evaluates just once, in random order."""
+    """Yields the ops that this oracle can edit, in random order."""
     _closures.clear()
     frames = [frame for frame in capture.frames_called_once() if not _multiplies_groups(frame)]
+    by_span: dict[Any, list[Node]] = {}
+    for frame in frames:
+        for node in frame.nodes:
+            if node.kind == "op" and node.is_live and node.site is not None and node.element is None:
+                by_span.setdefault((id(frame), _span_of(node)), []).append(node)
     nodes = [(frame, node) for frame in frames for node in frame.nodes if node.kind == "op" and node.site is not None]
-    evaluations = Counter((id(frame), _span_of(node)) for frame, node in nodes if node.is_live and node.element is None)
     for frame, node in rng.sample(nodes, len(nodes)):
-        is_once = node.is_live and evaluations[id(frame), _span_of(node)] == 1
-        is_tensor = isinstance(node.spec, TensorSpec) and not node.is_view_filled_later
-        if is_once and is_tensor and (place := place_of(node)) is not None:
+        same = by_span.get((id(frame), _span_of(node)), [])
+        whole = node.element[0] if node.element is not None else node
+        if whole not in same or not isinstance(node.spec, TensorSpec) or node.is_view_filled_later:
+            continue
+        place = place_of(capture.reference, node, same.index(whole))
+        if place is not None and _evaluations(capture, frame, place) == len(same):
             yield frame, node, place
+
+
+def _evaluations(capture: Capture, frame: Frame, place: Place) -> int:
+    """How often a frame comes to an expression: `sum(xs)` is one that makes many ops."""
+    seen = 0
+
+    def count(value: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        return value
+
+    with _code_edited(place), _calling(count, place.reference, capture.counterpart(frame.module)):
+        run(capture.reference, capture.case.example())
+    run(capture.pg, capture.case.example())  # model and reference stay equal where runs change them
+    return seen
 
 
 def _multiplies_groups(frame: Frame) -> bool:
@@ -92,7 +121,7 @@ def _positions(code: Code) -> list[Any]:
     return list(code.co_positions())
 
 
-def place_of(node: Node) -> Place | None:
+def place_of(reference: nn.Module, node: Node, evaluation: int) -> Place | None:
     """Returns where the expression of an op is in the source, if it is there."""
     assert node.site is not None
     _, span = _span_of(node)
@@ -102,7 +131,7 @@ def place_of(node: Node) -> Place | None:
     definition = _definition(functions[0].__code__)
     if definition is None or span not in _value_spans(definition):
         return None
-    return Place(tuple(functions), span)
+    return Place(reference, tuple(functions), span, evaluation)
 
 
 # -- the source of a function ------------------------------------------------------------------------------------------
@@ -164,12 +193,14 @@ _closures: dict[int, list[types.FunctionType]] = {}
 
 def _functions_of(code: Code) -> list[types.FunctionType]:
     """The living functions that have this code: closures are new with each model, others with each file."""
-    known = _closures if "<locals>" in code.co_qualname else _top_level
-    if id(code) not in known:
+    is_closure = "<locals>" in code.co_qualname
+    known = _closures if is_closure else _top_level
+    if not known or (not is_closure and id(code) not in known):
+        functions = [found for found in gc.get_objects() if type(found) is types.FunctionType]
         known.clear()
-        for found in gc.get_objects():
-            if type(found) is types.FunctionType:
-                known.setdefault(id(found.__code__), []).append(found)
+        for function in functions:
+            if ("<locals>" in function.__code__.co_qualname) == is_closure:
+                known.setdefault(id(function.__code__), []).append(function)
     return known.setdefault(id(code), [])
 
 
@@ -208,12 +239,14 @@ def _codes(code: Code) -> Iterator[Code]:
 
 
 @contextmanager
-def source_edited(place: Place, reference: nn.Module, module: nn.Module, node: Node, change: Change) -> Iterator[None]:
-    """By other code in the function, with an effect only while `module` runs, and none of its submodules."""
-    running = _Running()
+def source_edited(place: Place, module: nn.Module, node: Node, change: Change) -> Iterator[None]:
+    """By other code in the function, with an effect on one evaluation while `module` runs."""
+    evaluation = -1
 
     def edit(value: Any) -> Any:
-        if not running.modules or running.modules[-1] is not module:
+        nonlocal evaluation
+        evaluation += 1
+        if evaluation != place.evaluation:
             return value
         if node.element is not None:
             return edited(value, (f"sub_{node.element[1]}",), change.edit)
@@ -222,16 +255,31 @@ def source_edited(place: Place, reference: nn.Module, module: nn.Module, node: N
         value.copy_(change.edit(value))
         return value
 
+    with _code_edited(place), _calling(edit, place.reference, module):
+        yield
+
+
+@contextmanager
+def _code_edited(place: Place) -> Iterator[None]:
     before, after = place.code, _edited_code(place)
-    builtins.__edit__ = edit  # type: ignore[attr-defined]
     for function in place.functions:
         function.__code__ = after
+    try:
+        yield
+    finally:
+        for function in place.functions:
+            function.__code__ = before
+
+
+@contextmanager
+def _calling(edit: Callable[[Any], Any], reference: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Makes `__edit__` call `edit` while the forward of `module`, and none of its submodules, runs in this thread."""
+    running = _Running()
+    builtins.__edit__ = lambda value: edit(value) if running.modules[-1:] == [module] else value  # type: ignore[attr-defined]
     try:
         with running.noted(reference):
             yield
     finally:
-        for function in place.functions:
-            function.__code__ = before
         del builtins.__edit__  # type: ignore[attr-defined]
 
 

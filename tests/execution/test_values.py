@@ -1,0 +1,196 @@
+"""Patches on values of all kinds, and the errors that only the run can show."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    AliasedPatchWarning,
+    CustomPatch,
+    PatchableGraph,
+    PatchValueError,
+    ProbePatch,
+    RecordPatch,
+    RepeatedCallWarning,
+    ReplacePatch,
+    ZeroPatch,
+)
+
+
+class Numbers(nn.Module):
+    """Values that are no tensors, and decide what happens."""
+
+    def forward(self, x: Tensor, steps: int = 2, scale: float = 0.5, is_shifted: bool = False) -> Tensor:
+        total = x.sum().item()
+        for _ in range(steps):
+            x = x * scale
+        if (x > 0).all():
+            x = x + total
+        return x + 1 if is_shifted else x
+
+
+X = torch.ones(2, 2)
+
+
+def patched(pg: PatchableGraph, path: str, patch: Any, *args: Any) -> Tensor:
+    with pg.patch({path: patch}, strict=True):
+        return pg(*args)
+
+
+def test_ints_floats_and_bools_are_patched() -> None:
+    pg = PatchableGraph(Numbers(), X, 2, 0.5, False)
+    assert torch.equal(pg(X, 2, 0.5, False), torch.full((2, 2), 4.25))
+    assert torch.equal(patched(pg, "steps", ReplacePatch(0), X, 2, 0.5, False), torch.full((2, 2), 5.0))
+    assert torch.equal(patched(pg, "scale", AddPatch(0.5), X, 2, 0.5, False), torch.full((2, 2), 5.0))
+    assert torch.equal(patched(pg, "is_shifted", ReplacePatch(True), X, 2, 0.5, False), torch.full((2, 2), 5.25))
+    assert torch.equal(patched(pg, "total", ZeroPatch(), X, 2, 0.5, False), torch.full((2, 2), 0.25))
+    assert torch.equal(patched(pg, "bool", ReplacePatch(False), X, 2, 0.5, False), torch.full((2, 2), 0.25))
+
+
+class Sizes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, width = x.shape
+        return x.reshape(width, batch)
+
+
+def test_sizes_are_patched_where_torch_reads_them() -> None:
+    pg = PatchableGraph(Sizes(), torch.ones(2, 3))
+    with pg.patch({"size_batch": ReplacePatch(6), "size_width": ReplacePatch(1)}):
+        assert pg(torch.ones(2, 3)).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("patch", "parts"),
+    [
+        (ReplacePatch(torch.ones(3)), ["ReplacePatch on 'relu' (relu)", "(2, 2)", "(3,)", "must broadcast"]),
+        (AddPatch(torch.ones(5, 2)), ["AddPatch on 'relu' (relu)", "(2, 2)", "(5, 2)"]),
+        (ZeroPatch(slice=7), ["ZeroPatch on 'relu' (relu)", "slice=7", "(2, 2)", "out of bounds"]),
+        (AddPatch(torch.ones(2, 2, dtype=torch.complex64)), ["relu", "complex64", "float32"]),
+        (ReplacePatch(torch.ones(2, 2, device="meta")), ["relu", "meta"]),
+    ],
+)
+def test_errors_of_the_run_name_path_op_and_both_shapes(patch: Any, parts: list[str]) -> None:
+    pg = PatchableGraph(nn.ReLU(), X)
+    with pytest.raises(PatchValueError, match=re.escape(parts[0])) as caught:
+        patched(pg, "relu", patch, X)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_value_of_another_dtype_follows_torch() -> None:
+    pg = PatchableGraph(nn.ReLU(), X)
+    assert torch.equal(patched(pg, "relu", ReplacePatch(torch.tensor(2)), X), torch.full((2, 2), 2.0))
+    assert patched(pg, "relu", ReplacePatch(torch.ones(2, dtype=torch.float64)), X).dtype == torch.float32
+
+
+def test_a_slice_of_a_number_is_an_error() -> None:
+    pg = PatchableGraph(Numbers(), X, 2)
+    with pytest.raises(PatchValueError, match="'steps': a slice cannot be taken of the number 2; drop slice="):
+        patched(pg, "steps", ZeroPatch(slice=0), X, 2)
+
+
+def test_errors_of_the_users_own_operations_stay_their_own() -> None:
+    pg = PatchableGraph(nn.ReLU(), X)
+
+    def fails(value: Tensor) -> Tensor:
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        patched(pg, "relu", CustomPatch(fails), X)
+
+
+def test_several_patches_run_in_order_and_contexts_add_up() -> None:
+    pg = PatchableGraph(nn.ReLU(), X)
+    with pg.patch({"relu": [AddPatch(1.0), ReplacePatch(5.0, slice=0)]}):
+        with pg.patch({"relu": CustomPatch(lambda value: value * 2)}):
+            assert torch.equal(pg(X), torch.tensor([[10.0, 10.0], [4.0, 4.0]]))
+        assert torch.equal(pg(X), torch.tensor([[5.0, 5.0], [2.0, 2.0]]))
+    assert torch.equal(pg(X), X)
+
+
+def test_one_patch_object_on_several_nodes() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.ReLU(), nn.ReLU()), X)
+    record, add = RecordPatch(), AddPatch(1.0)
+    with pg.patch({"sub_0.output": [add, record], "sub_1.output": [add, record]}):
+        assert torch.equal(pg(X), X + 2)
+    assert [activation[0, 0].item() for activation in record.activations] == [2.0, 3.0]
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = torch.tanh(self.cell(x))
+        return x
+
+
+def test_calls_are_counted_from_zero_in_each_forward() -> None:
+    model = Loop()
+    pg = PatchableGraph(model, X, 3)
+    record = RecordPatch()
+    with pg.patch({f"cell_{i}.output": record for i in range(3)}):
+        pg(X, 3)
+        pg(X, 3)
+    first, second = record.activations[:3], record.activations[3:]
+    assert all(map(torch.equal, first, second))
+    with pg.patch({"cell_1.output": ZeroPatch()}):
+        assert torch.equal(pg(X, 2), torch.zeros(2, 2))
+        assert torch.equal(pg(X, 3), model(torch.zeros(2, 2), 1))
+
+
+def test_a_module_that_is_called_more_often_than_its_name_says_is_reported() -> None:
+    model = Loop()
+    pg = PatchableGraph(model, X, 1)
+    with (
+        pg.patch({"cell.output": ZeroPatch()}),
+        pytest.warns(RepeatedCallWarning, match="'cell' was called once when it was captured"),
+    ):
+        found = pg(X, 2)
+    assert torch.equal(found, model(torch.zeros(2, 2), 1))
+
+
+class WritesLater(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x + 1
+        left = kept[:, 0]
+        left.fill_(7.0)
+        return kept * 1
+
+
+def test_probes_hold_what_came_up_not_what_was_written_later() -> None:
+    pg = PatchableGraph(WritesLater(), X)
+    kept, left = ProbePatch(), ProbePatch()
+    with pg.patch({"kept": kept, "left": left}):
+        pg(X)
+    assert torch.equal(kept.activation, torch.full((2, 2), 2.0))
+    assert torch.equal(left.activation, torch.full((2,), 2.0))
+
+
+def test_a_patched_view_that_is_filled_later_is_warned_of() -> None:
+    pg = PatchableGraph(WritesLater(), X)
+    with pytest.warns(AliasedPatchWarning, match="'left' is a view into another tensor"):
+        patched(pg, "left", ZeroPatch(), X)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y += 1
+        y[0] = 5.0
+        return y * 2
+
+
+def test_patches_on_in_place_operations_are_written_back() -> None:
+    pg = PatchableGraph(InPlace(), X)
+    assert torch.equal(patched(pg, "y_1", ZeroPatch(), X), torch.tensor([[10.0, 10.0], [0.0, 0.0]]))
+    assert torch.equal(patched(pg, "setitem", AddPatch(1.0), X), torch.tensor([[12.0, 12.0], [6.0, 6.0]]))
+    with pytest.raises(PatchValueError, match="writes in place into a tensor of shape"):
+        patched(pg, "y_1", CustomPatch(lambda value: value[0]), X)

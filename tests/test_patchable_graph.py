@@ -1,0 +1,108 @@
+"""A `PatchableGraph` is used like the model that it was made of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ZeroPatch
+from tests.zoo import case_by_name
+
+
+@pytest.fixture
+def pg() -> PatchableGraph:
+    case = case_by_name("gpt2-eager")
+    call = case.example()
+    return PatchableGraph(case.build(), *call.args, **call.kwargs)
+
+
+def test_state_is_that_of_the_model(pg: PatchableGraph) -> None:
+    model = pg._module
+    assert list(pg.state_dict()) == list(model.state_dict())
+    assert [id(p) for p in pg.parameters()] == [id(p) for p in model.parameters()]
+    assert dict(pg.named_modules()).keys() == dict(model.named_modules()).keys()
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    pg.load_state_dict(state)
+    assert model.transformer.h[0].mlp.c_fc.weight.abs().sum() == 0
+
+
+def test_a_replaced_parameter_is_seen_everywhere(pg: PatchableGraph) -> None:
+    new = nn.Parameter(torch.zeros_like(pg.transformer.h[0].mlp.c_fc.bias))
+    pg.transformer.h[0].mlp.c_fc.bias = new
+    assert pg._graph_module.transformer.h[0].mlp.c_fc.bias is new
+    probe = ProbePatch()
+    with pg.patch({"transformer.h_0.mlp.c_fc.bias": probe}):
+        pg(torch.ones(1, 3, dtype=torch.long))
+    assert probe.activation is new
+
+
+def test_modes_dtypes_and_chaining(pg: PatchableGraph) -> None:
+    model = pg._module
+    assert pg.train() is pg
+    assert model.training
+    assert pg.training
+    assert pg.eval() is pg
+    assert not model.training
+    assert pg.to(torch.float64) is pg
+    assert model.lm_head.weight.dtype == torch.float64
+    assert pg.requires_grad_(False) is pg
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_attributes_and_methods_of_the_model(pg: PatchableGraph) -> None:
+    assert pg.config is pg._module.config
+    assert pg.transformer.h[0] is pg._module.transformer.h[0]
+    assert isinstance(pg, nn.Module)
+    assert {"generate", "config", "transformer", "patch", "graph"} <= set(dir(pg))
+    pg.marker = 3
+    assert pg._module.marker == 3
+    del pg.marker
+    assert not hasattr(pg._module, "marker")
+    with pytest.raises(AttributeError, match="cannot be set"):
+        pg.graph = 3
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        pg.no_such_thing  # noqa: B018
+
+
+def test_methods_run_patched_inside_a_context(pg: PatchableGraph) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    plain = pg.generate(ids, **settings)
+    assert torch.equal(plain, pg._module.generate(ids, **settings))
+    steering = torch.linspace(-9, 9, pg.config.n_embd).sin() * 9
+    handle = pg._module.transformer.ln_f.register_forward_hook(lambda module, args, output: output + steering)
+    hooked = pg._module.generate(ids, **settings)
+    handle.remove()
+    with pg.patch({"transformer.ln_f.output": AddPatch(steering)}):
+        assert torch.equal(pg.generate(ids, **settings), hooked)
+        assert torch.equal(pg._module.generate(ids, **settings), plain)
+    assert not torch.equal(hooked, plain)
+
+
+def test_hooks_on_the_graph_itself(pg: PatchableGraph) -> None:
+    seen = []
+    pg.register_forward_hook(lambda module, args, output: seen.append(module))
+    pg(torch.ones(1, 3, dtype=torch.long))
+    assert seen == [pg]
+
+
+def test_deepcopy_is_independent(pg: PatchableGraph) -> None:
+    twin = copy.deepcopy(pg)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(twin(ids).logits, pg(ids).logits)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert twin(ids).logits.abs().sum() == 0
+    assert pg(ids).logits.abs().sum() > 0
+    with twin.patch({"transformer.wte.output": ZeroPatch()}):
+        twin(ids)
+    assert list(twin.nodes) == list(pg.nodes)
+
+
+def test_verify_reports_each_frame(pg: PatchableGraph) -> None:
+    report = pg.verify(torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert {frame.path for frame in report.frames} >= {"", "transformer.h_0.mlp.act"}
+    assert "transformer.h_0.mlp.act" not in {frame.path for frame in report.refused}
