@@ -43,7 +43,7 @@ class Recorder(TorchFunctionMode):
         self.depth = 0
 
     def __enter__(self) -> Recorder:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self.depth = function_mode_depth()
         return self
 
@@ -115,6 +115,9 @@ class Recorder(TorchFunctionMode):
                 args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence,
             )  # fmt: skip
             wrote = self._written(name, args, kwargs, result, before)
+            if wrote:
+                named = {**dict(enumerate(args)), **kwargs}
+                node.written_argument = next(key for key, value in named.items() if value is wrote[0])
             frame.forget_old_owners((args, kwargs), result)
             variable = call_sites.result_variable(python_frame, getattr(func, "__name__", name))
             return frame.add_op(node, name, result, wrote, variable)

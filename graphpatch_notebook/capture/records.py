@@ -112,7 +112,8 @@ class Node:
             node and the position in it. Such a node has the site of that op, and no arguments.
         is_plumbing: Whether the value only carries sizes (or is the container that such `element`s came from).
         is_live: Whether a live run sees this value come up (arithmetic on sizes is not seen).
-        is_in_place: Whether the op wrote into its first argument and returned it.
+        is_in_place: Whether the op is one that writes into an argument: its value is that argument.
+        written_argument: Which one: its position, or its keyword.
         is_mutated_later: Whether an op of the model wrote into this very tensor later.
         is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
         frame: The frame of the called submodule (calls only).
@@ -134,6 +135,7 @@ class Node:
     is_plumbing: bool = False
     is_live: bool = True
     is_in_place: bool = False
+    written_argument: int | str = 0
     is_mutated_later: bool = False
     is_view_filled_later: bool = False
     frame: Frame | None = None

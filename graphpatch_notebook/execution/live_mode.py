@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.functions import raw_name, writes_in_place
+from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries
@@ -58,7 +58,7 @@ class LiveMode(TorchFunctionMode):
         self.depth = 0
 
     def __enter__(self) -> LiveMode:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self.depth = function_mode_depth()
         return self
 
@@ -76,7 +76,7 @@ class LiveMode(TorchFunctionMode):
             self.fired.add(id(entry))
             entry.watch(result)  # type: ignore[misc]  # `is_watched` says that it is given
             return result
-        return self._patched(entries, func, result, args, kwargs or {})
+        return self._patched(entries, result, args, kwargs or {})
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies patches on the call of an `autograd.Function`; what happens inside belongs to its one node."""
@@ -86,7 +86,7 @@ class LiveMode(TorchFunctionMode):
         # Unlike in `__torch_function__`, the mode is on here: nor are the patches' own calls ops of the model.
         with self.run.inside_one_node():
             result = apply(*args, **kwargs)
-            return result if entries is None else self._patched(entries, apply, result, args, kwargs)
+            return result if entries is None else self._patched(entries, result, args, kwargs)
 
     def _entries_at(self, leaf: FrameType) -> list[Entry] | None:
         """Returns the entries on the op that is called from this Python frame, and counts that it came up."""
@@ -116,20 +116,13 @@ class LiveMode(TorchFunctionMode):
         frame.counts[key] = occurrence + 1
         return by_occurrence.get(occurrence)
 
-    def _patched(
-        self,
-        entries: list[Entry],
-        func: Callable[..., Any],
-        result: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _patched(self, entries: list[Entry], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for entry in entries:
             node = entry.target.node
             if not entry.is_special and self.run.is_observed(entry, result):
                 continue
             if node.is_in_place:
-                value = _written(raw_name(func), result, args, kwargs)
+                value = _written(node, args, kwargs)
             else:
                 value = result if node.element is None else result[node.element[1]]
             patched = self.run.apply(entry, value)
@@ -152,7 +145,7 @@ _RECOMPUTED = (
 _NOTHING: dict[tuple[int, ...], OpEntries] = {}
 
 
-def _written(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(kwargs.get("out"), Tensor):
-        return kwargs["out"]
-    return args[0] if writes_in_place(name, kwargs) or result is args[0] else result
+def _written(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the argument that an in-place op wrote into."""
+    where = node.written_argument
+    return args[where] if isinstance(where, int) else kwargs[where]

@@ -6,10 +6,12 @@ import functools
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from graphpatch_notebook import CustomPatch, GraphPatchWarning, PatchableGraph
@@ -123,6 +125,11 @@ def runs_the_same_code_again(case: Case) -> bool:
     Tables cached by shape, and weights that a lazy layer initialises, are made in the first run only.
     """
     return case.name not in ("awkward-cached-by-shape", "awkward-lazy-child")
+
+
+def without_recomputing(case: Case) -> AbstractContextManager[Any]:
+    """Without gradients nothing is recomputed in backward, where functions under a checkpoint cannot be patched."""
+    return torch.no_grad() if "checkpoint" in case.name else nullcontext()
 
 
 def identity(any_shape: bool = False) -> CustomPatch:

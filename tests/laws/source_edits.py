@@ -93,7 +93,7 @@ def _evaluations(capture: Capture, frame: Frame, place: Place) -> int:
 
     def count(value: Any) -> Any:
         nonlocal seen
-        seen += 1
+        seen += value is not None  # an operator that writes in place and returns nothing has no value to edit
         return value
 
     with _code_edited(place), _calling(count, place.reference, capture.counterpart(frame.module)):
