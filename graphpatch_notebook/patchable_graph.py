@@ -14,7 +14,7 @@ from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
-from graphpatch_notebook.execution.patch_map import entries_of, is_unchanged, snapshot
+from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
 from graphpatch_notebook.execution.plan import Callers, Entry
 from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
 from graphpatch_notebook.graph_modules.copies import copied_frame
@@ -161,13 +161,13 @@ class PatchableGraph(Module):
             >>> probe.activation
             tensor([2., 2.])
         """
-        known: list[tuple[Any, Prepared]] = []
+        known: list[tuple[Snapshot, Prepared]] = []
 
         def activate() -> ActiveContext:
             # The user may have changed the patch map since the context was entered last.
-            if not known or not is_unchanged(known[0][0], patch_map):
+            if not known or not known[0][0].is_current(patch_map):
                 entries = entries_of(self._root_frame, patch_map, self.__dict__["_targets"])
-                known[:] = [(snapshot(patch_map), self._prepare(entries))]
+                known[:] = [(Snapshot(patch_map), self._prepare(entries))]
             return self._enter(known[0][1], strict)
 
         return PatchContext(activate)

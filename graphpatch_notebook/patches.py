@@ -193,7 +193,10 @@ class ProbePatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         self._kept = original_output
-        self._version = _version(original_output)
+        try:  # as `_version` does: a whole model may be probed, and each call counts
+            self._version = original_output._version
+        except (AttributeError, RuntimeError):
+            self._version = None
         return original_output
 
     @property

@@ -116,7 +116,8 @@ class Recorder(TorchFunctionMode):
             )  # fmt: skip
             wrote = self._written(name, args, kwargs, result, before)
             if wrote:
-                named = {**dict(enumerate(args)), **kwargs}
+                named: dict[int | str, Any] = dict(enumerate(args))
+                named.update(kwargs)
                 node.written_argument = next(key for key, value in named.items() if value is wrote[0])
             frame.forget_old_owners((args, kwargs), result)
             variable = call_sites.result_variable(python_frame, getattr(func, "__name__", name))

@@ -50,7 +50,7 @@ class Prepared:
 
 def prepare(frame: Frame, entries: Sequence[Entry], callers: Callers, custom_frames: Sequence[Frame]) -> Prepared:
     """Returns what it takes to activate `entries`."""
-    plan = make_plan(frame, entries, custom_frames)
+    plan = make_plan(frame, entries, callers, custom_frames)
     watched = callers.modules_to_watch(plan)
     at_boundary = [p.frame.module for p in plan.walk() if p.inputs or p.output]
     at_boundary = [module for module in at_boundary if takes_hooks(module)]
@@ -141,7 +141,7 @@ def _let_go(context: ActiveContext) -> None:
 
 def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
-    run = Run(context.root, context.plan, context.callers, context.hooks)
+    run = Run(context.root, context.plan, context.prepared.watched_ids, context.callers, context.hooks)
     context.has_runs = True
     result = _observed(run, function, args, kwargs)
     context.awaits_backward |= run.is_checkpointed and run.has_changed and torch.is_grad_enabled()
@@ -198,7 +198,7 @@ def _recomputing(module: Module) -> Run | None:
             f"{type(module).__name__} is called several times and recomputed in backward (activation checkpointing): "
             "it cannot be told which call is recomputed; switch checkpointing off to patch it"
         )
-    return Run(context.root, context.plan, context.callers, context.hooks)
+    return Run(context.root, context.plan, context.prepared.watched_ids, context.callers, context.hooks)
 
 
 def _note_direct_call(module: Module) -> None:

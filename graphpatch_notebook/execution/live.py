@@ -51,8 +51,9 @@ class FrameRun:
 class Run:
     """One patched call of a model. Observes the swapped `forward`s in its context."""
 
-    def __init__(self, root: Module, plan: FramePlan, callers: Callers, hooks: ModuleHooks) -> None:
+    def __init__(self, root: Module, plan: FramePlan, watched: set[int], callers: Callers, hooks: ModuleHooks) -> None:
         self.root = root
+        self.watched = watched
         self.plan = plan
         self.callers = callers
         self.hooks = hooks
@@ -75,6 +76,8 @@ class Run:
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs one frame, with the patches that stand on its inputs, parameters, ops and output."""
+        if id(module) not in self.watched:  # swapped for another context
+            return forward(*args, **kwargs)
         plan = self._plan_of(module)
         stack = self.stack
         stack.append(FrameRun(plan))
@@ -329,7 +332,9 @@ class Run:
     def _why(self, frame: Frame) -> str:
         if id(frame) in self.reached:
             return "its module ran, but did not come to this operation"
-        outermost = frame
-        while outermost.parent is not None and id(outermost.parent) not in self.reached:
-            outermost = outermost.parent
+        watched = {id(plan.frame) for plan in self.plan.walk()}
+        outermost = above = frame
+        while above.parent is not None and id(above.parent) not in self.reached:
+            above = above.parent
+            outermost = above if id(above) in watched else outermost
         return f"{format_path(outermost.path) or 'the model'!r} was not called"

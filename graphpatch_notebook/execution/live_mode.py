@@ -99,12 +99,13 @@ class LiveMode(TorchFunctionMode):
         while by_lasti is None:
             outer = call_sites.caller_of_hidden(leaf)
             if outer is None:
+                codes[id(leaf.f_code)] = {}  # no patched op in this code
                 return None
             leaf = outer
             by_lasti = codes.get(id(leaf.f_code))
         by_chain = by_lasti.get(leaf.f_lasti)
         if by_chain is None:
-            by_offset = plan.leaves[id(leaf.f_code)]
+            by_offset = plan.leaves.get(id(leaf.f_code), {})
             by_chain = by_lasti[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
         if not by_chain:
             return None

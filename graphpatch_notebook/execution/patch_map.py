@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,18 +72,20 @@ def _error(problems: list[str], is_unknown: bool) -> PatchMapError:
     return kind("\n".join([f"{len(problems)} problems in this patch map:", *(f"  - {p}" for p in problems)]))
 
 
-def snapshot(patch_map: Mapping[Any, Any]) -> list[tuple[Any, Any, list[Any]]]:
-    """Returns what `is_unchanged` compares a patch map with later."""
-    return [(path, given, [given] if isinstance(given, Patch) else list(given)) for path, given in patch_map.items()]
+class Snapshot:
+    """What a patch map held when it was checked."""
 
+    def __init__(self, patch_map: Mapping[Any, Any]) -> None:
+        self._paths = list(patch_map)
+        self._given = list(patch_map.values())
+        self._lists = [(given, list(given)) for given in self._given if isinstance(given, list)]
 
-def is_unchanged(before: list[tuple[Any, Any, list[Any]]], patch_map: Mapping[Any, Any]) -> bool:
-    """Whether a patch map still has the same paths and the very same patches as when the snapshot was taken."""
-    if len(before) != len(patch_map):
-        return False
-    for (path, given, patches), (path_now, given_now) in zip(before, patch_map.items(), strict=True):
-        if path is not path_now or given is not given_now:
+    def is_current(self, patch_map: Mapping[Any, Any]) -> bool:
+        """Whether the patch map still has the same paths and the very same patches."""
+        if len(patch_map) != len(self._paths):
             return False
-        if isinstance(given_now, list) and list(map(id, patches)) != list(map(id, given_now)):
-            return False
-    return True
+        return (
+            all(map(operator.is_, self._paths, patch_map))
+            and all(map(operator.is_, self._given, patch_map.values()))
+            and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self._lists)
+        )

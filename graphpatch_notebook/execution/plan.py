@@ -148,7 +148,9 @@ class FramePlan:
                 del self.tensors[path]
 
 
-def make_plan(root: Frame, entries: Iterable[Entry], custom_frames: Sequence[Frame] = ()) -> FramePlan:
+def make_plan(
+    root: Frame, entries: Iterable[Entry], callers: Callers, custom_frames: Sequence[Frame] = ()
+) -> FramePlan:
     """Returns the plan of the root frame for `entries`, in their order, and for the frames with custom graphs."""
     plan = FramePlan(root)
     plans = {id(root): plan}
@@ -157,9 +159,29 @@ def make_plan(root: Frame, entries: Iterable[Entry], custom_frames: Sequence[Fra
     for entry in entries:
         plan.count += 1
         _plan_of(entry.target.frame, plans).add(entry)
+    _shorten(plan, callers)
     for planned in plan.walk():
         planned.settle()
     return plan
+
+
+def _shorten(plan: FramePlan, callers: Callers) -> None:
+    """Takes out the frames that only lead to others, where these can be told without them.
+
+    A module that is called once in the whole capture is told by the call itself. Should it come up more often in a
+    run, it counts as called again, whichever of the modules above it was.
+    """
+    for module, by_index in list(plan.calls.items()):
+        for inner in by_index.values():
+            _shorten(inner, callers)
+        (index, inner), *others = by_index.items()
+        below = [p for calls in inner.calls.values() for p in calls.values()]
+        is_only_way = not inner.entries and not inner.has_custom_graph and not others
+        if is_only_way and below and all(callers.has_one_frame(p.frame.module) for p in (inner, *below)):
+            assert index == 0
+            del plan.calls[module]
+            for called, calls in inner.calls.items():
+                plan.calls.setdefault(called, {}).update(calls)
 
 
 def _plan_of(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
@@ -185,6 +207,10 @@ class Callers:
         """Returns the frames of `module`, in order of execution."""
         return self._frames.get(id(module), [])
 
+    def has_one_frame(self, module: Module) -> bool:
+        """Whether `module` is called once in the whole capture."""
+        return len(self.frames_of(module)) == 1
+
     def modules_to_watch(self, plan: FramePlan) -> list[Module]:
         """Returns the modules whose frames must be seen to tell the frames of `plan` from all others.
 
@@ -195,7 +221,8 @@ class Callers:
         for planned in plan.walk():
             watched[id(planned.frame.module)] = planned.frame.module
         for module in list(watched.values()):
-            for frame in self.frames_of(module):
+            frames = self.frames_of(module)
+            for frame in frames if len(frames) > 1 else ():
                 if frame.parent is not None:
                     watched.setdefault(id(frame.parent.module), frame.parent.module)
         return list(watched.values())
