@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -149,50 +149,44 @@ class FramePlan:
 
 
 def make_plan(
-    root: Frame, entries: Iterable[Entry], callers: Callers, custom_frames: Sequence[Frame] = ()
+    root: Frame, entries: Sequence[Entry], callers: Callers, custom_frames: Sequence[Frame] = ()
 ) -> FramePlan:
     """Returns the plan of the root frame for `entries`, in their order, and for the frames with custom graphs."""
-    plan = FramePlan(root)
-    plans = {id(root): plan}
-    for frame in custom_frames:
-        _plan_of(frame, plans)
+    plans: dict[int, FramePlan] = {id(root): FramePlan(root)}
+    for frame in (*custom_frames, *(entry.target.frame for entry in entries)):
+        _keep(frame, plans, callers)
+    for plan in list(plans.values())[1:]:
+        _attach(plan, plans)
     for entry in entries:
-        plan.count += 1
-        _plan_of(entry.target.frame, plans).add(entry)
-    _shorten(plan, callers)
-    for planned in plan.walk():
-        planned.settle()
-    return plan
+        plans[id(entry.target.frame)].add(entry)
+    for plan in plans.values():
+        plan.settle()
+    result = plans[id(root)]
+    result.count = len(entries)
+    return result
 
 
-def _shorten(plan: FramePlan, callers: Callers) -> None:
-    """Takes out the frames that only lead to others, where these can be told without them.
+def _keep(frame: Frame, plans: dict[int, FramePlan], callers: Callers) -> None:
+    """Plans `frame`, and the frames above it as far as they are needed to tell it.
 
     A module that is called once in the whole capture is told by the call itself. Should it come up more often in a
     run, it counts as called again, whichever of the modules above it was.
     """
-    for module, by_index in list(plan.calls.items()):
-        for inner in by_index.values():
-            _shorten(inner, callers)
-        (index, inner), *others = by_index.items()
-        below = [p for calls in inner.calls.values() for p in calls.values()]
-        is_only_way = not inner.entries and not inner.has_custom_graph and not others
-        if is_only_way and below and all(callers.has_one_frame(p.frame.module) for p in (inner, *below)):
-            assert index == 0
-            del plan.calls[module]
-            for called, calls in inner.calls.items():
-                plan.calls.setdefault(called, {}).update(calls)
+    while id(frame) not in plans:
+        plans[id(frame)] = FramePlan(frame)
+        if frame.parent is None or callers.has_one_frame(frame.module):
+            return
+        frame = frame.parent
 
 
-def _plan_of(frame: Frame, plans: dict[int, FramePlan]) -> FramePlan:
-    known = plans.get(id(frame))
-    if known is None:
-        assert frame.parent is not None
-        assert frame.call is not None
-        known = plans[id(frame)] = FramePlan(frame)
-        calls = _plan_of(frame.parent, plans).calls.setdefault(id(frame.module), {})
-        calls[frame.call.call_index] = known
-    return known
+def _attach(plan: FramePlan, plans: dict[int, FramePlan]) -> None:
+    above = plan.frame.parent
+    while above is not None and id(above) not in plans:
+        above = above.parent
+    assert above is not None
+    assert plan.frame.call is not None
+    calls = plans[id(above)].calls.setdefault(id(plan.frame.module), {})
+    calls[plan.frame.call.call_index] = plan
 
 
 class Callers:

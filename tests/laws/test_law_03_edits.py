@@ -45,7 +45,7 @@ def _check(case: Case, make: MakeEdits) -> None:
 
 @each_case()
 def test_inputs_and_outputs_equal_hooks(case: Case) -> None:
-    _check(case, partial(boundary_edits, frame_count=12))
+    _check(case, partial(boundary_edits, frame_count=8))
 
 
 @each_case(leaves_its_state_alone)
@@ -85,7 +85,7 @@ def comes_from_known_source(case: Case) -> bool:
 
 @each_case(comes_from_known_source)
 def test_ops_equal_edited_source(case: Case) -> None:
-    _check(case, partial(source_edits, count=10))
+    _check(case, partial(source_edits, count=8))
 
 
 def is_gpt2_from_known_source(case: Case) -> bool:
