@@ -4,6 +4,7 @@ GraphPatchError
 ├── CaptureError(RuntimeError)            a module could not be captured
 ├── PatchMapError(ValueError)             a patch map was refused before anything ran
 │   └── UnknownPathError(KeyError)        ... and at least one of its paths does not exist
+│       └── UnknownChildError(AttributeError)   `pg.graph.x`: there is no such child
 ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
 ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
 ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
@@ -38,6 +39,10 @@ class UnknownPathError(PatchMapError, KeyError):
 
     # `KeyError` prints the repr of its argument, which would show the line breaks as `\n`.
     __str__ = Exception.__str__
+
+
+class UnknownChildError(UnknownPathError, AttributeError):
+    """A graph, a node or a container has no such child."""
 
 
 class PatchValueError(GraphPatchError, ValueError):

@@ -11,7 +11,8 @@ import torch
 
 from graphpatch_notebook import tree
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.places import Place, UnknownChildError
+from graphpatch_notebook.errors import UnknownChildError
+from graphpatch_notebook.places import Place
 from graphpatch_notebook.source_text import CodeText, code_text
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.errors import UnknownChildError
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, python_path
 from graphpatch_notebook.resolution import Unresolvable, nearest_paths, parse
 from graphpatch_notebook.tree import Entry, LabelOf, frame_entry, is_shown, spec_entry
 from graphpatch_notebook.values import ContainerSpec, ValueSpec
-
-
-class UnknownChildError(UnknownPathError, AttributeError):
-    """A graph, a node or a container has no such child."""
 
 
 @dataclass(frozen=True, slots=True)

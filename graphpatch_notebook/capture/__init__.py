@@ -1,8 +1,11 @@
 """Capture: a model and example inputs in, a hierarchy of frames out.
 
-recorder.py         the run: a function mode over swapped forwards
+recorder.py         the run: a function mode (torch calls) over swapped forwards (module calls: forward_swap.py)
 frame_recorder.py   one frame: which value belongs to which node
-records.py          what is kept
+records.py          what is kept: frames, nodes, call sites
+call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
+sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
+custom_graphs.py    graphs of custom extraction functions
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ operations by the variables that hold them, last the plumbing: so that no name o
 
 from __future__ import annotations
 
-import keyword
 import re
 
 from graphpatch_notebook.capture.records import Frame, Node
@@ -68,8 +67,3 @@ def _number_calls(frame: Frame) -> None:
         count = max(len(nodes), nodes[-1].call_index + 1)
         for node in nodes:
             node.call_count = count
-
-
-def is_python_name(name: str) -> bool:
-    """Whether `name` can be written as an attribute."""
-    return name.isidentifier() and not keyword.iskeyword(name)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.graph_modules import code_generations
+from tests.benchmarks.memory import peak_bytes
 from tests.benchmarks.models import ALL, GPT2_124M, GPT2_SMALL, Benchmarked, gpt2, llama
 from tests.benchmarks.ratios import median_times
 
@@ -73,18 +74,6 @@ def memory() -> Iterator[Row]:
     del pg
     found = captured / eager
     yield row("peak of tensors during construction / eager", f"{found:.2f}x", "at most 1.10x", found <= 1.1)
-
-
-def peak_bytes(action: Callable[[], Any]) -> int:
-    """Returns the most bytes of CPU tensors that live at once while `action` runs, beyond those before."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        action()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 def zeroing_hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from graphpatch_notebook import (
     UnusedModule,
     ZeroPatch,
 )
-from tests.zoo import case_by_name
+from tests.zoo import TRANSFORMERS, Case
 
 
 class Inner(nn.Module):
@@ -120,12 +120,12 @@ def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was(
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
 
-def test_every_frame_of_the_transformers_models_is_compiled() -> None:
-    for name in ("gpt2-eager", "llama-sdpa", "t5-eager", "mamba", "clip-eager", "whisper-sdpa", "deberta-v2-eager"):
-        case = case_by_name(name)
-        call = case.example()
-        pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
-        assert [frame.path for frame in pg._root_frame.walk() if frame.opaque_reason] == []
+@pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
+def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
+    call = case.example()
+    options = ExtractionOptions(error_on_compilation_failure=True, allow_unused_submodules=True)
+    pg = PatchableGraph(case.build(), options, *call.args, **call.kwargs)
+    assert [frame.path for frame in pg._root_frame.walk() if frame.opaque_reason] == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node
+from tests.benchmarks.memory import peak_bytes
 from tests.laws.captures import capture_of, each_case, leaves_its_state_alone
 from tests.zoo import Case, case_by_name
 
@@ -47,17 +47,6 @@ def test_parameters_are_shared(case: Case) -> None:
     assert in_hierarchy <= {id(parameter) for parameter in capture.model.parameters()} | in_hierarchy & set(
         mine.values()
     )
-
-
-def peak_bytes(action: Callable[[], Any]) -> int:
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        action()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 def test_peak_of_capture_is_that_of_the_forward() -> None:
