@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -81,3 +81,22 @@ def function_mode_depth() -> int:
     (awkward-custom-operators).
     """
     return torch._C._len_torch_function_stack()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` runs code of `torch.compile`: a wrapper made by it, or compiled in place.
+
+    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13. Told by:
+    tests/integrations/test_torch_compile.py.
+    """
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compiled_code_runs_eagerly() -> AbstractContextManager[None]:
+    """Returns a context in which what `torch.compile` compiled runs as it was written.
+
+    `torch.compiler.set_stance` (public): torch 2.6 and later. Before, there is no way, and compiled parts fail in
+    dynamo while they are looked into. Told by: tests/integrations/test_torch_compile.py.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if set_stance is None else set_stance("force_eager")

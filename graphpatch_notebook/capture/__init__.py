@@ -11,6 +11,7 @@ custom_graphs.py    graphs of custom extraction functions
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 from torch.nn import Module
@@ -24,6 +25,7 @@ from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.errors import CaptureError, CompilationWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_compiled
 
 __all__ = ["Frame", "capture"]
 
@@ -43,7 +45,8 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     observer_token = observer.set(recorder)
     apply_token = apply_observer.set(recorder)
     try:
-        with visible_apply(), recorder:
+        is_plain = not any(map(is_compiled, modules))
+        with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply(), recorder:
             module(*args, **kwargs)
     finally:
         apply_observer.reset(apply_token)

@@ -41,7 +41,8 @@ class _Code:
         in_torch = file.startswith(_TORCH) and (not file.startswith(_TORCH_MODULES) or file == _MODULE_MACHINERY)
         self.code = code
         self.is_users = not in_torch and not file.startswith(_OWN)
-        self.is_offloading = f"{os.sep}accelerate{os.sep}" in file
+        accelerate = getattr(sys.modules.get("accelerate"), "__file__", None)
+        self.is_offloading = accelerate is not None and file.startswith(os.path.join(os.path.dirname(accelerate), ""))
         self.offsets: dict[int, int] = {}
 
     def offset(self, lasti: int) -> int:

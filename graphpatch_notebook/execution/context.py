@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,7 +27,7 @@ from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, Patch
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
-from graphpatch_notebook.torch_compat import is_in_backward, runs_hooks
+from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_in_backward, runs_hooks
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,10 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
 def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     token = observer.set(run)
     try:
-        if not run.plan.sees_ops:
+        if not run.plan.sees_ops and not run.callers.has_compiled_parts:
             return function(*args, **kwargs)
-        with visible_apply():
+        is_plain = not run.callers.has_compiled_parts
+        with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply():
             return function(*args, **kwargs)
     finally:
         observer.reset(token)

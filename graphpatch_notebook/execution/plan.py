@@ -18,6 +18,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.torch_compat import is_compiled
 from graphpatch_notebook.values import TensorSpec
 
 
@@ -190,12 +191,17 @@ def _attach(plan: FramePlan, plans: dict[int, FramePlan]) -> None:
 
 
 class Callers:
-    """Which frames call which module, in a whole capture."""
+    """Which frames call which module, in a whole capture.
+
+    Attributes:
+        has_compiled_parts: Whether `torch.compile` compiled any of the modules.
+    """
 
     def __init__(self, root: Frame) -> None:
         self._frames: dict[int, list[Frame]] = {}
         for frame in root.walk():
             self._frames.setdefault(id(frame.module), []).append(frame)
+        self.has_compiled_parts = any(is_compiled(frames[0].module) for frames in self._frames.values())
 
     def frames_of(self, module: Module) -> list[Frame]:
         """Returns the frames of `module`, in order of execution."""
