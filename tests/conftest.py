@@ -19,3 +19,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def settings_of_torch_stay_as_they_were() -> Iterator[None]:
+    """A test, or the engine in it, that left gradients switched off would spoil all tests after it."""
+    assert torch.is_grad_enabled()
+    yield
+    was_left_enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert was_left_enabled

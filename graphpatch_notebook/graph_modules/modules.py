@@ -242,11 +242,11 @@ class CompiledGraphModule(GraphModule):
         grad_was_enabled = torch.is_grad_enabled()
         try:
             return self._unwrapped(function(self, *args, **kwargs))
-        except BaseException:
-            # In the graph `with torch.no_grad():` is two calls, and the second one did not come.
-            torch.set_grad_enabled(grad_was_enabled)
-            raise
         finally:
+            # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
+            # where torch itself does it (in `autograd.Function`), out of sight.
+            if torch.is_grad_enabled() != grad_was_enabled:
+                torch.set_grad_enabled(grad_was_enabled)
             _is_in_graph.reset(token)
 
     def _unwrapped(self, result: Any) -> Any:
