@@ -50,6 +50,7 @@ class FrameRecorder:
         self._values: dict[int, tuple[Callable[[], Any], Ref]] = {}
         self._occurrences: dict[Site, int] = {}
         self._calls: dict[int, int] = {}
+        self._sizes: list[Size] = []
 
     @property
     def is_current(self) -> bool:
@@ -57,8 +58,16 @@ class FrameRecorder:
         return bool(self.recorder.stack) and self.recorder.stack[-1] is self
 
     def close(self) -> None:
-        """Forgets the values."""
+        """Forgets the values; sizes that the model keeps somewhere turn into plain numbers."""
         self._values.clear()
+        for size in self._sizes:
+            size.release()
+        self._sizes.clear()
+
+    def _size(self, value: int, ref: Ref) -> Size:
+        size = Size.of(value, self, ref)
+        self._sizes.append(size)
+        return size
 
     # -- which value belongs to which node -----------------------------------------------------------------------------
 
@@ -176,7 +185,7 @@ class FrameRecorder:
     def _own_sizes(self, value: Any, node: Node, dig: tuple[Key, ...]) -> Any:
         """Returns `value` with sizes that belong to this frame in place of those of the calling frame."""
         if type(value) is Size:
-            return Size.of(int(value), self, Ref(node, dig))
+            return self._size(int(value), Ref(node, dig))
         if type(value) in (tuple, list, torch.Size) and any(type(item) is Size for item in value):
             return type(value)([self._own_sizes(item, node, (*dig, i)) for i, item in enumerate(value)])
         return value
@@ -294,9 +303,9 @@ class FrameRecorder:
         node.is_plumbing = True
         self.record.nodes.append(node)
         if isinstance(result, int):
-            result = Size.of(result, self, Ref(node))
+            result = self._size(result, Ref(node))
         else:
-            result = torch.Size([Size.of(size, self, Ref(node, (i,))) for i, size in enumerate(result)])
+            result = torch.Size([self._size(size, Ref(node, (i,))) for i, size in enumerate(result)])
         if isinstance(variable, tuple):
             self._add_elements(node, result, variable)
         return result
@@ -327,7 +336,7 @@ class FrameRecorder:
             base_name=variable if isinstance(variable, str) else func.__name__, is_plumbing=True, is_live=False,
         )  # fmt: skip
         self.record.nodes.append(node)
-        return Size.of(result, self, Ref(node))
+        return self._size(result, Ref(node))
 
 
 def _is_on_parameter(node: Node) -> bool:

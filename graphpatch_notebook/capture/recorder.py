@@ -160,6 +160,7 @@ class Recorder(TorchFunctionMode):
         try:
             output = self._run_custom(frame, module, forward, args, kwargs)
         except BaseException:
+            frame.close()
             if parent is not None and frame.record.call is not None:
                 parent.forget(frame.record.call)
             raise

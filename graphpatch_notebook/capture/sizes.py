@@ -26,8 +26,8 @@ class SizeOwner(Protocol):
 class Size(int):
     """A size, or what was computed from sizes."""
 
-    owner: SizeOwner
-    ref: Ref
+    owner: SizeOwner | None
+    ref: Ref | None
 
     @staticmethod
     def of(value: int, owner: SizeOwner, ref: Ref) -> Size:
@@ -35,6 +35,10 @@ class Size(int):
         size.owner = owner
         size.ref = ref
         return size
+
+    def release(self) -> None:
+        """Makes it a plain number: its frame is over, and whoever keeps it must not keep the frame."""
+        self.owner = self.ref = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (int, (int(self),))
@@ -53,7 +57,7 @@ def _arithmetic(func: Callable[..., Any], reflected: bool) -> Callable[[Size, An
             return NotImplemented if not isinstance(other, float) else _plain(func, self, other, reflected)
         operands = (other, self) if reflected else (self, other)
         result = func(*map(int, operands))
-        if not isinstance(result, int) or not self.owner.is_current:
+        if not isinstance(result, int) or self.owner is None or not self.owner.is_current:
             return result
         return self.owner.record_size(func, operands, result)
 
@@ -71,7 +75,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
 
 
 def _negative(self: Size) -> Any:
-    if not self.owner.is_current:
+    if self.owner is None or not self.owner.is_current:
         return -int(self)
     return self.owner.record_size(operator.neg, (self,), -int(self))
 

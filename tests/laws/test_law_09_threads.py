@@ -80,11 +80,12 @@ def test_another_thread_runs_unpatched_inside_the_block(gpt2: Capture) -> None:
 
 
 def test_tasks_have_contexts_of_their_own(gpt2: Capture) -> None:
+    """Without `torch.no_grad`, which is a setting of the thread: tasks that take turns would leave it on."""
     expected = {path: patched_logits(gpt2, path) for path in PATHS}
 
     async def work(path: str) -> bool:
         call = gpt2.case.example()
-        with torch.no_grad(), gpt2.pg.patch({path: AddPatch(0.5)}):
+        with gpt2.pg.patch({path: AddPatch(0.5)}):
             await asyncio.sleep(0)
             logits = gpt2.pg(*call.args, **call.kwargs).logits
             await asyncio.sleep(0)
