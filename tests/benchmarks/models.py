@@ -47,7 +47,7 @@ def llama(layers: int, width: int, heads: int, vocabulary: int) -> nn.Module:
 
 GPT2_124M = Benchmarked(
     "GPT-2 124M", lambda: gpt2(12, 768, 12, 50257), "transformer.h_5.mlp", "transformer.h.5.mlp",
-    "transformer.h_5.mlp.act.mul_3", 15, (1.02, 1.03), 50257,
+    "transformer.h_5.mlp.act.mul_3", 41, (1.02, 1.03), 50257,
 )  # fmt: skip
 GPT2_SMALL = Benchmarked(
     "GPT-2 4x128, vocabulary 4,096", lambda: gpt2(4, 128, 4, 4096), "transformer.h_2.mlp", "transformer.h.2.mlp",
