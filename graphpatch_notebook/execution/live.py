@@ -182,13 +182,13 @@ class Run:
                 args, kwargs = self._patched_inputs(plan, args, kwargs)
         if plan.tensors or plan.watched_tensors:
             return self._run_with_tensors(module, plan, forward, args, kwargs)
-        if not plan.leaves or self._mode is not None:
-            return invoke(forward, args, kwargs)
-        return self._run_under_mode(forward, args, kwargs)
+        return self._invoke(plan, forward, args, kwargs)
 
-    def _run_under_mode(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs `forward` under the mode of this run, which stays on for all that it calls."""
-        if self._mode is not None:
+    def _invoke(
+        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls `forward`: under the mode of this run, and all that it calls too, if ops are patched in it."""
+        if not plan.leaves or self._mode is not None:
             return invoke(forward, args, kwargs)
         self._mode = mode = LiveMode(self)
         outer = apply_observer.set(mode)
@@ -263,11 +263,11 @@ class Run:
             if patched is not value:
                 replacements[path] = patched
         if not replacements:
-            return self._run_under_mode(forward, args, kwargs) if plan.leaves else invoke(forward, args, kwargs)
+            return self._invoke(plan, forward, args, kwargs)
         stand_in = StandIn(module, replacements)
         bound = stand_in.bind(forward)
         try:
-            return self._run_under_mode(bound, args, kwargs) if plan.leaves else invoke(bound, args, kwargs)
+            return self._invoke(plan, bound, args, kwargs)
         finally:
             stand_in.hand_on_changes()
 
