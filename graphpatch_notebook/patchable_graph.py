@@ -70,10 +70,21 @@ class PatchableGraph(Module):
             example_args = tuple(rest)
         _refuse_what_is_to_come(options)
         super().__init__()
+        self._set_up(module, capture(module, options, example_args, example_kwargs), options)
+
+    @classmethod
+    def _of(cls, module: Module, root_frame: Frame, options: ExtractionOptions) -> PatchableGraph:
+        """Returns a `PatchableGraph` over records that are there already, without a run of `module`."""
+        result = object.__new__(cls)
+        Module.__init__(result)
+        result._set_up(module, root_frame, options)
+        return result
+
+    def _set_up(self, module: Module, root_frame: Frame, options: ExtractionOptions) -> None:
         state = self.__dict__
         state["_module"] = module
         state["_options"] = options
-        state["_root_frame"] = capture(module, options, example_args, example_kwargs)
+        state["_root_frame"] = root_frame
         self._forget()
 
     def _forget(self) -> None:
@@ -228,14 +239,9 @@ class PatchableGraph(Module):
         return sorted({*object.__dir__(self), *dir(self._module)})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
-        result = object.__new__(type(self))
-        Module.__init__(result)
-        memo[id(self)] = result
         # The model first: the records of the capture refer to it, not the other way round.
-        result.__dict__["_module"] = copy.deepcopy(self._module, memo)
-        result.__dict__["_root_frame"] = copied_frame(self._root_frame, memo)
-        result.__dict__["_options"] = self._options
-        result._forget()
+        module = copy.deepcopy(self._module, memo)
+        result = memo[id(self)] = self._of(module, copied_frame(self._root_frame, memo), self._options)
         # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
         result.__dict__["_hierarchy"] = copy.deepcopy(self.__dict__["_hierarchy"], memo)
         return result
