@@ -21,6 +21,28 @@ GraphPatchWarning(UserWarning)
 
 from __future__ import annotations
 
+import contextlib
+
+_MARK = "graphpatch: "
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to somebody else's error, which keeps its type, its arguments and its traceback.
+
+    Python 3.11 prints notes with the traceback; before that, IPython, Jupyter and pytest do.
+    """
+    with contextlib.suppress(AttributeError, TypeError):  # errors that take no attributes
+        if hasattr(error, "add_note"):
+            error.add_note(_MARK + note)
+        else:
+            notes = [*getattr(error, "__notes__", ()), _MARK + note]
+            setattr(error, "__notes__", notes)  # noqa: B010  # `BaseException` has no such attribute there
+
+
+def has_note(error: BaseException) -> bool:
+    """Whether this package has added a note to the error already: what is nearest to its cause comes first."""
+    return any(str(note).startswith(_MARK) for note in getattr(error, "__notes__", ()))
+
 
 class GraphPatchError(Exception):
     """Base class of every error that this package raises on purpose."""

@@ -28,6 +28,7 @@ LAYERS = [
     "tree",
     "places",
     "source_text",
+    "failures",
     "graph_modules",
     "node_path",
     "execution",

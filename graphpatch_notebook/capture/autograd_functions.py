@@ -28,7 +28,7 @@ class ApplyObserver(Protocol):
 apply_observer: ContextVar[ApplyObserver | None] = ContextVar("graphpatch_apply_observer", default=None)
 
 # These run whole modules inside: their insides are what people want to see.
-_TRANSPARENT = (CheckpointFunction,)
+TRANSPARENT = (CheckpointFunction,)
 
 
 class _Replacement:
@@ -69,6 +69,6 @@ def visible_apply() -> Iterator[None]:
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = _replacement.original.__get__(None, cls)
     watching = apply_observer.get()
-    if watching is None or issubclass(cls, _TRANSPARENT):
+    if watching is None or issubclass(cls, TRANSPARENT):
         return apply(*args, **kwargs)
     return watching.on_apply(cls, apply, args, kwargs)

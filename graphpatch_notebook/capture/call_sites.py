@@ -69,6 +69,16 @@ def is_invoke(code: CodeType) -> bool:
     return code is _INVOKE
 
 
+def is_users(code: CodeType) -> bool:
+    """Whether this is code that counts as a step of a call site: neither torch's inner code nor of this package."""
+    return _known(code).is_users
+
+
+def offset_of(code: CodeType, lasti: int) -> int:
+    """Returns the offset of the instruction of `code` that `lasti` means."""
+    return _known(code).offset(lasti)
+
+
 def is_own(code: CodeType) -> bool:
     """Whether this is code of this package."""
     return code.co_filename.startswith(_OWN)

@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import AliasedPatchWarning, GraphPatchError, PatchShapeError, PatchValueError
+from graphpatch_notebook.errors import (
+    AliasedPatchWarning,
+    GraphPatchError,
+    PatchShapeError,
+    PatchValueError,
+    add_note,
+)
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.shapes import shape_problem
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
@@ -80,7 +86,8 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any) -> Any:
         raise type(error)(f"{target.path!r}: {error}") from error
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if not isinstance(patch, _BUILT_IN):
-            _add_note(error, f"raised by {type(patch).__name__} on {target.path!r}")
+            shown = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
+            add_note(error, f"raised by {shown}: the value here is {_shown(value)}")
             raise
         raise PatchValueError(_explain(patch, target, value, error)) from error
 
@@ -129,11 +136,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"of shape {tuple(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
     return f"{value!r}"
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(note)
 
 
 def write_back(wrote: Tensor, patched: Any, target: Target) -> None:

@@ -27,6 +27,7 @@ from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
 from graphpatch_notebook.execution.stand_in import StandIn, tensor_at
+from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import runs_hooks, without_torch_functions
 
@@ -89,12 +90,27 @@ class Run:
                 self.is_checkpointed = True
             hooks_follow = bool(plan.output) and self._hooks_follow(module)
             output = self._run(module, plan, forward, args, kwargs)
+        except Exception as error:
+            if len(stack) == 2:  # the outermost frame: the traceback shows the whole way down from here
+                frames = self.callers.frames_of(module) if plan is None else [plan.frame]
+                explain(error, module, frames, self._changed_so_far())
+            raise
         finally:
             stack.pop()
         if hooks_follow:
             self._awaiting_output.setdefault(id(module), []).append(plan)
             return output
         return self._apply(plan.output, output) if plan.output else output
+
+    def _changed_so_far(self) -> list[str]:
+        """Returns in words the patches that were applied in this run so far, but for those that only look."""
+        fired = (entry for plan in self.plan.walk() for entry in plan.entries if id(entry) in self.fired)
+        return [
+            f"{entry.target.path!r} ({type(patch).__name__})"
+            for entry in fired
+            for patch in entry.patches
+            if not patch.observes_only
+        ]
 
     def _hooks_follow(self, module: Module) -> bool:
         """Whether the module's own hooks run after this `forward`; then ours is made to follow them."""

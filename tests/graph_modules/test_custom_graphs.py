@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from graphpatch_notebook import ExtractionOptions, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph, record_name, run_custom
 from graphpatch_notebook.capture.inputs import input_parameters, signature_of
 from graphpatch_notebook.capture.records import Frame
@@ -172,3 +173,10 @@ def test_calls_of_submodules_are_the_callers_to_record() -> None:
     frame, graph = frame_of(module, with_call)
     assert torch.equal(custom_frame_nodes(graph, frame, {"input": X}), module.inner(X))
     assert frame.nodes[-1].name == "inner"
+
+
+def test_patches_on_custom_graphs_serve_other_batch_sizes() -> None:
+    module = Scaled()
+    pg = PatchableGraph(module, ExtractionOptions(custom_extraction_functions={Scaled: extract}), X)
+    with pg.patch({"my_custom_name": ZeroPatch()}):
+        assert torch.equal(pg(torch.ones(5, 2)), torch.ones(5, 2))

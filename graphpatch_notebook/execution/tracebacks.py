@@ -1,0 +1,157 @@
+"""Which node raised an error, read off the traceback: no run pays for it before there is an error.
+
+The traceback of an error holds the same chain of call sites by which ops are told in a run, and the module calls
+between them. So the way from the outermost `forward` down to the error is also a way down the captured frames. Where a
+loop makes several nodes of one call site, all of them are candidates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Module
+
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.autograd_functions import TRANSPARENT
+from graphpatch_notebook.capture.custom_graphs import record_name, run_custom
+from graphpatch_notebook.capture.records import Frame, Node, SourceLine, line_at
+from graphpatch_notebook.errors import GraphPatchError, add_note, has_note
+from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import is_module_call
+
+_MOST, _MOST_PATCHED = 4, 6
+_RUN_CUSTOM = run_custom.__code__
+_APPLY = Function.__dict__["apply"].__func__.__code__
+
+
+@dataclass(slots=True)
+class _Way:
+    """The way down a traceback, as far as it has been followed.
+
+    Attributes:
+        frames: The captured frames that this may be: several where a module was called in a loop.
+        module: The module whose frame it is.
+        steps: The call sites from its `forward` on, outermost first.
+        fx_name: The name of the node of a custom graph that runs.
+        leaf: The innermost Python frame of the user's code.
+        call: The arguments of the torch call that was made there, if any Python frame holds them.
+    """
+
+    frames: list[Frame]
+    module: Module
+    steps: list[tuple[CodeType, int]] = field(default_factory=list)
+    fx_name: str | None = None
+    leaf: FrameType | None = None
+    call: tuple[Any, dict[str, Any]] | None = None
+
+    def enter(self, module: Module) -> None:
+        """Goes down into a call of `module`."""
+        calls = [n for frame in self.frames for n in frame.calls() if n.frame is not None and n.frame.module is module]
+        here = [n for n in calls if n.site is not None and list(n.site.steps) == self.steps]
+        self.frames = [n.frame for n in here or calls if n.frame is not None]
+        self.module, self.steps, self.fx_name = module, [], None
+
+    def nodes(self) -> list[tuple[Frame, Node]]:
+        """Returns the recorded ops that this may be."""
+        if self.fx_name is not None:
+            return [(frame, frame.names[self.fx_name]) for frame in self.frames if self.fx_name in frame.names]
+        return [
+            (frame, node)
+            for frame in self.frames
+            for node in frame.nodes
+            if node.kind == "op" and node.site is not None and list(node.site.steps) == self.steps
+        ]
+
+
+def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: Sequence[str]) -> None:
+    """Adds to an error that a patched run met a note that names the node, unless it says already where it comes from.
+
+    Args:
+        error: The error, caught around a call of `module`.
+        module: The module.
+        frames: The captured frames that this call may be.
+        patched: What was patched in this run before, in words.
+    """
+    # Those that mean something to the interpreter are passed on untouched; ours name their path themselves.
+    if isinstance(error, (GraphPatchError, StopIteration, StopAsyncIteration)) or has_note(error):
+        return
+    with contextlib.suppress(Exception):  # the user's error must come through, whatever becomes of the note
+        failure = _failure_in(error.__traceback__, frames, module)
+        more = f", and {len(patched) - _MOST_PATCHED} more" if len(patched) > _MOST_PATCHED else ""
+        before = f"patched before: {', '.join(patched[:_MOST_PATCHED])}{more}"
+        add_note(error, str(replace(failure, more=(*failure.more, *([before] if patched else [])))))
+
+
+def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module: Module) -> Failure:
+    way = _Way(list(frames), module)
+    for python_frame, lasti in _entries(traceback):
+        if way.call is None:  # what a call does inside belongs to its one node
+            _follow(way, python_frame, lasti)
+    candidates = [(frame, node) for frame, node in way.nodes() if node.element is None] or way.nodes()
+    line = str(_line(way)) if way.steps else ""
+    now = arguments_text(*way.call) if way.call is not None else ""
+    if not candidates:
+        return Failure(_frame_text(way), line, now, more=_locals_text(way))
+    node = candidates[0][1]
+    names = [repr(format_path((*frame.path, node.name))) for frame, node in candidates]
+    more = f" or {len(names) - _MOST} others" if len(names) > _MOST else ""
+    what = f"{' or '.join(names[:_MOST])}{more} ({node.op})"
+    return Failure(what, line, now, arguments_at_capture(node), () if now else _locals_text(way))
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lasti
+        traceback = traceback.tb_next
+
+
+def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
+    code = python_frame.f_code
+    owner = python_frame.f_locals.get("self")
+    if code is _RUN_CUSTOM:
+        way.fx_name = record_name(python_frame.f_locals["node"])
+    elif _is_call(python_frame):
+        way.call = python_frame.f_locals["args"], python_frame.f_locals["kwargs"] or {}
+    elif is_module_call(code):
+        way.enter(owner)  # type: ignore[arg-type]  # the `self` of `Module.__call__`
+    elif call_sites.is_users(code):
+        is_direct = code.co_name == "forward" and isinstance(owner, Module) and owner is not way.module
+        if is_direct and any(n.frame is not None and n.frame.module is owner for f in way.frames for n in f.calls()):
+            way.enter(owner)  # type: ignore[arg-type]  # is a module, as just asked
+        way.steps.append((code, call_sites.offset_of(code, lasti)))
+        way.leaf = python_frame
+
+
+def _is_call(python_frame: FrameType) -> bool:
+    """Whether this Python frame is one that holds the arguments of a torch call: in our mode, or of a function's."""
+    code = python_frame.f_code
+    if code is _APPLY:
+        return not issubclass(python_frame.f_locals["cls"], TRANSPARENT)
+    return code.co_name in ("__torch_function__", "on_apply") and call_sites.is_own(code)
+
+
+def _frame_text(way: _Way) -> str:
+    name = type(way.module).__name__
+    if not way.frames:
+        return f"code of a {name} that was not captured"
+    paths = [repr(format_path(frame.path) or "the model") for frame in way.frames]
+    return f"code of {' or '.join(paths[:_MOST])} ({name})"
+
+
+def _line(way: _Way) -> SourceLine:
+    code, offset = way.steps[-1]
+    return SourceLine(code.co_filename, line_at(code, offset), code.co_name)
+
+
+def _locals_text(way: _Way) -> tuple[str, ...]:
+    """Returns the shapes of the local variables there, where no mode saw the arguments of the call itself."""
+    found = way.leaf.f_locals if way.leaf is not None and way.call is None else {}
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return (f"variables there: {arguments_text((), tensors)}",) if tensors else ()

@@ -1,0 +1,79 @@
+"""What the note on an error says of the node that raised it: its path and operation, the user's line, the shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from graphpatch_notebook.capture.records import Node, Ref, Structure
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec, describe
+
+_MOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is known of an operation, or another piece of a module's code, that raised an error.
+
+    Attributes:
+        what: Which it is: the path and the operation.
+        line: The user's line.
+        now: Its arguments.
+        at_capture: The arguments that it had at capture.
+        more: What else is known, a sentence each.
+    """
+
+    what: str
+    line: str = ""
+    now: str = ""
+    at_capture: str = ""
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shapes = [f"arguments: {self.now}"] if self.now else []
+        if self.at_capture and self.at_capture != self.now:
+            shapes.append(f"arguments at capture: {self.at_capture}")
+        return "\n  ".join([f"raised by {self.what}", *([self.line] if self.line else []), *shapes, *self.more])
+
+
+def arguments_text(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    """Returns the arguments of a call in words: tensors by their shapes, numbers by their values."""
+    return _joined([_text(value) for value in args] + [f"{name}={_text(value)}" for name, value in kwargs.items()])
+
+
+def arguments_at_capture(node: Node) -> str:
+    """Returns the arguments that a recorded call had, in the same words."""
+    source = node.element[0] if node.element is not None else node
+    return arguments_text(source.args, source.kwargs)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Ref):
+        return _spec_text(_spec_at(value))
+    if isinstance(value, Structure):
+        return value.type.__name__
+    if type(value) in (tuple, list):  # of a recorded call: may hold `Ref`s
+        inside = _joined([_text(item) for item in value])
+        return f"({inside})" if type(value) is tuple else f"[{inside}]"
+    return _spec_text(describe(value))
+
+
+def _spec_at(ref: Ref) -> ValueSpec | None:
+    spec: ValueSpec | None = ref.node.spec
+    for key in ref.dig:
+        children = spec.children if isinstance(spec, ContainerSpec) else ()
+        spec = next((child for _, known, child in children if known == key), None)
+    return spec
+
+
+def _spec_text(spec: ValueSpec | None) -> str:
+    if isinstance(spec, ScalarSpec):
+        return repr(spec.value)
+    if isinstance(spec, ContainerSpec):
+        return f"{spec.type.__name__}({_joined([_spec_text(child) for _, _, child in spec.children])})"
+    return "?" if spec is None else str(spec)
+
+
+def _joined(texts: list[str]) -> str:
+    return ", ".join(texts[:_MOST]) + (", ..." if len(texts) > _MOST else "")

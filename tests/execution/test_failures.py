@@ -1,0 +1,291 @@
+"""Errors inside patched runs name the node, its operation, the shapes, the user's line, and what was patched before."""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from graphpatch_notebook import CustomPatch, ExtractionOptions, PatchableGraph, PatchValueError, ProbePatch, ZeroPatch
+
+X = torch.ones(2, 3)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 + y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2, grads[0]
+
+
+def join(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, limit: int = 9) -> Tensor:
+        hidden = torch.relu(x)
+        if hidden.dim() > limit:
+            raise ValueError("too deep")
+        return self.linear(hidden) + 1
+
+
+class Outer(nn.Module):
+    """Every place where something can go wrong, below a value (`start`) that a patch can break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.cell = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, way: str = "all", other: Tensor = X) -> Tensor:
+        start = x * 1
+        if way == "uncaptured":
+            return start.matmul(other).view(-1)
+        if way == "user":
+            return self.inner(start, limit=0)
+        if way in ("direct", "all"):
+            start = self.inner.forward(start)
+        if way in ("inner", "all"):
+            start = self.inner(start)
+        if way in ("loop", "all"):
+            for _ in range(3):
+                start = self.cell(start)
+        if way in ("apply", "all"):
+            start = Double.apply(start, other)
+        return join(start, other)
+
+
+BROKEN = torch.ones(4, 5)
+
+
+def breaks(value: Tensor) -> Tensor:
+    return BROKEN
+
+
+@pytest.fixture
+def pg() -> PatchableGraph:
+    return PatchableGraph(Outer(), X)
+
+
+def failure(run: Callable[[], Any], kind: type[BaseException] = RuntimeError) -> str:
+    """The one note on the error that `run` ends in."""
+    with pytest.raises(kind) as caught:
+        run()
+    (note,) = caught.value.__notes__
+    assert note.startswith("graphpatch: raised by ")
+    return str(note)
+
+
+def run_broken(pg: PatchableGraph, patches: Any, *args: Any, kind: type[BaseException] = RuntimeError) -> str:
+    with pg.patch(patches):
+        return failure(lambda: pg(*args), kind)
+
+
+BREAK_OP = {"start": CustomPatch(breaks, any_shape=True)}
+BREAK_INPUT = {"x": CustomPatch(breaks, any_shape=True)}
+
+
+def test_under_the_mode_the_arguments_are_known(pg: PatchableGraph) -> None:
+    lines = run_broken(pg, BREAK_OP, X, "join").splitlines()
+    assert lines[0] == "graphpatch: raised by 'add' (add)"
+    assert lines[1].endswith(", in join")
+    assert lines[2:] == [
+        "    return x + y",
+        "  arguments: Tensor(4, 5), Tensor(2, 3)",
+        "  arguments at capture: Tensor(2, 3), Tensor(2, 3)",
+        "  patched before: 'start' (CustomPatch)",
+    ]
+
+
+def test_at_the_boundary_the_variables_are(pg: PatchableGraph) -> None:
+    lines = run_broken(pg, BREAK_INPUT, X, "join").splitlines()
+    assert lines[0] == "graphpatch: raised by 'add' (add)"
+    assert lines[2:] == [
+        "    return x + y",
+        "  arguments at capture: Tensor(2, 3), Tensor(2, 3)",
+        "  variables there: x=Tensor(4, 5), y=Tensor(2, 3)",
+        "  patched before: 'x' (CustomPatch)",
+    ]
+
+
+@pytest.mark.parametrize("patches", [BREAK_OP, BREAK_INPUT], ids=["mode", "boundary"])
+@pytest.mark.parametrize(
+    ("way", "node"),
+    [
+        ("inner", "'inner_1.linear.linear' (linear)"),
+        ("direct", "'inner_0.linear.linear' (linear)"),
+        ("loop", "'cell_0.linear' or 'cell_1.linear' or 'cell_2.linear' (linear)"),
+        ("uncaptured", "code of 'the model' (Outer)"),
+    ],
+)
+def test_the_node_is_found_in_frames_without_patches(pg: PatchableGraph, patches: Any, way: str, node: str) -> None:
+    note = run_broken(pg, patches, X, way)
+    assert note.splitlines()[0] == f"graphpatch: raised by {node}"
+    assert "(4, 5)" in note
+    assert note.endswith(f"patched before: {next(iter(patches))!r} (CustomPatch)")
+
+
+def test_the_call_of_an_autograd_function_is_the_node(pg: PatchableGraph) -> None:
+    note = run_broken(pg, BREAK_OP, X, "apply")
+    assert "raised by 'start_1' (Double)" in note
+    assert "arguments: Tensor(4, 5), Tensor(2, 3)" in note
+
+
+def test_errors_of_the_users_own(pg: PatchableGraph) -> None:
+    with pg.patch({"start": ZeroPatch()}), pytest.raises(ValueError, match="too deep") as caught:
+        pg(X, "user")
+    assert "code of 'inner_0' or 'inner_1' (Inner)" in caught.value.__notes__[0]
+    assert 'raise ValueError("too deep")' in caught.value.__notes__[0]
+
+
+def test_each_call_of_a_frame_with_patches_of_its_own() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.inner(x)
+            return self.inner(first)
+
+    for options in (ExtractionOptions(), ExtractionOptions(classes_to_skip_compiling={Twice})):
+        pg = PatchableGraph(Twice(), options, X)
+        patches = {"inner_0.output": CustomPatch(breaks, any_shape=True), "inner_1.hidden": ProbePatch()}
+        note = run_broken(pg, patches, X)
+        assert "raised by 'inner_1.linear.linear' (linear)" in note
+        assert "arguments: Tensor(4, 5), Tensor(3, 3), Tensor(3)" in note
+
+
+def test_the_error_stays_the_users(pg: PatchableGraph) -> None:
+    with pytest.raises(RuntimeError) as plain:
+        pg._module(BROKEN, "inner")
+    assert not hasattr(plain.value, "__notes__")
+    with pg.patch(BREAK_INPUT), pytest.raises(RuntimeError) as patched:
+        pg(X, "inner")
+    assert type(patched.value) is type(plain.value)
+    assert patched.value.args == plain.value.args
+    assert patched.value.__cause__ is None
+    last = [traceback.extract_tb(caught.value.__traceback__)[-1] for caught in (plain, patched)]
+    assert last[0] == last[1]
+
+
+def test_without_a_context_there_is_no_note(pg: PatchableGraph) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        pg(BROKEN, "inner")
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StopIteration(1), SystemExit(2), GeneratorExit()])
+def test_what_means_something_to_the_interpreter_is_passed_on_untouched(error: BaseException) -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor, is_raising: bool = False) -> Tensor:
+            x = x * 2
+            if is_raising:
+                raise error
+            return x
+
+    pg = PatchableGraph(Raises(), X)
+    with pg.patch({"x_1": ZeroPatch()}), pytest.raises(type(error)) as caught:
+        pg(X, True)
+    assert caught.value is error
+    assert not hasattr(error, "__notes__")
+
+
+def test_errors_that_the_model_handles_are_none() -> None:
+    class Handles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.error: Exception | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.inner(x)
+            except RuntimeError as error:
+                self.error = error
+                return x
+
+    pg = PatchableGraph(Handles(), X)
+    with pg.patch({"x": CustomPatch(breaks, any_shape=True)}, strict=True):
+        assert pg(X) is BROKEN
+    assert not hasattr(pg._module.error, "__notes__")
+
+
+def test_errors_of_patches_name_the_value() -> None:
+    pg = PatchableGraph(Inner(), X)
+    note = run_broken(pg, {"hidden": CustomPatch(lambda value: value @ value)}, X)
+    assert note == (
+        "graphpatch: raised by CustomPatch on 'hidden' (relu): the value here is of shape (2, 3) (float32, cpu)"
+    )
+    with pg.patch({"hidden": CustomPatch(lambda value: value[..., :2], any_shape=True)}):
+        assert "raised by 'linear.linear' (linear)" in failure(lambda: pg(X))
+    with pg.patch({"hidden": ZeroPatch(slice=(7,))}), pytest.raises(PatchValueError, match="'hidden'") as caught:
+        pg(X)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def extract(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    given, limit = graph.placeholder("x"), graph.placeholder("limit")
+    called = graph.call_module("linear", (given,))
+    called.name = "called"
+    total = graph.call_function(operator.add, (called, limit))
+    total.name = "total"
+    product = graph.call_function(torch.matmul, (total, given))
+    product.name = "product"
+    graph.output((product,))
+    return graph
+
+
+def test_nodes_of_custom_graphs_are_named() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    options = ExtractionOptions(custom_extraction_functions={Inner: extract})
+    pg = PatchableGraph(Holder(), options, torch.ones(3, 3))
+    note = run_broken(pg, {"inner.total": ZeroPatch()}, X)
+    assert "raised by 'inner.product' (matmul)" in note
+    assert note.endswith("patched before: 'inner.total' (ZeroPatch)")
+    with pg.patch({"inner.x": CustomPatch(breaks, any_shape=True)}):
+        assert "raised by 'inner.called.linear' (linear)" in failure(lambda: pg(X))
+
+
+def test_in_gpt2() -> None:
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=16, bos_token_id=0, eos_token_id=0)
+    ids = torch.tensor([[1, 2, 3]])
+    pg = PatchableGraph(GPT2LMHeadModel(config).eval(), ids)
+    narrow = CustomPatch(lambda value: value[..., :5], any_shape=True)
+    note = run_broken(pg, {"transformer.h_1.mlp.c_fc.output": narrow}, ids)
+    assert "raised by 'transformer.h_1.mlp.c_proj.x_1' (addmm)" in note
+    assert "x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)" in note
+    assert "arguments at capture: Tensor(8), Tensor(3, 32), Tensor(32, 8)" in note
+    assert "variables there: x=Tensor(1, 3, 5)" in note
+    note = run_broken(pg, {"transformer.h_1.mlp.act.mul_3": narrow, "transformer.h_1.ln_1.input": ProbePatch()}, ids)
+    assert "raised by 'transformer.h_1.mlp.c_proj.x_1' (addmm)" in note
+    note = run_broken(
+        pg, {"transformer.h_0.ln_1.output": CustomPatch(lambda value: value[0], any_shape=True)}, ids, kind=IndexError
+    )
+    assert "raised by 'transformer.h_0.attn.split' (split)" in note
+    assert "Tensor(1, 3, 24), 8, dim=2" in note
+    assert note.endswith("patched before: 'transformer.h_0.ln_1.output' (CustomPatch)")
+    with pg.patch({"transformer.h_1.mlp.c_fc.output": narrow}):
+        assert "h_1.mlp.c_proj" in failure(lambda: pg.generate(ids, max_new_tokens=2, do_sample=False))
