@@ -16,10 +16,11 @@ from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
+from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, children, describe
+from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, Module,
@@ -132,8 +133,8 @@ class FrameRecorder:
         source = find_source(self.record.module, tensor)
         if source is not None:
             node = Node(
-                kind=source.kind, op=source.attribute_path, target=source.attribute_path, spec=describe(tensor),
-                base_name=source.attribute_path,
+                kind=source.kind, op=source.attribute_path, target=source.attribute_path,
+                spec=_held_spec(self.record.module, source.attribute_path, tensor), base_name=source.attribute_path,
             )  # fmt: skip
         else:
             node = Node(
@@ -207,7 +208,8 @@ class FrameRecorder:
         boundary = [node for node in record.nodes if node.kind == "input"]
         for source, tensor in held_tensors(record.module):
             path = source.attribute_path
-            boundary.append(Node(kind=source.kind, op=path, target=path, spec=describe(tensor), base_name=path))
+            spec = _held_spec(record.module, path, tensor)
+            boundary.append(Node(kind=source.kind, op=path, target=path, spec=spec, base_name=path))
         boundary += record.calls()
         record.nodes = boundary
         record.output = None
@@ -337,6 +339,12 @@ class FrameRecorder:
         )  # fmt: skip
         self.record.nodes.append(node)
         return self._size(result, Ref(node))
+
+
+def _held_spec(module: Module, attribute_path: str, tensor: Tensor) -> ValueSpec:
+    """Returns what is known of a tensor that `module` holds; of a packed weight, what it stands for."""
+    packed = held_by(module, attribute_path)
+    return describe(tensor) if packed is None else packed[0].spec(packed[1])
 
 
 def _is_on_parameter(node: Node) -> bool:

@@ -18,6 +18,7 @@ from graphpatch_notebook.capture.frame_recorder import FrameRecorder, alias
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
+from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
@@ -232,6 +233,8 @@ class Recorder(TorchFunctionMode):
             record.opaque_reason = "the options say to skip it"
         elif isinstance(module, torch.jit.ScriptModule):
             record.opaque_reason = "it is a TorchScript module: its code runs outside Python"
+        elif packing_of(module) is not None and self.options.extraction_function(module) is None:
+            record.opaque_reason = "its weight is quantized: it runs a kernel of its own on it"
         if record.opaque_reason is not None:
             frame.wants_ops = False
         return frame, args, kwargs

@@ -26,7 +26,7 @@ from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
-from graphpatch_notebook.execution.stand_in import StandIn, tensor_at
+from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import runs_hooks, without_torch_functions
@@ -274,14 +274,14 @@ class Run:
                 self._watch(entry, held[path] if path in held else tensor_at(module, path))
         replacements: dict[str, Tensor] = {}
         for path, entries in plan.tensors.items():
-            value = tensor_at(module, path)
+            with self._unseen():
+                value = held_value(module, path)
             patched = self._apply(entries, value)
             if patched is not value:
                 replacements[path] = patched
         if not replacements:
             return self._invoke(plan, forward, args, kwargs)
-        stand_in = StandIn(module, replacements)
-        bound = stand_in.bind(forward)
+        stand_in, bound = bound_with(module, replacements, forward)
         try:
             return self._invoke(plan, bound, args, kwargs)
         finally:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module
 
+from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target
@@ -144,7 +145,9 @@ class FramePlan:
                 self.watched_inputs.append((position, name, entries[0]))
                 del self.inputs[name]
         for path, entries in list(self.tensors.items()):
-            if len(entries) == 1 and entries[0].watch is not None and entries[0].target.node.kind == "parameter":
+            is_watched = len(entries) == 1 and entries[0].watch is not None
+            is_plain = entries[0].target.node.kind == "parameter" and held_by(self.frame.module, path) is None
+            if is_watched and is_plain:
                 self.watched_tensors.append((path, entries[0]))
                 del self.tensors[path]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import innermost_forward, is_swapped, observer, original_forward
+from graphpatch_notebook.capture.packed_weights import Packing, held_by
 from graphpatch_notebook.errors import PatchValueError
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -138,6 +139,38 @@ def tensor_at(module: Module, path: str) -> Any:
         if name in holder:
             return holder[name]
     raise PatchValueError(f"{type(module).__name__} no longer has the {name!r} that was captured")
+
+
+def held_value(module: Module, path: str) -> Any:
+    """Returns what the node of a tensor that `module` holds stands for: the tensor, or the weight packed in it."""
+    packed = held_by(module, path)
+    return tensor_at(module, path) if packed is None else packed[0].unpacked(packed[1])
+
+
+def bound_with(
+    module: Module, replacements: dict[str, Tensor], forward: Callable[..., Any]
+) -> tuple[StandIn, Callable[..., Any]]:
+    """Returns a stand-in for `module` with some tensors replaced, and what runs in place of `forward` with these.
+
+    Raises:
+        PatchValueError: The forward cannot run with these tensors.
+    """
+    plain = dict(replacements)
+    unpacked: tuple[Packing, Tensor] | None = None
+    for path in replacements:
+        packed = held_by(module, path)
+        if packed is None:
+            continue
+        if packed[1] is not module:
+            raise PatchValueError(
+                f"{path!r} is the quantized weight of another module ({type(packed[1]).__name__}), and can only be "
+                "probed here: patch it in the call of that module"
+            )
+        unpacked = packed[0], plain.pop(path)
+    stand_in = StandIn(module, plain)
+    if unpacked is None:
+        return stand_in, stand_in.bind(forward)
+    return stand_in, unpacked[0].bound(stand_in.module, unpacked[1], forward)
 
 
 def _hand_on(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) -> None:
