@@ -272,13 +272,7 @@ class Run:
             for path, entry in plan.watched_tensors:
                 held = module._parameters
                 self._watch(entry, held[path] if path in held else tensor_at(module, path))
-        replacements: dict[str, Tensor] = {}
-        for path, entries in plan.tensors.items():
-            with self._unseen():
-                value = held_value(module, path)
-            patched = self._apply(entries, value)
-            if patched is not value:
-                replacements[path] = patched
+        replacements = self._replacements(module, plan)
         if not replacements:
             return self._invoke(plan, forward, args, kwargs)
         stand_in, bound = bound_with(module, replacements, forward)
@@ -286,6 +280,17 @@ class Run:
             return self._invoke(plan, bound, args, kwargs)
         finally:
             stand_in.hand_on_changes()
+
+    def _replacements(self, module: Module, plan: FramePlan) -> dict[str, Tensor]:
+        """Returns the tensors that patches put in place of those that `module` holds, by attribute path."""
+        found: dict[str, Tensor] = {}
+        for path, entries in plan.tensors.items():
+            with self._unseen():
+                value = held_value(module, path)
+            patched = self._apply(entries, value)
+            if patched is not value:
+                found[path] = patched
+        return found
 
     def _run_custom(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
