@@ -128,13 +128,14 @@ class PatchableGraph(Module):
         """Compares the graph of every frame with the model's own code on these inputs, bit for bit.
 
         Returns:
-            A report for each frame. The model's state, and the state of the random generators, stay as they were.
+            A report for each frame; printing it shows what is to be known. The inputs, the model's buffers and the
+            state of the random generators stay as they were.
 
         Example:
             >>> import torch
             >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
-            >>> pg.verify(torch.ones(5, 2)).is_equal
-            True
+            >>> print(pg.verify(torch.ones(5, 2)))
+            1 frame: 1 equal
         """
         return verify(self._graph_module, args, kwargs)
 

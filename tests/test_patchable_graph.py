@@ -105,4 +105,7 @@ def test_deepcopy_is_independent(pg: PatchableGraph) -> None:
 def test_verify_reports_each_frame(pg: PatchableGraph) -> None:
     report = pg.verify(torch.tensor([[5, 6, 7]]), use_cache=False)
     assert {frame.path for frame in report.frames} >= {"", "transformer.h_0.mlp.act"}
-    assert "transformer.h_0.mlp.act" not in {frame.path for frame in report.refused}
+    assert "transformer.h_0.mlp.act" in {frame.path for frame in report.equal}
+    assert [frame.reason for frame in report.differing] == ["output: the keys differ"]  # captured with a cache
+    with_cache = pg.verify(torch.tensor([[5, 6, 7]]))
+    assert "past_key_values: objects of type DynamicCache cannot be compared" in str(with_cache.not_comparable[0])

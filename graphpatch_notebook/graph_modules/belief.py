@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from graphpatch_notebook.errors import LiveFallbackWarning
-from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.graph_modules.equality import IncomparableError, difference
 from graphpatch_notebook.graph_modules.live_runs import Runnable, is_live_only, live_only, run_live
 from graphpatch_notebook.graph_modules.signatures import UnseenError, Watch, input_key, settings_key
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
@@ -54,19 +54,32 @@ class RunnableGraph(Runnable, Protocol):
         """Runs the graph."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a graph does not stand for its module.
+
+    Attributes:
+        text: The reason in words.
+        is_difference: Whether both were run, and differ (or only the graph raises); else they cannot be compared.
+    """
+
+    text: str
+    is_difference: bool = False
+
+
 @dataclass(slots=True)
 class Belief:
     """The verdicts on one graph, by signature.
 
     Attributes:
-        verdicts: For each signature the reason why the graph was refused, or `None` where it is believed.
+        verdicts: For each signature why the graph was refused, or `None` where it is believed.
         confirmed: The signatures for which it was also found equal with all graphs below it running.
         watch: What the module looked like when these verdicts were found: they hold as long as it does.
         reason: Why the graph did not run in the last call; `None` where it did, or where nothing was called.
         reported: Reasons that the user was warned of.
     """
 
-    verdicts: dict[Hashable, str | None] = field(default_factory=dict)
+    verdicts: dict[Hashable, Refusal | None] = field(default_factory=dict)
     confirmed: set[Hashable] = field(default_factory=set)
     watch: Watch | None = None
     reason: str | None = None
@@ -94,43 +107,41 @@ def run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _run(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any], is_outermost: bool = False) -> Any:
     belief = graph_module.belief
-    key, reason = signature(graph_module, args, kwargs)
-    if reason is None:
-        reason = belief.verdicts.get(key, _UNKNOWN)
-    if reason is _UNKNOWN:
-        next(_examinations)
-        return examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
-    if reason is None and is_outermost and key not in belief.confirmed:
+    key, refusal = signature(graph_module, args, kwargs)
+    if refusal is None:
+        if key not in belief.verdicts:
+            next(_examinations)
+            return examine(graph_module, key, args, kwargs, lambda: run_live(graph_module, args, kwargs))
+        refusal = belief.verdicts[key]
+    if refusal is None and is_outermost and key not in belief.confirmed:
         return confirm(graph_module, key, args, kwargs)
-    belief.reason = reason
-    if reason is None:
+    if refusal is None:
+        belief.reason = None
         return graph_module.run_graph(args, kwargs)
-    _report(graph_module, reason)
+    belief.reason = refusal.text
+    _report(graph_module, refusal.text)
     return run_live(graph_module, args, kwargs)
-
-
-_UNKNOWN = "it was not examined"
 
 
 def signature(
     graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Hashable, str | None]:
-    """Returns the key of this call in the verdicts, and the reason why no verdict could hold, if there is one.
+) -> tuple[Hashable, Refusal | None]:
+    """Returns the key of this call in the verdicts, and why no verdict could hold, if there is a reason.
 
     Forgets the verdicts if the module has changed.
     """
     if graph_module.doubts:
-        return None, "; ".join(graph_module.doubts)
+        return None, Refusal("; ".join(graph_module.doubts))
     try:
         key = (input_key(args, kwargs), settings_key())
     except UnseenError as unseen:
-        return None, str(unseen)
+        return None, Refusal(str(unseen))
     belief = graph_module.belief
     if belief.watch is None or belief.watch.sees_change() or len(belief.verdicts) >= _MOST_VERDICTS:
         belief.watch = Watch(graph_module.frame)
         belief.verdicts.clear()
         belief.confirmed.clear()
-    return key, belief.watch.problem
+    return key, None if belief.watch.problem is None else Refusal(belief.watch.problem)
 
 
 def examine(
@@ -153,20 +164,20 @@ def examine(
         is_alone: Whether all submodules run as modules while the graph is on trial.
     """
     with _lock:
-        before, copies, reason = _prepared(graph_module, args, kwargs)
+        before, copies, refusal = _prepared(graph_module, args, kwargs)
         result = run_module()
-        if before is not None:
-            reason = before.unrepeatable_change()
-        if before is not None and reason is None:
+        if before is not None and (change := before.unrepeatable_change()) is not None:
+            refusal = Refusal(change)
+        if before is not None and refusal is None:
             after = ModuleState(graph_module.frame.module)
             before.restore()
             try:
                 with live_only() if is_alone else contextlib.nullcontext():
-                    value, reason = _trial(graph_module, copies)
-                reason = reason or _difference(value, result, copies, (args, kwargs), graph_module, after)
+                    value, refusal = _trial(graph_module, copies)
+                refusal = refusal or _difference(value, result, copies, (args, kwargs), graph_module, after)
             finally:
                 after.restore()
-        _decide(graph_module, key, reason)
+        _decide(graph_module, key, refusal)
         return result
 
 
@@ -176,59 +187,63 @@ def confirm(graph_module: RunnableGraph, key: Hashable, args: tuple[Any, ...], k
     This time the graph goes first: what the module leaves behind in globals must not be there for the graph to find.
     """
     with _lock:
-        before, copies, reason = _prepared(graph_module, args, kwargs)
+        before, copies, refusal = _prepared(graph_module, args, kwargs)
         value: Any = None
         trial: ModuleState | None = None
         if before is not None:
             try:
-                value, reason = _trial(graph_module, copies)
+                value, refusal = _trial(graph_module, copies)
                 trial = ModuleState(graph_module.frame.module)
             finally:
                 before.restore()
         result = run_live(graph_module, args, kwargs)
-        if reason is None and trial is not None:
-            reason = _difference(value, result, copies, (args, kwargs), graph_module, trial)
-        _decide(graph_module, key, reason)
-        if reason is None:
+        if refusal is None and trial is not None:
+            refusal = _difference(value, result, copies, (args, kwargs), graph_module, trial)
+        _decide(graph_module, key, refusal)
+        if refusal is None:
             graph_module.belief.confirmed.add(key)
         return result
 
 
-def _decide(graph_module: RunnableGraph, key: Hashable, reason: str | None) -> None:
-    graph_module.belief.verdicts[key] = graph_module.belief.reason = reason
-    if reason is not None:
-        _report(graph_module, reason)
+def _decide(graph_module: RunnableGraph, key: Hashable, refusal: Refusal | None) -> None:
+    graph_module.belief.verdicts[key] = refusal
+    graph_module.belief.reason = None if refusal is None else refusal.text
+    if refusal is not None:
+        _report(graph_module, refusal.text)
 
 
 def _prepared(
     graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[ModuleState | None, Any, str | None]:
+) -> tuple[ModuleState | None, Any, Refusal | None]:
     try:
         return ModuleState(graph_module.frame.module), copied((args, kwargs)), None
     except Exception as error:
-        return None, None, f"its inputs cannot be copied ({type(error).__name__}: {error})"
+        return None, None, Refusal(f"its inputs cannot be copied ({type(error).__name__}: {error})")
 
 
-def _trial(graph_module: RunnableGraph, copies: Any) -> tuple[Any, str | None]:
+def _trial(graph_module: RunnableGraph, copies: Any) -> tuple[Any, Refusal | None]:
     """Runs the graph on copies of the inputs: its value, and what went wrong."""
     try:
         return graph_module.run_graph(*copies), None
     except Exception as error:
-        return None, f"its graph raises {type(error).__name__}: {_first_line(error)}"
+        return None, Refusal(f"its graph raises {type(error).__name__}: {_first_line(error)}", is_difference=True)
 
 
 def _difference(
     value: Any, result: Any, copies: Any, inputs: Any, graph_module: RunnableGraph, other: ModuleState
-) -> str | None:
+) -> Refusal | None:
     """Returns in what graph and module differ, if they do: the one of them that ran last left the state as it is."""
     try:
-        return (
+        text = (
             difference(value, result, "output")
             or difference(copies, inputs, "inputs")
             or ModuleState(graph_module.frame.module).difference(other)
         )
+    except IncomparableError as error:
+        return Refusal(str(error))
     except (RuntimeError, NotImplementedError) as error:  # the tensors of `torch.func`
-        return f"its values cannot be compared ({_first_line(error)})"
+        return Refusal(f"its values cannot be compared ({_first_line(error)})")
+    return None if text is None else Refusal(text, is_difference=True)
 
 
 def _first_line(error: Exception) -> str:
@@ -252,7 +267,7 @@ def is_believed(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict
     belief = graph_module.belief
     if graph_module.frame.parent is None:
         return any(known == key for known in belief.confirmed)
-    return any(reason is None and known == key for known, reason in belief.verdicts.items())
+    return any(refusal is None and known == key for known, refusal in belief.verdicts.items())
 
 
 # -- what the user is told ---------------------------------------------------------------------------------------------

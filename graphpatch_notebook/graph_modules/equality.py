@@ -18,11 +18,18 @@ _PLAIN = (
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class IncomparableError(Exception):
+    """Two values are of a kind that nobody can compare (caught inside the package)."""
+
+
 def difference(a: Any, b: Any, where: str) -> str | None:
     """Returns the first difference between two values in words, or `None` where they are equal bit for bit.
 
     Equal are: classes of containers, keys and their order, and for tensors class, dtype, shape, strides, device,
     `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal only if they are the same.
+
+    Raises:
+        IncomparableError: Before any difference there are two objects that are no tensors, numbers or containers.
 
     Example:
         >>> difference((torch.zeros(1), None), (-torch.zeros(1), None), "output")
@@ -40,7 +47,7 @@ def difference(a: Any, b: Any, where: str) -> str | None:
         return None if a == b else f"{where}: {a!r} is not {b!r}"
     inside_a, inside_b = children(a), children(b)
     if inside_a is None or inside_b is None or isinstance(a, Module):
-        return f"{where}: objects of type {type(a).__name__} cannot be compared"
+        raise IncomparableError(f"{where}: objects of type {type(a).__name__} cannot be compared")
     if [key for key, _ in inside_a] != [key for key, _ in inside_b]:
         return f"{where}: the keys differ"
     inner = f"{where}." if "|" in where else f"{where}|"

@@ -114,8 +114,11 @@ class ModuleState:
         return None
 
     def restore(self) -> None:
-        """Writes the buffers back, and the random state."""
+        """Writes the buffers back, and the state of the random generators, those of Python and numpy too."""
         self.random.restore()
+        random.setstate(self._python_random)
+        if self._numpy_random is not None:
+            sys.modules["numpy"].random.set_state(self._numpy_random)
         for module, contents, objects in zip(self._modules, self._buffers, self._objects, strict=True):
             for name, saved in contents.items():
                 buffer = objects[name]

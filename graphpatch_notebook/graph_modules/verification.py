@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -11,12 +11,20 @@ from torch.nn import Module
 from graphpatch_notebook.capture.forward_swap import invoke, swap, unswap
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.graph_modules import belief
-from graphpatch_notebook.graph_modules.belief import RunnableGraph
+from graphpatch_notebook.graph_modules.belief import Refusal, RunnableGraph
 from graphpatch_notebook.graph_modules.live_runs import Runnable, observed_by
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.paths import format_path
 
-Status: TypeAlias = Literal["equal", "refused", "opaque", "own graph", "not reached"]
+Status: TypeAlias = Literal["equal", "differing", "not comparable", "opaque", "own graph", "not reached"]
+_IN_WORDS: dict[Status, str] = {
+    "equal": "equal their modules, bit for bit",
+    "differing": "differ from their modules: the modules run instead",
+    "not comparable": "cannot be compared: the modules run instead",
+    "opaque": "have no graph",
+    "own graph": "are their module (edited or custom), so that there is nothing to compare",
+    "not reached": "were not reached by these inputs",
+}
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,11 @@ class FrameReport:
     Attributes:
         path: The path of the frame; empty for the root.
         module_class: The class of the module.
-        status: `equal` bit for bit; `refused`, then the module runs in its place; `opaque`, there is no graph;
-            `own graph`, the graph *is* the module (edited, or custom); `not reached` by these inputs.
-        reason: Why it was refused, or why there is no graph.
+        status: `equal`, bit for bit; `differing`, both ran and their results differ, or the graph raises; `not
+            comparable`, a run of the graph would prove nothing; `opaque`, there is no graph; `own graph`, the graph
+            *is* the module (edited, or custom); `not reached` by these inputs. A graph that is `differing` or `not
+            comparable` never runs on such inputs: the module does.
+        reason: In what they differ, why they cannot be compared, or why there is no graph.
     """
 
     path: str
@@ -36,50 +46,90 @@ class FrameReport:
     status: Status
     reason: str | None = None
 
+    def __str__(self) -> str:
+        return f"{self.path or '<root>'} ({self.module_class}): {self.status}{f': {self.reason}' * bool(self.reason)}"
+
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """How all graphs of a model compare with their modules on the same inputs.
+    """How all graphs of a model compare with their modules on the same inputs. Printing it shows what is to be known.
 
     Attributes:
         frames: A report for each frame, in order of execution.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> print(PatchableGraph(torch.nn.ReLU(), torch.ones(2)).verify(torch.ones(2)))
+        1 frame: 1 equal
     """
 
     frames: tuple[FrameReport, ...]
 
     @property
-    def refused(self) -> tuple[FrameReport, ...]:
-        """The reports of the frames whose graphs were refused."""
-        return tuple(frame for frame in self.frames if frame.status == "refused")
+    def is_equal(self) -> bool:
+        """Whether no graph that these inputs reach differs or cannot be compared; opaque frames do not count."""
+        return not (self.differing or self.not_comparable)
 
     @property
-    def is_equal(self) -> bool:
-        """Whether no graph was refused."""
-        return not self.refused
+    def equal(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames whose graphs equal their modules bit for bit."""
+        return self.of("equal")
 
-    def counts(self) -> dict[str, int]:
-        """Returns how many frames there are of each status."""
-        found: dict[str, int] = {}
-        for frame in self.frames:
-            found[frame.status] = found.get(frame.status, 0) + 1
-        return found
+    @property
+    def differing(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames whose graphs were run and differ from their modules."""
+        return self.of("differing")
+
+    @property
+    def not_comparable(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames whose graphs cannot be compared with their modules on these inputs."""
+        return self.of("not comparable")
+
+    @property
+    def opaque(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames that have no graph."""
+        return self.of("opaque")
+
+    def of(self, status: Status) -> tuple[FrameReport, ...]:
+        """Returns the reports with this status, in order of execution."""
+        return tuple(frame for frame in self.frames if frame.status == status)
+
+    def counts(self) -> dict[Status, int]:
+        """Returns how many frames there are of each status that occurs."""
+        found = {status: len(self.of(status)) for status in _IN_WORDS}
+        return {status: count for status, count in found.items() if count}
 
     def __str__(self) -> str:
-        title = ", ".join(f"{count} {status}" for status, count in self.counts().items())
-        rows = [(f.path or "<root>", f.module_class, f.status, f.reason or "") for f in self.frames if f.reason]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        return "\n".join([title, *lines])
+        counted = ", ".join(f"{count} {status}" for status, count in self.counts().items())
+        lines = [f"{len(self.frames)} frame{'s' * (len(self.frames) != 1)}: {counted}"]
+        for status, meaning in _IN_WORDS.items():
+            if status != "equal" and (found := self.of(status)):
+                lines.append(f"{status}: {meaning}")
+                lines += _rows(found)
+        return "\n".join(lines)
 
     def __iter__(self) -> Iterator[FrameReport]:
         return iter(self.frames)
 
 
+def _rows(reports: Sequence[FrameReport]) -> list[str]:
+    """Returns a line for each report; those of one class for the same reason (the layers of a model) share one."""
+    together: dict[tuple[str, str | None], list[str]] = {}
+    for report in reports:
+        together.setdefault((report.module_class, report.reason), []).append(report.path or "<root>")
+    rows = []
+    for (module_class, reason), paths in together.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        rows.append(f"  {paths[0]}{more} ({module_class}){f': {reason}' if reason else ''}")
+    return rows
+
+
 def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
     """Compares every graph with its module on the inputs that it gets when the model runs on `args`, `kwargs`.
 
-    The model runs on copies of the inputs, and its buffers and the random state are put back afterwards. The graphs
-    that prove equal are believed for inputs of this form from then on.
+    The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are put
+    back afterwards. The graphs that prove equal are believed for inputs of this form from then on.
 
     Raises:
         Exception: Whatever the model raises on these inputs.
@@ -94,22 +144,23 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     finally:
         unswap(swapped)
         state.restore()
-    if isinstance(root, RunnableGraph) and verifier.reasons.get(root, "") is None:
+    refusals = verifier.refusals
+    if isinstance(root, RunnableGraph) and root in refusals and refusals[root] is None:
         try:
-            verifier.reasons[root] = _whole(root, *second)
+            refusals[root] = _whole(root, *second)
         finally:
             state.restore()
-    return VerificationReport(tuple(_report(g, verifier.reasons) for g in _walk(root)))
+    return VerificationReport(tuple(_report(g, refusals) for g in _walk(root)))
 
 
-def _whole(root: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _whole(root: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
     """Returns why the graphs do not equal the model when all of them run together, if they do not."""
-    key, reason = belief.signature(root, args, kwargs)
-    if reason is None:
+    key, refusal = belief.signature(root, args, kwargs)
+    if refusal is None:
         with belief.unreported():
             belief.confirm(root, key, args, kwargs)
-        reason = root.belief.verdicts[key]
-    return reason
+        refusal = root.belief.verdicts[key]
+    return refusal
 
 
 class _Verifier:
@@ -118,7 +169,7 @@ class _Verifier:
     def __init__(self, root: Runnable) -> None:
         self._root: Runnable | None = root
         self._stack: list[tuple[Runnable | None, dict[int, int]]] = []
-        self.reasons: dict[Runnable, str | None] = {}
+        self.refusals: dict[Runnable, Refusal | None] = {}
 
     def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph_module = self._graph_module(module)
@@ -136,12 +187,12 @@ class _Verifier:
         if graph_module is None or graph_module.frame.opaque_reason is not None:
             return run()
         assert isinstance(graph_module, RunnableGraph)
-        key, reason = belief.signature(graph_module, args, kwargs)
-        if reason is not None:
-            self.reasons[graph_module] = reason
+        key, refusal = belief.signature(graph_module, args, kwargs)
+        if refusal is not None:
+            self.refusals[graph_module] = refusal
             return run()
         result = belief.examine(graph_module, key, args, kwargs, run, is_alone=True)
-        self.reasons[graph_module] = graph_module.belief.verdicts[key]
+        self.refusals[graph_module] = graph_module.belief.verdicts[key]
         return result
 
     def _graph_module(self, module: Module) -> Runnable | None:
@@ -161,18 +212,20 @@ def _walk(graph_module: Runnable) -> Iterator[Runnable]:
         yield from _walk(callee)
 
 
-def _report(graph_module: Runnable, reasons: dict[Runnable, str | None]) -> FrameReport:
+def _report(graph_module: Runnable, refusals: dict[Runnable, Refusal | None]) -> FrameReport:
     frame = graph_module.frame
+    refusal = refusals.get(graph_module)
     status: Status = "equal"
-    reason = reasons.get(graph_module)
+    reason = None
     if graph_module.has_own_graph:
         status = "own graph"
     elif frame.opaque_reason is not None:
         status, reason = "opaque", frame.opaque_reason
-    elif graph_module not in reasons:
+    elif graph_module not in refusals:
         status = "not reached"
-    elif reason is not None:
-        status = "refused"
+    elif refusal is not None:
+        status = "differing" if refusal.is_difference else "not comparable"
+        reason = refusal.text
     return FrameReport(format_path(frame.path), type(frame.module).__name__, status, reason)
 
 
