@@ -5,6 +5,7 @@ GraphPatchError
 ├── PatchMapError(ValueError)             a patch map was refused before anything ran
 │   └── UnknownPathError(KeyError)        ... and at least one of its paths does not exist
 │       └── UnknownChildError(AttributeError)   `pg.graph.x`: there is no such child
+├── OptionError(ValueError)               an option has a value that it cannot have
 ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
 ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
 ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
@@ -15,6 +16,7 @@ GraphPatchWarning(UserWarning)
 ├── PatchNotFiredWarning                  a patch never fired during a call
 ├── RepeatedCallWarning                   a module was called more often than when it was captured
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
+├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 └── LiveFallbackWarning                   a graph was refused, the original module ran instead
 """
@@ -50,6 +52,10 @@ class GraphPatchError(Exception):
 
 class CaptureError(GraphPatchError, RuntimeError):
     """A module could not be captured as a graph."""
+
+
+class OptionError(GraphPatchError, ValueError):
+    """An option has a value that it cannot have; nothing ran."""
 
 
 class PatchMapError(GraphPatchError, ValueError):
@@ -101,6 +107,10 @@ class RepeatedCallWarning(GraphPatchWarning):
 
 class CheckpointWarning(GraphPatchWarning):
     """A patched forward is to be recomputed in backward, but backward did not run inside the patch context."""
+
+
+class DecompositionWarning(GraphPatchWarning):
+    """A call of a function that `ExtractionOptions.decompose` names cannot be opened: it stays one node."""
 
 
 class AliasedPatchWarning(GraphPatchWarning):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,9 @@ class ExtractionOptions:
             was captured from; may edit the graph in place.
         copy_transformers_generation_config: (Without effect in this version: the model's own is used.) Give the
             `PatchableGraph` of a transformers model its own copy of the generation config.
+        decompose: Composite functions to open into their steps, so that each step is a node: the functions
+            `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.functional.multi_head_attention_forward`,
+            or their names. See below.
         run_graphs: (Not in this version: an error.) Run patched calls as generated code, after a check against the
             eager model, instead of live.
 
@@ -47,6 +50,7 @@ class ExtractionOptions:
     custom_extraction_functions: dict[type[Module], Callable[[Module], Graph]] = field(default_factory=dict)
     postprocessing_function: Callable[[Any, Module], None] | None = None
     copy_transformers_generation_config: bool = True
+    decompose: Collection[str | Callable[..., Any]] = ()
     run_graphs: bool = False
 
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:

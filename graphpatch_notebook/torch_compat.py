@@ -75,6 +75,15 @@ def is_tracing() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns the softmax of `scores`, as torch's attention takes it: zeros where all scores are minus infinity.
+
+    `torch._safe_softmax`: torch 2.5 to 2.13. Before, attention itself gave NaN there, as `softmax` does. Told
+    by: tests/capture/test_decompositions.py.
+    """
+    return getattr(torch, "_safe_softmax", torch.softmax)(scores, dim)
+
+
 def function_mode_depth() -> int:
     """Returns how many function modes are on; inside the handler of one, it is off.
 

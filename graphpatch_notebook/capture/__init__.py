@@ -3,6 +3,7 @@
 recorder.py         the run: a function mode (torch calls) over swapped forwards (module calls: forward_swap.py)
 frame_recorder.py   one frame: which value belongs to which node
 records.py          what is kept: frames, nodes, call sites
+decompositions.py   the steps of composite functions, for those that the options say to open
 call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
 sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
 custom_graphs.py    graphs of custom extraction functions
@@ -22,7 +23,7 @@ from graphpatch_notebook.capture.recorder import Recorder
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
-from graphpatch_notebook.errors import CaptureError, CompilationWarning
+from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_compiled
@@ -57,6 +58,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
     _report_failures(recorder)
+    _report_unopened(recorder)
     _check_unused(recorder.root_frame, modules, options)
     return recorder.root_frame
 
@@ -69,6 +71,13 @@ def _report_failures(recorder: Recorder) -> None:
             became = "became an OpaqueGraphModule" if frame.opaque_reason else "was captured without its custom graph"
             message = f"{format_path(frame.path) or 'the model'!r} {became}: {type(failure).__name__}: {failure}"
             warnings.warn(CompilationWarning(message), stacklevel=4)
+
+
+def _report_unopened(recorder: Recorder) -> None:
+    for (name, refusal), frame in recorder.unopened.items():
+        where = repr(format_path(frame.path)) if frame.path else "the model"
+        message = f"{name} in {where} cannot be decomposed: {refusal}; it stays one node"
+        warnings.warn(DecompositionWarning(message), stacklevel=4)
 
 
 def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions) -> None:

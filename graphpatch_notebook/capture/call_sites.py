@@ -64,6 +64,11 @@ def _known(code: CodeType) -> _Code:
     return known
 
 
+def count_as_users(code: CodeType) -> None:
+    """Makes `code` count as the user's, wherever it stands: call sites go through it, names are read off it."""
+    _known(code).is_users = True
+
+
 def is_invoke(code: CodeType) -> bool:
     """Whether this is the code of `invoke`, at which a frame begins."""
     return code is _INVOKE

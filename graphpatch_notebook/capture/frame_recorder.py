@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.packed_weights import held_by
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, Structure
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe
@@ -48,6 +49,7 @@ class FrameRecorder:
         self.record = record
         self.recorder = recorder
         self.wants_ops = True
+        self.composite: CompositeCall | None = None
         self._values: dict[int, tuple[Callable[[], Any], Ref]] = {}
         self._occurrences: dict[Site, int] = {}
         self._calls: dict[int, int] = {}
@@ -75,6 +77,11 @@ class FrameRecorder:
     def knows(self, value: Any) -> bool:
         """Whether this very object is the value of a node."""
         return self._lookup(value) is not None
+
+    def node_of(self, value: Any) -> Node | None:
+        """Returns the node whose whole value this very object is."""
+        ref = self._lookup(value)
+        return ref.node if ref is not None and not ref.dig else None
 
     def _lookup(self, value: Any) -> Ref | None:
         known = self._values.get(id(value))
@@ -223,6 +230,16 @@ class FrameRecorder:
         self._occurrences[site] = before + 1
         return before
 
+    @contextmanager
+    def inside(self, call: CompositeCall) -> Iterator[None]:
+        """Makes what is recorded in the block steps of `call`, whose call sites are counted anew."""
+        outside = self.composite, self._occurrences
+        self.composite, self._occurrences = call, {}
+        try:
+            yield
+        finally:
+            self.composite, self._occurrences = outside
+
     def add_call(self, node: Node) -> None:
         """Adds a call of a submodule."""
         assert node.frame is not None
@@ -336,6 +353,7 @@ class FrameRecorder:
         node = Node(
             kind="op", op=func.__name__, target=func, args=self.refs(operands), spec=ScalarSpec(result),
             base_name=variable if isinstance(variable, str) else func.__name__, is_plumbing=True, is_live=False,
+            composite=self.composite,
         )  # fmt: skip
         self.record.nodes.append(node)
         return self._size(result, Ref(node))

@@ -1,7 +1,8 @@
 """Gives the nodes of a complete frame their names.
 
 The names that the model itself uses come first (inputs, submodules, parameters, buffers), then `output`, then the
-operations by the variables that hold them, last the plumbing: so that no name of the model ever moves.
+operations by the variables that hold them, then the plumbing: so that no name of the model ever moves. Steps of
+opened calls come last: whatever is opened, all other names are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def name_nodes(frame: Frame) -> None:
 
 
 def _rank(node: Node) -> int:
-    return 5 if node.is_plumbing else _RANKS[node.kind]
+    rank = 5 if node.is_plumbing else _RANKS[node.kind]
+    return rank if node.composite is None else 6 + node.is_plumbing
 
 
 def _base(node: Node) -> str:

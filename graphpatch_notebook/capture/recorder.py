@@ -12,14 +12,16 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
+from graphpatch_notebook.capture.decompositions import Decomposition, chosen
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder, alias
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.packed_weights import packing_of
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
@@ -39,6 +41,8 @@ class Recorder(TorchFunctionMode):
         self.stack: list[FrameRecorder] = []
         self.owners: dict[int, list[Node]] = {}
         self.root_frame: Frame | None = None
+        self.decompositions = chosen(options.decompose)
+        self.unopened: dict[tuple[str, str], Frame] = {}
         self.failures: list[tuple[Frame, BaseException]] = []
         self.muted = 0
         self.depth = 0
@@ -65,7 +69,30 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.muted or not self.stack or not self.stack[-1].wants_ops:
             return func(*args, **kwargs)
+        if (decomposition := self.decompositions.get(id(func))) is not None:
+            return self._composite(decomposition, args, kwargs)
         return self._op(func, raw_name(func), args, kwargs)
+
+    def _composite(self, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call of a composite function: its steps, or all of it as one op where it cannot be opened."""
+        frame = self.stack[-1]
+        python_frame = call_sites.caller(1)
+        refusal = decomposition.refusal(args, kwargs)
+        site = None if refusal is not None else self.sites.site(python_frame)
+        if refusal is not None or site is None:
+            result = self._op(decomposition.function, decomposition.name, args, kwargs)
+            self.unopened.setdefault((decomposition.name, str(refusal)), frame.record)
+            return result
+        call = CompositeCall(decomposition.name, site, frame.count(site), frame.composite)
+        if not decomposition.is_exact:
+            frame.doubt(_ROUNDS.format(name=decomposition.name))
+        with frame.inside(call), self:  # the mode is off in its own handler
+            result = decomposition.make_steps()(*args, **kwargs)
+        try:
+            _settle(frame, call, result, call_sites.result_variable(python_frame, decomposition.name))
+        except Exception as failure:
+            self._fail(frame, failure)
+        return result
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of an `autograd.Function` as one op, whatever it does inside."""
@@ -113,7 +140,7 @@ class Recorder(TorchFunctionMode):
         try:
             node = Node(
                 kind="op", op=function_name(func) if target is None else name, target=target or func,
-                args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence,
+                args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence, composite=frame.composite,
             )  # fmt: skip
             wrote = self._written(name, args, kwargs, result, before)
             if wrote:
@@ -257,6 +284,26 @@ class Recorder(TorchFunctionMode):
         output = _distinct(output, parent)
         parent.register(output, record.call)
         return output
+
+
+def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: Assigned) -> None:
+    """Makes the steps whose values an opened call returned stand for the call: at its site, under its name."""
+    for position, value in enumerate(result) if isinstance(result, tuple) else [(None, result)]:
+        node = frame.node_of(value)
+        if node is None or node.composite is not call or node.element is not None or node.is_in_place:
+            continue
+        node.site, node.occurrence, node.composite = call.site, call.occurrence, call.outer
+        node.result_position = position
+        if position is None:
+            node.base_name = variable if isinstance(variable, str) else call.name
+        elif isinstance(variable, tuple) and len(variable) == len(result):
+            node.base_name = variable[position] or node.base_name
+
+
+_ROUNDS = (
+    "it holds the steps of {name}, as ExtractionOptions(decompose=...) asks, which equal the function itself only "
+    "within rounding"
+)
 
 
 def _distinct(output: Any, parent: FrameRecorder) -> Any:

@@ -4,6 +4,7 @@
     └── Frame                one invocation of one module's `forward`
         ├── Node ...         one value: input, parameter, buffer, attribute, op, call (of a submodule), output
         │   ├── Site         the chain of call sites from `forward` down to the op: what the op *is*
+    │   ├── CompositeCall    the opened call that the op is a step of, if it is one
         │   └── Frame        the frame of the submodule, for calls
         └── output           structure of what `forward` returned, over `Ref`s to nodes
 
@@ -75,6 +76,23 @@ def line_at(code: CodeType, offset: int) -> int:
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CompositeCall:
+    """A call of a composite function that was opened into its steps.
+
+    Attributes:
+        name: The name of the function.
+        site: Its call site.
+        occurrence: How often the same call site came up before in its frame, or in the call around it.
+        outer: The opened call that this one is a step of.
+    """
+
+    name: str
+    site: Site
+    occurrence: int
+    outer: CompositeCall | None
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """Stands for the value of a node of the same frame, or for what lies at `dig` in that value."""
@@ -107,7 +125,10 @@ class Node:
         base_name: The name it asks for, before numbering: the local variable, or else the torch function.
         name: The name in the graph, unique in the frame: fixed when the frame is complete.
         site: The call site (ops and calls).
-        occurrence: How often the same call site came up before in this frame.
+        occurrence: How often the same call site came up before in this frame; for a step of an opened call, in that.
+        composite: The opened call that this is a step of. The last step, whose value the call returns, *is* the call
+            for whoever patches: it has the call's site and name, and belongs to what is around the call.
+        result_position: The position of that value in what the call returns, if that is a tuple.
         element: For a value that the user's code unpacked from an op's result (`q, k = qkv.split(...)`): that op's
             node and the position in it. Such a node has the site of that op, and no arguments.
         is_plumbing: Whether the value only carries sizes (or is the container that such `element`s came from).
@@ -131,6 +152,8 @@ class Node:
     name: str = ""
     site: Site | None = None
     occurrence: int = 0
+    composite: CompositeCall | None = None
+    result_position: int | None = None
     element: tuple[Node, int] | None = None
     is_plumbing: bool = False
     is_live: bool = True
@@ -141,6 +164,11 @@ class Node:
     frame: Frame | None = None
     call_index: int = 0
     call_count: int = 1
+
+    @property
+    def position(self) -> int | None:
+        """The position of the value in what is called at `site`; `None` where it is all of that."""
+        return self.result_position if self.element is None else self.element[1]
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name or self.base_name or self.op}: {self.spec}>"

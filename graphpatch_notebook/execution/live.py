@@ -216,9 +216,9 @@ class Run:
             self._mode = None
 
     @contextmanager
-    def inside_one_node(self) -> Iterator[None]:
-        """For the length of the block, nothing that comes up is one of the plan's values."""
-        self.stack.append(FrameRun(None))
+    def inside_one_node(self, steps: FramePlan | None = None) -> Iterator[None]:
+        """For the length of the block, nothing that comes up is one of the plan's values, but for these `steps`."""
+        self.stack.append(FrameRun(steps))
         try:
             yield
         finally:

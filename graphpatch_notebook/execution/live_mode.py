@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.decompositions import decomposition_of
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import write_back
-from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries
+from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries, SiteEntries
 from graphpatch_notebook.execution.python_stack import is_in_checkpoint
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
@@ -35,6 +36,7 @@ class PatchedRun(Protocol):
     def stack(self) -> Sequence[RunningFrame]: ...
 
     fired: set[int]
+    missing: dict[int, str]
     may_be_checkpointed: bool
 
     def is_observed(self, entry: Entry, value: Any) -> bool:
@@ -43,8 +45,8 @@ class PatchedRun(Protocol):
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
 
-    def inside_one_node(self) -> AbstractContextManager[None]:
-        """For the length of the block, nothing that comes up is one of the plan's values."""
+    def inside_one_node(self, steps: FramePlan | None = None) -> AbstractContextManager[None]:
+        """For the length of the block, nothing that comes up is one of the plan's values, but for these `steps`."""
 
 
 class LiveMode(TorchFunctionMode):
@@ -66,6 +68,9 @@ class LiveMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         entries = self._entries_at(sys._getframe(1))
+        if entries is not None and entries.steps is not None:
+            result = self._opened(entries.steps, func, args, kwargs or {})
+            return self._patched(entries, result, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if entries is None:
             return result
@@ -88,7 +93,20 @@ class LiveMode(TorchFunctionMode):
             result = apply(*args, **kwargs)
             return result if entries is None else self._patched(entries, result, args, kwargs)
 
-    def _entries_at(self, leaf: FrameType) -> list[Entry] | None:
+    def _opened(self, steps: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a composite function step by step, with the patches on its `steps`."""
+        decomposition = decomposition_of(func)
+        if decomposition is None:  # the model calls another function here this time
+            return func(*args, **kwargs)
+        refusal = decomposition.refusal(args, kwargs)
+        if refusal is not None:
+            why = f"{decomposition.name} cannot be decomposed in this call: {refusal}"
+            self.run.missing.update((id(entry), why) for entry in steps.entries)
+            return func(*args, **kwargs)
+        with self.run.inside_one_node(steps), self:  # the mode is off in its own handler
+            return decomposition.make_steps()(*args, **kwargs)
+
+    def _entries_at(self, leaf: FrameType) -> SiteEntries | None:
         """Returns the entries on the op that is called from this Python frame, and counts that it came up."""
         frame = self.stack[-1]
         plan = frame.plan
@@ -125,7 +143,7 @@ class LiveMode(TorchFunctionMode):
             if node.is_in_place:
                 value = _written(node, args, kwargs)
             else:
-                value = result if node.element is None else result[node.element[1]]
+                value = result if node.position is None else result[node.position]
             patched = self.run.apply(entry, value)
             if patched is value:
                 continue
@@ -134,7 +152,7 @@ class LiveMode(TorchFunctionMode):
             if node.is_in_place:
                 write_back(value, patched, entry.target)
             else:
-                result = patched if node.element is None else replaced(result, node.element[1], patched)
+                result = patched if node.position is None else replaced(result, node.position, patched)
         return result
 
 

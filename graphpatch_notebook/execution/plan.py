@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.packed_weights import held_by
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.torch_compat import is_compiled
@@ -48,14 +48,29 @@ class Entry:
         only_looks = all(type(patch) in (ProbePatch, RecordPatch) for patch in self.patches)
         if isinstance(spec, TensorSpec) and is_plain and only_looks:
             self.observed_shape = spec.shape
-        self.is_special = self.target.node.is_in_place or self.target.node.element is not None
+        self.is_special = self.target.node.is_in_place or self.target.node.position is not None
         if self.observed_shape is not None and not self.is_special and len(self.patches) == 1:
             self.watch = self.patches[0].op
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-OpEntries: TypeAlias = "dict[int, list[Entry]]"
+
+class SiteEntries(list[Entry]):
+    """The entries on what is called at one call site, at one occurrence.
+
+    Attributes:
+        steps: What is patched inside of it: then the call is opened into its steps. Nothing else opens it.
+    """
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: FramePlan | None = None
+
+
+OpEntries: TypeAlias = "dict[int, SiteEntries]"
 """The entries on the ops of one call site, by occurrence."""
 
 
@@ -129,13 +144,29 @@ class FramePlan:
             self.inputs.setdefault(node.target, []).append(entry)
         elif node.kind == "op":
             assert node.site is not None
-            (code, offset), *above = reversed(node.site.steps)
-            chain = tuple(number for outer, at in above for number in (id(outer), at))
-            self.by_lasti.setdefault(id(code), {})
-            by_chain = self.leaves.setdefault(id(code), {}).setdefault(offset, {})
-            by_chain.setdefault(chain, {}).setdefault(node.occurrence, []).append(entry)
+            self._inside(node.composite, entry)._at(node.site, node.occurrence).append(entry)
         else:
             self.tensors.setdefault(node.target, []).append(entry)
+
+    def _inside(self, call: CompositeCall | None, entry: Entry) -> FramePlan:
+        """Returns the plan for what lies inside of `call`, where `entry` stands: this one outside of all such calls."""
+        if call is None:
+            return self
+        at_call = self._inside(call.outer, entry)._at(call.site, call.occurrence)
+        if at_call.steps is None:
+            at_call.steps = FramePlan(self.frame)
+        at_call.steps.entries.append(entry)
+        return at_call.steps
+
+    def _at(self, site: Site, occurrence: int) -> SiteEntries:
+        (code, offset), *above = reversed(site.steps)
+        chain = tuple(number for outer, at in above for number in (id(outer), at))
+        self.by_lasti.setdefault(id(code), {})
+        by_chain = self.leaves.setdefault(id(code), {}).setdefault(offset, {})
+        by_occurrence = by_chain.setdefault(chain, {})
+        if occurrence not in by_occurrence:
+            by_occurrence[occurrence] = SiteEntries()
+        return by_occurrence[occurrence]
 
     def settle(self) -> None:
         """Sets apart what only looks at the boundary: a model that is probed whole has hundreds of these."""

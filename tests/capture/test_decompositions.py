@@ -1,0 +1,260 @@
+"""The steps of composite functions: the same values as the functions themselves, within rounding."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from graphpatch_notebook import DecompositionWarning, ExtractionOptions, OptionError, PatchableGraph
+from graphpatch_notebook.capture.decompositions import decomposition_of
+from tests.zoo.case import floats
+from tests.zoo.values import bit_equal
+
+# What the docstring of `ExtractionOptions` says, and what half precision makes of values around one.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BATCH, HEADS, LENGTH, KEYS, WIDTH = 2, 4, 5, 7, 6
+
+
+def steps_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    decomposition = decomposition_of(function)
+    assert decomposition is not None
+    return decomposition.make_steps()
+
+
+attention = steps_of(F.scaled_dot_product_attention)
+
+
+def mask_of(kind: str, dtype: torch.dtype) -> Tensor:
+    """A mask in which row 2 is masked out whole, for one form of it."""
+    allowed = floats(LENGTH, KEYS, seed=3) > -0.5
+    allowed[2] = False
+    if kind.startswith("per_head"):
+        allowed = allowed & (floats(BATCH, HEADS, LENGTH, KEYS, seed=4) > -1)
+    if kind.startswith("per_batch"):
+        allowed = allowed & (floats(BATCH, 1, 1, KEYS, seed=4) > -1)
+    if kind.endswith("bool"):
+        return allowed
+    if kind.endswith("lowest"):  # as transformers masks: a row masked out whole attends to everything
+        return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+    return floats(*allowed.shape, seed=5).to(dtype).masked_fill(~allowed, -torch.inf)
+
+
+MASKS = ["none", "causal", "bool", "per_head_bool", "per_batch_bool", "float", "per_head_float", "lowest"]
+
+
+def arguments(mask: str, dtype: torch.dtype, kv_heads: int = HEADS) -> tuple[list[Tensor], dict[str, Any]]:
+    query = floats(BATCH, HEADS, LENGTH, WIDTH, seed=0).to(dtype)
+    key = floats(BATCH, kv_heads, KEYS, WIDTH, seed=1).to(dtype)
+    value = floats(BATCH, kv_heads, KEYS, WIDTH, seed=2).to(dtype)
+    kwargs: dict[str, Any] = {"enable_gqa": True} if kv_heads != HEADS else {}
+    if mask == "causal":
+        kwargs["is_causal"] = True
+    elif mask != "none":
+        kwargs["attn_mask"] = mask_of(mask, dtype)
+    return [query, key, value], kwargs
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCES[dtype]
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attention_equals_that_of_torch(dtype: torch.dtype, mask: str, kv_heads: int, scale: float | None) -> None:
+    tensors, kwargs = arguments(mask, dtype, kv_heads)
+    expected = F.scaled_dot_product_attention(*tensors, **kwargs, scale=scale)
+    assert_close(attention(*tensors, **kwargs, scale=scale), expected, dtype)
+    if mask.endswith(("bool", "float")):
+        assert torch.equal(attention(*tensors, **kwargs)[..., 2, :], torch.zeros(BATCH, HEADS, WIDTH, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", MASKS[:-1])  # the fused kernel loses the sum of a row that is all lowest numbers
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_gradients_of_attention_equal_those_of_torch(dtype: torch.dtype, mask: str, kv_heads: int) -> None:
+    tensors, kwargs = arguments(mask, dtype, kv_heads)
+    weights = floats(BATCH, HEADS, LENGTH, WIDTH, seed=9).to(dtype)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        return torch.autograd.grad((function(*leaves, **kwargs) * weights).sum(), leaves)
+
+    for found, expected in zip(gradients(attention), gradients(F.scaled_dot_product_attention), strict=True):
+        assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("shape", [(LENGTH, WIDTH), (HEADS, LENGTH, WIDTH), (2, 3, HEADS, LENGTH, WIDTH)])
+def test_any_number_of_batch_dimensions(shape: tuple[int, ...]) -> None:
+    query, key, value = (floats(*shape, seed=seed) for seed in range(3))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert_close(attention(query, key, value, is_causal=True), expected, torch.float32)
+
+
+@pytest.mark.parametrize("mask", ["causal", "bool", "float"])
+def test_attention_under_autocast(mask: str) -> None:
+    tensors, kwargs = arguments(mask, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.scaled_dot_product_attention(*tensors, **kwargs)
+        assert_close(attention(*tensors, **kwargs), expected, torch.bfloat16)
+
+
+def test_dropout_drops_weights_and_scales_the_others() -> None:
+    (query, key, _), _ = arguments("none", torch.float32)
+    ones = torch.eye(KEYS).expand(BATCH, HEADS, KEYS, KEYS)  # then the result is the pattern itself
+    kept = attention(query, key, ones)
+    dropped = attention(query, key, ones, dropout_p=0.25)
+    is_dropped = dropped == 0
+    assert 0.1 < is_dropped.float().mean() < 0.4
+    torch.testing.assert_close(dropped, torch.where(is_dropped, 0, kept / 0.75))
+
+
+class Attention(nn.Module):
+    """Hands its arguments over."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        attended = F.scaled_dot_product_attention(query, key, value, **kwargs)
+        return attended + 1
+
+
+DECOMPOSED = ExtractionOptions(decompose=[F.scaled_dot_product_attention])
+
+
+def refused_calls() -> dict[str, tuple[list[Any], dict[str, Any], str]]:
+    (query, key, value), _ = arguments("none", torch.float32)
+    mask = mask_of("bool", torch.float32)
+    lower_right = causal_lower_right(LENGTH, KEYS)
+    return {
+        "mask and is_causal": ([query, key, value], {"attn_mask": mask, "is_causal": True}, "is_causal at once"),
+        "subclass": ([query, key, value], {"attn_mask": lower_right}, "its attn_mask is a CausalBias"),
+    }
+
+
+@pytest.mark.parametrize("name", list(refused_calls()))
+def test_a_call_that_cannot_be_opened_stays_one_node_with_a_warning(name: str) -> None:
+    tensors, kwargs, reason = refused_calls()[name]
+    expected = Attention()(*tensors, **kwargs)
+    match = f"scaled_dot_product_attention in the model cannot be decomposed: .*{reason}.*stays one node"
+    with pytest.warns(DecompositionWarning, match=match):
+        pg = PatchableGraph(Attention(), DECOMPOSED, *tensors, **kwargs)
+    assert "attended" in pg.nodes
+    assert "attn_pattern" not in pg.nodes
+    assert bit_equal(pg(*tensors, **kwargs), expected) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("function", [F.scaled_dot_product_attention, F.multi_head_attention_forward])
+def test_nested_tensors_are_refused(function: Callable[..., Any]) -> None:
+    nested = torch.nested.nested_tensor([floats(HEADS, 3, WIDTH), floats(HEADS, 5, WIDTH)])
+    decomposition = decomposition_of(function)
+    assert decomposition is not None
+    assert "nested" in str(decomposition.refusal((nested, nested, nested), {}))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"attn_mask": torch.ones(LENGTH, KEYS, dtype=torch.int)},
+        {"attn_mask": torch.ones(LENGTH, KEYS, dtype=torch.float64)},
+        {"attn_mask": torch.ones(3, KEYS)},
+        {"dropout_p": 1.5},
+        {"key": torch.ones(BATCH, HEADS, KEYS, 3)},
+        {"value": torch.ones(BATCH, HEADS, KEYS, WIDTH, dtype=torch.float64)},
+        {"scaling": 3.0},
+        {"attn_mask": 3.0},
+    ],
+    ids=lambda kwargs: "-".join(kwargs),
+)
+def test_wrong_arguments_raise_the_error_of_torch(kwargs: dict[str, Any]) -> None:
+    names = ("query", "key", "value")
+    given = dict(zip(names, arguments("none", torch.float32)[0], strict=True)) | kwargs
+    with pytest.raises((RuntimeError, TypeError)) as expected:
+        F.scaled_dot_product_attention(**given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(type(expected.value)) as found:
+            PatchableGraph(Attention(), DECOMPOSED, **given)
+    assert str(found.value) == str(expected.value)
+
+
+# -- multi_head_attention_forward --------------------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 5, "vdim": 3},
+    {"add_bias_kv": True, "add_zero_attn": True}, {"batch_first": True},
+]  # fmt: skip
+CALLS: list[dict[str, Any]] = [
+    {},
+    {"average_attn_weights": False},
+    {"need_weights": False},
+    {"attn_mask": mask_of("bool", torch.float32).logical_not()},
+    {"key_padding_mask": floats(BATCH, KEYS, seed=8) > 0.7, "need_weights": False},
+    {"attn_mask": mask_of("bool", torch.float32).logical_not(), "key_padding_mask": floats(BATCH, KEYS, seed=8) > 0.7},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "+".join(call) or "plain")
+def test_the_steps_of_multi_head_attention_are_those_of_torch(settings: dict[str, Any], call: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, **settings)  # in train mode: never the fused kernel
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    original = F.multi_head_attention_forward
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is original:
+                seen.append((args, kwargs))
+            return func(*args, **(kwargs or {}))
+
+    shape = (BATCH, LENGTH) if settings.get("batch_first") else (LENGTH, BATCH)
+    keys = (BATCH, KEYS) if settings.get("batch_first") else (KEYS, BATCH)
+    key, value = floats(*keys, settings.get("kdim", 8), seed=1), floats(*keys, settings.get("vdim", 8), seed=1)
+    with Seeing():
+        module(floats(*shape, 8), key, value, **call)
+    (args, kwargs) = seen[0]
+    assert bit_equal(steps_of(original)(*args, **kwargs), original(*args, **kwargs)) is None
+
+
+def test_opening_leaves_torchs_own_function_alone() -> None:
+    assert steps_of(F.multi_head_attention_forward) is steps_of(F.multi_head_attention_forward)
+    assert steps_of(F.multi_head_attention_forward).__code__ is not F.multi_head_attention_forward.__code__
+
+
+# -- the option --------------------------------------------------------------------------------------------------------
+
+
+class NeverRuns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("the model must not run")
+
+
+@pytest.mark.parametrize(
+    ("decompose", "message"),
+    [
+        (["scaled_dot_product_atention"], "did you mean 'scaled_dot_product_attention'"),
+        (["F.multi_head_attention"], "did you mean 'multi_head_attention_forward'"),
+        ([F.softmax], "'softmax' cannot be opened"),
+        ("scaled_dot_product_attention", "takes a list of functions or of their names"),
+        (3, "takes a list of functions or of their names"),
+        ([[]], "cannot be opened"),
+    ],
+)
+def test_what_cannot_be_opened_is_an_error_before_anything_runs(decompose: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        PatchableGraph(NeverRuns(), ExtractionOptions(decompose=decompose), torch.ones(2))
+
+
+def test_the_names_of_all_that_can_be_opened_are_in_the_error() -> None:
+    with pytest.raises(OptionError, match="These can: scaled_dot_product_attention, multi_head_attention_forward"):
+        PatchableGraph(NeverRuns(), ExtractionOptions(decompose={"einsum"}), torch.ones(2))

@@ -1,0 +1,348 @@
+"""Patched runs of models whose attention was opened into its steps: `ExtractionOptions(decompose=...)`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    PatchNotFiredWarning,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from tests.zoo.case import floats, seeded
+from tests.zoo.values import bit_equal
+
+SDPA = ExtractionOptions(decompose=["scaled_dot_product_attention"])
+BOTH = ExtractionOptions(decompose=[F.scaled_dot_product_attention, F.multi_head_attention_forward])
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+STEPS = ["dot_products", "attn_scores", "attn_bias", "masked_scores", "attn_pattern"]
+X = floats(2, 5, 8)
+
+
+def attend(x: Tensor, is_causal: bool = True) -> Tensor:
+    heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=is_causal).transpose(1, 2).flatten(2)
+
+
+def attend_by_hand(x: Tensor, edit: Callable[[Tensor], Tensor] = lambda pattern: pattern) -> Tensor:
+    heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
+    scores = heads @ heads.transpose(-2, -1) / math.sqrt(4)
+    allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    pattern = edit(scores.masked_fill(~allowed, -math.inf).softmax(-1))
+    return (pattern @ heads).transpose(1, 2).flatten(2)
+
+
+def without_head_1(pattern: Tensor) -> Tensor:
+    return pattern * torch.tensor([1.0, 0.0])[:, None, None]
+
+
+HEAD_1 = (slice(None), 1)
+
+
+class Twice(nn.Module):
+    """Two calls through one helper, then a loop over one call site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, rounds: int = 3) -> tuple[Tensor, ...]:
+        hidden = self.linear(x)
+        first, second = attend(hidden), attend(hidden * 2)
+        results = [first, second]
+        for scale in range(rounds):
+            result = attend(hidden + scale)
+            results.append(result)
+        return tuple(results)
+
+    def by_hand(self, x: Tensor, position: int, edit: Callable[[Tensor], Tensor]) -> Tensor:
+        hidden = self.linear(x)
+        inputs = [hidden, hidden * 2, *(hidden + scale for scale in range(3))]
+        return attend_by_hand(inputs[position], edit)
+
+
+@pytest.fixture
+def twice() -> Twice:
+    model = seeded(Twice)
+    assert isinstance(model, Twice)
+    return model
+
+
+def steps(pg: PatchableGraph, name: str) -> list[str]:
+    return [path for path in pg.nodes if path.rsplit(".", 1)[-1].startswith(name)]
+
+
+def test_each_call_has_its_own_steps(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    for name in STEPS:
+        assert len(steps(pg, name)) == 5
+    assert pg.nodes["attn_pattern"].shape == (2, 2, 5, 5)
+    lines = [line.text for line in pg.nodes["attn_pattern_1"].source_lines]
+    assert lines[0] == "first, second = attend(hidden), attend(hidden * 2)"
+    assert lines[1].startswith("return F.scaled_dot_product_attention(heads")
+    assert lines[2].startswith("attn_pattern = ")
+    assert len(lines) == 3
+
+
+def test_all_other_names_are_those_that_there_are_without_the_option(twice: Twice) -> None:
+    without, opened = PatchableGraph(twice, X), PatchableGraph(twice, SDPA, X)
+    assert [path for path in opened.nodes if path in without.nodes] == list(without.nodes)
+    assert "scaled_dot_product_attention_4" in opened.nodes
+    assert [line.text for line in opened.nodes["scaled_dot_product_attention"].source_lines] == [
+        line.text for line in without.nodes["scaled_dot_product_attention"].source_lines
+    ]
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_only_the_patched_call_is_opened(twice: Twice, position: int) -> None:
+    """Each call is told from the others, through the helper and in the loop; the others stay fused, bit for bit."""
+    pg = PatchableGraph(twice, SDPA, X)
+    expected = twice(X)
+    probe, record = ProbePatch(), RecordPatch()
+    path = steps(pg, "attn_pattern")[position]
+    with pg.patch({path: [ZeroPatch(slice=HEAD_1), probe, record]}):
+        found = pg(X)
+    torch.testing.assert_close(found[position], twice.by_hand(X, position, without_head_1), **TOLERANCE)
+    for other in set(range(5)) - {position}:
+        assert torch.equal(found[other], expected[other])
+    assert len(record.activations) == 1
+    assert probe.activation is not None
+    assert probe.activation[:, 1].abs().max() == 0
+
+
+def test_other_shapes_and_numbers_of_calls(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    x = floats(3, 9, 8, seed=4)
+    with pg.patch({"attn_pattern_3": ZeroPatch(slice=HEAD_1)}):
+        found = pg(x, rounds=5)
+    torch.testing.assert_close(found[3], twice.by_hand(x, 3, without_head_1), **TOLERANCE)
+    assert torch.equal(found[4], twice(x)[4])
+
+
+def test_the_result_is_patched_without_opening(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    expected = twice(X)
+    with pg.patch({path: CustomPatch(custom_op=lambda value: value) for path in pg.nodes if path not in inner(pg)}):
+        assert bit_equal(pg(X), expected) is None
+    with pg.patch({"scaled_dot_product_attention_1": AddPatch(value=1.0)}):
+        found = pg(X)
+    assert torch.equal(found[1], expected[1] + 1)
+    assert torch.equal(found[0], expected[0])
+
+
+def inner(pg: PatchableGraph) -> set[str]:
+    """The steps inside: what is not there without the option."""
+    return set(pg.nodes) - set(PatchableGraph(pg._module, X).nodes)
+
+
+def test_steps_and_result_patched_together(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    with pg.patch({"attn_pattern": ZeroPatch(slice=HEAD_1), "scaled_dot_product_attention": AddPatch(value=1.0)}):
+        found = pg(X)
+    torch.testing.assert_close(found[0], twice.by_hand(X, 0, without_head_1) + 1, **TOLERANCE)
+
+
+def test_identity_on_every_node(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    for x in (X, floats(1, 3, 8, seed=7)):
+        with pg.patch({path: CustomPatch(custom_op=lambda value: value) for path in pg.nodes}):
+            found = pg(x)
+        torch.testing.assert_close(found, twice(x), **TOLERANCE)
+    assert bit_equal(pg(X), twice(X)) is None
+
+
+def test_gradients_flow_through_patched_steps(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    weights = floats(2, 5, 8, seed=3)
+    with pg.patch({"attn_pattern_2": ZeroPatch(slice=HEAD_1)}):
+        loss = (pg(X)[2] * weights).sum()
+    found = torch.autograd.grad(loss, list(twice.parameters()))
+    by_hand = (twice.by_hand(X, 2, without_head_1) * weights).sum()
+    expected = torch.autograd.grad(by_hand, list(twice.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_copy_is_patched_like_the_original(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    copied = copy.deepcopy(pg)
+    with pg.patch({"attn_pattern_4": ZeroPatch(slice=HEAD_1)}):
+        expected = pg(X)
+    with copied.patch({"attn_pattern_4": ZeroPatch(slice=HEAD_1)}):
+        assert bit_equal(copied(X), expected) is None
+
+
+def test_graphs_with_steps_run_live_and_say_why(twice: Twice) -> None:
+    pg = PatchableGraph(twice, SDPA, X)
+    report = pg.verify(X)
+    assert [frame.path for frame in report.refused] == [""]
+    assert "it holds the steps of scaled_dot_product_attention" in str(report.refused[0].reason)
+    code = str(pg.graph._code)
+    assert code.count("torch._safe_softmax(") == 5
+    assert "scaled_dot_product_attention(" not in code
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        attended = F.scaled_dot_product_attention(x, x, x, mask, 0.0, is_causal)
+        return attended * 2
+
+
+def test_names_mean_the_same_whatever_the_mask_is() -> None:
+    mask = floats(5, 5) > 0
+    mask |= torch.eye(5, dtype=torch.bool)
+    pg = PatchableGraph(Masked(), SDPA, X, is_causal=True)
+    for given in ({"mask": mask}, {"mask": floats(5, 5, seed=2)}, {"is_causal": True}):
+        probes = {name: ProbePatch() for name in ("attn_scores", "masked_scores", "attn_pattern")}
+        with pg.patch(probes):
+            pg(X, **given)
+        scores, masked, pattern = (probes[name].activation for name in probes)
+        assert scores is not None
+        assert masked is not None
+        torch.testing.assert_close(scores, X @ X.transpose(1, 2) / math.sqrt(8), **TOLERANCE)
+        torch.testing.assert_close(masked.softmax(-1), pattern, **TOLERANCE)
+        if "mask" in given and given["mask"].dtype == torch.bool:
+            assert torch.equal(masked == -torch.inf, ~mask.expand(2, 5, 5))
+
+
+def test_a_call_that_cannot_be_opened_is_reported() -> None:
+    x, mask = X[:, None], torch.zeros(5, 5)
+    pg = PatchableGraph(Masked(), SDPA, x)
+    reason = "'attn_pattern': scaled_dot_product_attention cannot be decomposed in this call: it is called with attn_"
+    with pg.patch({"attn_pattern": ZeroPatch()}), pytest.warns(PatchNotFiredWarning, match=reason):
+        found = pg(x, mask, is_causal=True)
+    assert torch.equal(found, Masked()(x, mask, is_causal=True))
+
+
+class Chosen(nn.Module):
+    """Another function may stand at the call site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.function(x, x, x)
+        return attended * 2
+
+
+def test_another_function_at_the_same_place_is_left_alone() -> None:
+    model = Chosen()
+    pg = PatchableGraph(model, SDPA, X)
+    model.function = torch.addcmul
+    with pg.patch({"attn_pattern": ZeroPatch()}), pytest.warns(PatchNotFiredWarning, match="attn_pattern"):
+        assert torch.equal(pg(X), model(X))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes_under_the_same_names(dtype: torch.dtype) -> None:
+    pg = PatchableGraph(Masked(), SDPA, X)
+    probe = ProbePatch()
+    x = X.to(dtype)
+    expected = x.double() @ x.double().transpose(1, 2) / math.sqrt(8)
+    with pg.patch({"attn_pattern": [probe, ReplacePatch(value=torch.eye(5).expand(2, 5, 5).to(dtype))]}):
+        assert torch.equal(pg(x), x * 2)
+    assert probe.activation is not None
+    torch.testing.assert_close(probe.activation.double(), expected.softmax(-1), rtol=1e-2, atol=1e-2)
+
+
+# -- torch's own modules -----------------------------------------------------------------------------------------------
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, **settings)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.attn(x, x, x, **kwargs)
+
+
+PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=repr)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"key_padding_mask": PADDING}, {"attn_mask": CAUSAL}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}],
+    ids=lambda kwargs: "+".join(kwargs) or "plain",
+)
+def test_the_pattern_of_multihead_attention(batch_first: bool, extra: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    model = seeded(lambda: SelfAttention(batch_first=batch_first, **extra))
+    x = X if batch_first else X.transpose(0, 1)
+    expected, weights = model(x, **kwargs, average_attn_weights=False)
+    for need_weights in (True, False):
+        pg = PatchableGraph(model, BOTH, x, **kwargs, need_weights=need_weights)
+        path = "attn.attn_output_weights_2" if need_weights else "attn.attn_pattern"
+        probe = ProbePatch()
+        with pg.patch({path: probe}):
+            found = pg(x, **kwargs, need_weights=need_weights)[0]
+        assert probe.activation is not None
+        torch.testing.assert_close(probe.activation.view(weights.shape), weights, **TOLERANCE)
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        with pg.patch({"attn.attn_output": ZeroPatch(), path: ZeroPatch()}):
+            assert pg(x, **kwargs, need_weights=need_weights)[0].abs().max() == 0
+
+
+def test_the_average_weights_keep_their_name_and_can_be_patched() -> None:
+    model = seeded(lambda: SelfAttention(batch_first=True))
+    pg = PatchableGraph(model, BOTH, X)
+    plain = PatchableGraph(model, X)
+    container = {path for path in plain.nodes if "multi_head_attention_forward|" in path}
+    assert set(plain.nodes) - set(pg.nodes) == container
+    with pg.patch({"attn.attn_output_weights": ZeroPatch()}):
+        attended, weights = pg(X)
+    assert weights.abs().max() == 0
+    assert torch.equal(attended, model(X)[0])
+
+
+def test_opening_only_the_outer_function_leaves_the_inner_one_whole() -> None:
+    model = seeded(lambda: SelfAttention(batch_first=True))
+    options = ExtractionOptions(decompose=["multi_head_attention_forward"])
+    pg = PatchableGraph(model, options, X, need_weights=False)
+    assert not steps(pg, "attn_pattern")
+    q = ProbePatch()
+    with pg.patch({"attn.q": q}):
+        found = pg(X, need_weights=False)[0]
+    projected = F.linear(X, model.attn.in_proj_weight[:8], model.attn.in_proj_bias[:8])  # type: ignore[union-attr]
+    assert q.activation is not None
+    # (batch * heads, seq, width)
+    torch.testing.assert_close(q.activation, projected.view(2, 5, 2, 4).transpose(1, 2).flatten(0, 1), **TOLERANCE)
+    assert torch.equal(found, model(X, need_weights=False)[0])
+    assert pg.verify(X, need_weights=False).is_equal
+
+
+def test_self_and_cross_attention_do_not_mix_names_up() -> None:
+    """Torch's own function projects them in different places."""
+    module = seeded(lambda: nn.MultiheadAttention(8, 2, batch_first=True))
+    memory = floats(2, 3, 8, seed=5)
+    pg = PatchableGraph(module, BOTH, X, X, X)
+    with pg.patch({"proj": ZeroPatch()}), pytest.warns(PatchNotFiredWarning, match="'proj'"):
+        assert torch.equal(pg(X, memory, memory)[0], module(X, memory, memory)[0])
+
+
+def test_a_transformer_encoder_layer() -> None:
+    layer = seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    pg = PatchableGraph(layer, BOTH, X, src_key_padding_mask=PADDING)
+    probe = ProbePatch()
+    with pg.patch({"self_attn.attn_pattern": probe}):
+        found = pg(X, src_key_padding_mask=PADDING)
+    torch.testing.assert_close(found, layer(X, src_key_padding_mask=PADDING), **TOLERANCE)
+    weights = layer.self_attn(X, X, X, key_padding_mask=PADDING, average_attn_weights=False)[1]  # type: ignore[operator]
+    assert probe.activation is not None
+    torch.testing.assert_close(probe.activation, weights, **TOLERANCE)
