@@ -17,6 +17,7 @@ from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
+from graphpatch_notebook.capture.identity import alias, memory_of, weak
 from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.capture.sizes import Size
@@ -104,7 +105,7 @@ class FrameRecorder:
     def _own(self, value: Any, node: Node) -> None:
         """Notes in which memory the value of `node` lies."""
         if isinstance(value, Tensor):
-            if (memory := _memory(value)) is not None:
+            if (memory := memory_of(value)) is not None:
                 self.recorder.owners.setdefault(memory, []).append(node)
             return
         for _, child in children(value) or ():
@@ -156,7 +157,7 @@ class FrameRecorder:
         name = type(value).__name__
         self.doubt(f"uses an object ({name}) that is none of its inputs")
         node = Node(
-            kind="constant", op=name, target=_weak(value), spec=describe(value), is_live=False, base_name="constant"
+            kind="constant", op=name, target=weak(value), spec=describe(value), is_live=False, base_name="constant"
         )
         self.record.nodes.append(node)
         self.register(value, node)
@@ -255,9 +256,9 @@ class FrameRecorder:
 
     def forget_old_owners(self, arguments: Any, result: Any) -> None:
         """Notes that the memory of a new tensor, which shares none with the arguments, is no longer its old owners'."""
-        theirs = {_memory(tensor) for tensor in plain_tensors(arguments)}
+        theirs = {memory_of(tensor) for tensor in plain_tensors(arguments)}
         for tensor in plain_tensors(result):
-            memory = _memory(tensor)
+            memory = memory_of(tensor)
             if memory is not None and memory not in theirs:
                 self.recorder.owners.pop(memory, None)
 
@@ -310,7 +311,7 @@ class FrameRecorder:
 
     def _mark_mutated(self, tensor: Tensor) -> None:
         """Marks the nodes whose values change with `tensor`: all that came up in its memory, in whatever frame."""
-        for node in self.recorder.owners.get(_memory(tensor) or 0, ()):
+        for node in self.recorder.owners.get(memory_of(tensor) or 0, ()):
             node.is_mutated_later = True
         if tensor._is_view():
             for frame in self.recorder.stack:
@@ -370,16 +371,6 @@ def _is_on_parameter(node: Node) -> bool:
     return isinstance(first, Ref) and first.node.kind == "parameter"
 
 
-def _memory(value: Any) -> int | None:
-    """Returns what tells the memory of a tensor from that of others; `None` where it has none of its own."""
-    if not isinstance(value, Tensor):
-        return None
-    try:
-        return value.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, or not initialised yet
-        return None
-
-
 def _is_recorded(name: str, result: Any) -> bool:
     if result is None:  # done for its side effect, such as switching gradients off
         return True
@@ -387,20 +378,3 @@ def _is_recorded(name: str, result: Any) -> bool:
         return (name not in METADATA_READS and not name.startswith("is_")) or name in VALUE_READS
     inside = children(result)
     return inside is not None and any(isinstance(child, Tensor) or children(child) for _, child in inside)
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """Returns another tensor object over the same memory, or the same one where torch cannot make one."""
-    if type(tensor) is not Tensor:  # a parameter must stay one: somebody may put it back into its module
-        return tensor
-    try:
-        return tensor.view_as(tensor)
-    except RuntimeError:
-        return tensor
-
-
-def _weak(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value

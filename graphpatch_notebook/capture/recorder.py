@@ -16,8 +16,9 @@ from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import Decomposition, chosen
-from graphpatch_notebook.capture.frame_recorder import FrameRecorder, alias
+from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.identity import alias
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.packed_weights import packing_of
