@@ -27,8 +27,9 @@ class ExtractionOptions:
         custom_extraction_functions: For modules of these classes (or of subclasses of them), a function from the
             module to an `fx.Graph` that *is* the module from then on. Its placeholders carry the names of `forward`'s
             parameters, its output is wrapped in a one-element tuple, and the names of its nodes are kept.
-        postprocessing_function: (Not in this version: an error.) Called with each graph module and the module that it
-            was captured from; may edit the graph in place.
+        postprocessing_function: Called with each `CompiledGraphModule` and the module that it was captured from, inner
+            ones first. May edit `graph_module.graph` in place (and give the graph module tensors and modules of its own
+            for that): the edited graph *is* the module from then on, in every call of the `PatchableGraph`.
         copy_transformers_generation_config: (Without effect in this version: the model's own is used.) Give the
             `PatchableGraph` of a transformers model its own copy of the generation config.
         decompose: Composite functions to open into their steps, so that each step is a node: the functions

@@ -18,11 +18,13 @@ from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
 from graphpatch_notebook.execution.plan import Callers, Entry
 from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
 from graphpatch_notebook.graph_modules.copies import copied_frame
+from graphpatch_notebook.graph_modules.postprocessing import postprocess
 from graphpatch_notebook.graph_modules.verification import VerificationReport, verify
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.resolution import Target
 
 # What `nn.Module` defines and the model may define anew: always asked of the model.
 _OF_THE_MODEL = (
@@ -31,7 +33,7 @@ _OF_THE_MODEL = (
     "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
     "share_memory state_dict to to_empty train type xpu zero_grad _apply"
 ).split()
-_OWN = {"_module", "_root_frame", "_options", "_callers", "_targets", "_nodes", "_hierarchy", "_custom_frames"}
+_OWN = {"_module", "_root_frame", "_options", "_hierarchy", "_derived", "_has_custom_graphs"}
 
 
 class PatchableGraph(Module):
@@ -71,6 +73,8 @@ class PatchableGraph(Module):
         _refuse_what_is_to_come(options)
         super().__init__()
         self._set_up(module, capture(module, options, example_args, example_kwargs), options)
+        if options.postprocessing_function is not None:
+            postprocess(self._graph_module, options.postprocessing_function)
 
     @classmethod
     def _of(cls, module: Module, root_frame: Frame, options: ExtractionOptions) -> PatchableGraph:
@@ -85,14 +89,8 @@ class PatchableGraph(Module):
         state["_module"] = module
         state["_options"] = options
         state["_root_frame"] = root_frame
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drops all that is derived from the capture, to be derived again when it is needed."""
-        state = self.__dict__
-        state["_targets"] = {}
-        state["_callers"] = state["_nodes"] = state["_hierarchy"] = None
-        state["_custom_frames"] = [frame for frame in self._root_frame.walk() if frame.custom_graph is not None]
+        state["_hierarchy"] = state["_derived"] = None
+        state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -113,9 +111,7 @@ class PatchableGraph(Module):
     @property
     def nodes(self) -> NodeMap:
         """A read-only mapping of every patchable path to its `NodeMeta`, in execution order."""
-        if self.__dict__["_nodes"] is None:
-            self.__dict__["_nodes"] = NodeMap(self._root_frame)
-        return self.__dict__["_nodes"]  # type: ignore[no-any-return]
+        return self._current().nodes
 
     @property
     def _graph_module(self) -> GraphModule:
@@ -173,25 +169,36 @@ class PatchableGraph(Module):
             >>> probe.activation
             tensor([2., 2.])
         """
-        known: list[tuple[Snapshot, Prepared]] = []
+        known: list[tuple[Snapshot, Derived, Prepared]] = []
 
         def activate() -> ActiveContext:
-            # The user may have changed the patch map since the context was entered last.
-            if not known or not known[0][0].is_current(patch_map):
-                entries = entries_of(self._root_frame, patch_map, self.__dict__["_targets"])
-                known[:] = [(Snapshot(patch_map), self._prepare(entries))]
-            return self._enter(known[0][1], strict)
+            # The user may have changed the patch map, or edited a graph, since the context was entered last.
+            derived = self._current()
+            if not known or known[0][1] is not derived or not known[0][0].is_current(patch_map):
+                entries = entries_of(self._root_frame, patch_map, derived.targets)
+                known[:] = [(Snapshot(patch_map), derived, derived.prepare(entries))]
+            return self._enter(known[0][2], strict)
 
         return PatchContext(activate)
 
-    def _prepare(self, entries: Sequence[Entry]) -> Prepared:
-        if self.__dict__["_callers"] is None:
-            self.__dict__["_callers"] = Callers(self._root_frame)
-        return contexts.prepare(self._root_frame, entries, self._callers, self._custom_frames)
+    def _current(self) -> Derived:
+        """Returns what is derived from the records as they are now."""
+        derived: Derived | None = self.__dict__["_derived"]
+        edits = self._graph_module.edits if self._has_own_graphs() else 0
+        if derived is None or derived.edits != edits:
+            own_graphs = self._graph_module.own_graphs() if self._has_own_graphs() else ()
+            derived = self.__dict__["_derived"] = Derived(self._root_frame, edits, own_graphs)
+        return derived
+
+    def _has_own_graphs(self) -> bool:
+        """Whether there are graphs that are their module: a call without patches runs these, too."""
+        hierarchy: GraphModule | None = self.__dict__["_hierarchy"]
+        return self._has_custom_graphs or (hierarchy is not None and hierarchy.calls_own_graphs)
 
     def _enter(self, prepared: Prepared, is_strict: bool = False) -> ActiveContext:
+        derived = self._current()
         return contexts.enter(
-            self, self._module, self._root_frame, prepared, self._callers, self._custom_frames, is_strict
+            self, self._module, self._root_frame, prepared, derived.callers, derived.own_graphs, is_strict
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,9 +209,9 @@ class PatchableGraph(Module):
         context = contexts.innermost(self)
         if context is not None:
             return contexts.call(context, function, args, kwargs)
-        if not self._custom_frames:
+        if not self._has_own_graphs():
             return function(*args, **kwargs)
-        context = self._enter(self._prepare(()))
+        context = self._enter(self._current().without_patches)
         try:
             return contexts.call(context, function, args, kwargs)
         finally:
@@ -252,13 +259,46 @@ class PatchableGraph(Module):
         return f"{type(self).__name__}(\n  (_graph_module): {inside}\n)"
 
 
+class Derived:
+    """What is derived from the records of a capture: holds until somebody edits a graph.
+
+    Attributes:
+        edits: How often graphs had been edited when it was derived.
+        own_graphs: The graph modules whose graph *is* the module.
+        targets: What paths mean, as far as anybody asked.
+        callers: Which frames call which module.
+    """
+
+    def __init__(self, root: Frame, edits: int, own_graphs: Sequence[CompiledGraphModule]) -> None:
+        self._root = root
+        self.edits = edits
+        self.own_graphs = own_graphs
+        self.targets: dict[str, Target] = {}
+
+    @functools.cached_property
+    def callers(self) -> Callers:
+        return Callers(self._root)
+
+    @functools.cached_property
+    def nodes(self) -> NodeMap:
+        """All paths that can be patched."""
+        return NodeMap(self._root)
+
+    @functools.cached_property
+    def without_patches(self) -> Prepared:
+        """What it takes to run graphs that are their module, where nothing is patched."""
+        return self.prepare(())
+
+    def prepare(self, entries: Sequence[Entry]) -> Prepared:
+        """Returns what it takes to activate `entries`."""
+        return contexts.prepare(self._root, entries, self.callers, self.own_graphs)
+
+
 def _refuse_what_is_to_come(options: ExtractionOptions) -> None:
     # An option that did nothing would give silently wrong numbers.
-    asked = [name for name in ("postprocessing_function", "run_graphs") if getattr(options, name)]
-    if asked:
+    if options.run_graphs:
         raise NotImplementedError(
-            f"ExtractionOptions({asked[0]}=...) does not work yet in this version; custom_extraction_functions does, "
-            "and pg._graph_module runs graphs"
+            "ExtractionOptions(run_graphs=True) does not work yet in this version; pg._graph_module runs graphs"
         )
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 
 import torch
+import torch.fx
 
 
 def is_in_backward() -> bool:
@@ -24,6 +25,14 @@ def is_overload(func: object) -> bool:
     tests/graph_modules/test_code.py (torch.ops).
     """
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
+
+
+def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
+    """Returns how `graph` prints its code: there is `set_codegen`, but nothing to ask it by.
+
+    `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Told by: tests/graph_modules/test_weaving.py.
+    """
+    return graph._codegen
 
 
 def runs_hooks(module: torch.nn.Module) -> bool:

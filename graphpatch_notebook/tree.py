@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.paths import format_segment, python_path
 from graphpatch_notebook.resolution import graph_class
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -142,7 +142,7 @@ def _style_of(spec: ValueSpec) -> Style:
         return "tensor"
     if isinstance(spec, ContainerSpec):
         return "container"
-    return "object" if isinstance(spec, ObjectSpec) or not spec.is_number else "number"
+    return "object" if isinstance(spec, (ObjectSpec, UnknownSpec)) or not spec.is_number else "number"
 
 
 # --------------------------------------------------------------------------------------------------------------------

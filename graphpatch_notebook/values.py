@@ -60,6 +60,14 @@ class ObjectSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class UnknownSpec:
+    """A value of which nothing is known: a node that somebody added to a graph, and that was not run yet."""
+
+    def __str__(self) -> str:
+        return "(not known)"
+
+
+@dataclass(frozen=True, slots=True)
 class ContainerSpec:
     """A container: its class, and for each child the text of its key, its key and its spec."""
 
@@ -74,12 +82,12 @@ class ContainerSpec:
         return f"{self.type.__name__}({len(self.children)})"
 
 
-ValueSpec: TypeAlias = "TensorSpec | ScalarSpec | ObjectSpec | ContainerSpec"
+ValueSpec: TypeAlias = "TensorSpec | ScalarSpec | ObjectSpec | UnknownSpec | ContainerSpec"
 
 
-def leaves(spec: ValueSpec) -> Iterator[tuple[tuple[str, ...], TensorSpec | ScalarSpec]]:
+def leaves(spec: ValueSpec) -> Iterator[tuple[tuple[str, ...], TensorSpec | ScalarSpec | UnknownSpec]]:
     """Yields the tensors and numbers in `spec`, each with the texts of the keys that lead to it."""
-    if isinstance(spec, TensorSpec) or (isinstance(spec, ScalarSpec) and spec.is_number):
+    if isinstance(spec, (TensorSpec, UnknownSpec)) or (isinstance(spec, ScalarSpec) and spec.is_number):
         yield (), spec
     elif isinstance(spec, ContainerSpec):
         for text, _, child in spec.children:

@@ -199,7 +199,7 @@ def custom_frame_nodes(graph: fx.Graph, frame: Frame, bound_inputs: dict[str, An
     def record(fx_node: fx.Node, value: Any) -> Any:
         node = _call_added_for(fx_node, frame)
         if node is None:
-            node = _record(fx_node, frame.module)
+            node = custom_record(fx_node, frame.module)
             frame.nodes.append(node)
         node.name = unique_name(record_name(fx_node), taken)
         taken.add(node.name)
@@ -217,7 +217,8 @@ def _call_added_for(fx_node: fx.Node, frame: Frame) -> Node | None:
     return last if is_call else None
 
 
-def _record(fx_node: fx.Node, module: Module) -> Node:
+def custom_record(fx_node: fx.Node, module: Module) -> Node:
+    """Returns the record of a node of a custom graph of `module`, or of one that was added: without name and spec."""
     target = str(fx_node.target)
     if fx_node.op == "placeholder":
         return Node(kind="input", op=record_name(fx_node), target=record_name(fx_node))

@@ -201,6 +201,7 @@ class Frame:
         doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
             all (a value that came by a side channel). Each is a sentence.
         custom_graph: The graph that a custom extraction function returned.
+        is_edited: Whether the user edited the graph of this frame, which is the module from then on.
         names: The nodes by name.
         following_sizes: What `execution.shapes` found out about this frame, once it was asked.
     """
@@ -216,6 +217,7 @@ class Frame:
     opaque_reason: str | None = None
     doubts: list[str] = field(default_factory=list)
     custom_graph: Any = None
+    is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
     following_sizes: dict[int, set[int]] | None = None
 
@@ -223,6 +225,11 @@ class Frame:
     def path(self) -> tuple[str, ...]:
         """The names of the calls that lead here from the root."""
         return () if self.call is None or self.parent is None else (*self.parent.path, self.call.name)
+
+    @property
+    def has_own_graph(self) -> bool:
+        """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
+        return self.is_edited or self.custom_graph is not None
 
     @property
     def output_node(self) -> Node:

@@ -18,7 +18,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.shapes import shape_problem
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, replaced, take
+from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 
 _BUILT_IN = (ZeroPatch, AddPatch, ReplacePatch)
 
@@ -93,6 +93,8 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any) -> Any:
 
 
 def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
+    if isinstance(target.spec, UnknownSpec):
+        return
     was_absent = isinstance(target.spec, (ScalarSpec, ObjectSpec)) and not isinstance(value, Tensor)
     if was_absent or isinstance(value, Tensor) == isinstance(target.spec, TensorSpec):
         return

@@ -27,6 +27,7 @@ from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, Patch
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
+from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_in_backward, runs_hooks
 
 
@@ -49,9 +50,11 @@ class Prepared:
     with_patched_boundary: list[Module]
 
 
-def prepare(frame: Frame, entries: Sequence[Entry], callers: Callers, custom_frames: Sequence[Frame]) -> Prepared:
+def prepare(
+    frame: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule]
+) -> Prepared:
     """Returns what it takes to activate `entries`."""
-    plan = make_plan(frame, entries, callers, custom_frames)
+    plan = make_plan(frame, entries, callers, own_graphs)
     watched = callers.modules_to_watch(plan)
     at_boundary = [p.frame.module for p in plan.walk() if p.inputs or p.output]
     at_boundary = [module for module in at_boundary if takes_hooks(module)]
@@ -92,13 +95,13 @@ def enter(
     frame: Frame,
     prepared: Prepared,
     callers: Callers,
-    custom_frames: Sequence[Frame] = (),
+    own_graphs: Sequence[CompiledGraphModule] = (),
     is_strict: bool = False,
 ) -> ActiveContext:
     """Activates what is `prepared`, after the patches of the contexts of `owner` that are active already."""
     outer = innermost(owner)
     if outer is not None:
-        prepared = prepare(frame, [*outer.prepared.entries, *prepared.entries], callers, custom_frames)
+        prepared = prepare(frame, [*outer.prepared.entries, *prepared.entries], callers, own_graphs)
     context = ActiveContext(owner, root, prepared, callers, is_strict or (outer is not None and outer.is_strict))
     try:
         context.watched = swap(prepared.watched)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,10 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
-from graphpatch_notebook.capture.custom_graphs import RECORD, run_custom
-from graphpatch_notebook.capture.inputs import bind, given_input, signature_of, with_input
+from graphpatch_notebook.capture.inputs import given_input, with_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import RepeatedCallWarning
-from graphpatch_notebook.execution.apply import MissingChildError, apply_entry
+from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
 from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
@@ -122,7 +122,7 @@ class Run:
     def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies the patches on a module's inputs where its own hooks are to see them too."""
         plan, _ = self._next_plan(module)
-        if plan is None or not (plan.inputs or plan.watched_inputs) or plan.has_custom_graph:
+        if plan is None or not (plan.inputs or plan.watched_inputs) or plan.own_graph is not None:
             return None
         self._with_patched_inputs.add(id(module))
         self._watch_inputs(plan, args, kwargs)
@@ -187,8 +187,8 @@ class Run:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if plan.has_custom_graph:
-            return self._run_custom(plan, forward, args, kwargs)
+        if plan.own_graph is not None:
+            return plan.own_graph.run_patched(plan.graph_names, partial(self._in_graph, plan.graph), args, kwargs)
         if self._with_patched_inputs and id(module) in self._with_patched_inputs:
             self._with_patched_inputs.discard(id(module))
         else:
@@ -292,18 +292,14 @@ class Run:
                 found[path] = patched
         return found
 
-    def _run_custom(
-        self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        bound = bind(signature_of(forward), args, kwargs)
-        if bound is None:
-            return invoke(forward, args, kwargs)
-
-        def on_value(node: Any, value: Any) -> Any:
-            record = node.meta.get(RECORD)
-            return value if record is None else self._apply(plan.custom.get(record.name, ()), value)
-
-        return run_custom(plan.frame.custom_graph, plan.frame.module, bound, on_value)
+    def _in_graph(self, entries_by_name: dict[str, list[Entry]], name: str, value: Any) -> Any:
+        """Applies the entries on a node of a graph that runs."""
+        entries = entries_by_name[name]
+        patched = self._apply(entries, value)
+        target = entries[0].target
+        if target.node.is_in_place:
+            write_back(value, patched, target)
+        return patched
 
     def _apply(self, entries: Sequence[Entry], value: Any) -> Any:
         """Applies entries at the boundary of a frame, where a mode of the run may be on."""

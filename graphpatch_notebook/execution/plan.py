@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
+from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.torch_compat import is_compiled
@@ -88,12 +89,13 @@ class FramePlan:
             the steps above it, then the occurrence.
         by_lasti: The same by the interpreter's own offsets, filled as these come up: specialised code has several
             for one instruction.
-        custom: Entries on the nodes of a custom graph, by the node's name.
+        graph: Entries on the nodes of a graph that *is* the module (edited, or custom), by the node's name.
         watched_inputs: Those of `inputs` that only look at a tensor, with where a call gives it: taken out of `inputs`.
         watched_tensors: Those of `tensors` that only look at a parameter of the module: taken out of `tensors`.
         entries: All entries of this frame.
         count: How many entries there are in this frame and below (of the root's plan only).
-        has_custom_graph: Whether a custom graph stands for this frame.
+        own_graph: What runs the graph that is the module, if there is one.
+        graph_names: The keys of `graph`.
     """
 
     frame: Frame
@@ -103,15 +105,13 @@ class FramePlan:
     output: list[Entry] = field(default_factory=list)
     leaves: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
     by_lasti: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
-    custom: dict[str, list[Entry]] = field(default_factory=dict)
+    graph: dict[str, list[Entry]] = field(default_factory=dict)
     watched_inputs: list[tuple[int, str, Entry]] = field(default_factory=list)
     watched_tensors: list[tuple[str, Entry]] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     count: int = 0
-
-    @property
-    def has_custom_graph(self) -> bool:
-        return self.frame.custom_graph is not None
+    own_graph: CompiledGraphModule | None = None
+    graph_names: frozenset[str] = frozenset()
 
     @property
     def sees_ops(self) -> bool:
@@ -138,8 +138,8 @@ class FramePlan:
         node = entry.target.node
         if node.kind == "output":
             self.output.append(entry)
-        elif self.has_custom_graph:
-            self.custom.setdefault(node.name, []).append(entry)
+        elif self.own_graph is not None:
+            self.graph.setdefault(node.name, []).append(entry)
         elif node.kind == "input":
             self.inputs.setdefault(node.target, []).append(entry)
         elif node.kind == "op":
@@ -170,6 +170,7 @@ class FramePlan:
 
     def settle(self) -> None:
         """Sets apart what only looks at the boundary: a model that is probed whole has hundreds of these."""
+        self.graph_names = frozenset(self.graph)
         for name, entries in list(self.inputs.items()):
             position = self.position_of(name)
             if len(entries) == 1 and entries[0].watch is not None and position >= 0:
@@ -184,12 +185,14 @@ class FramePlan:
 
 
 def make_plan(
-    root: Frame, entries: Sequence[Entry], callers: Callers, custom_frames: Sequence[Frame] = ()
+    root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
 ) -> FramePlan:
-    """Returns the plan of the root frame for `entries`, in their order, and for the frames with custom graphs."""
+    """Returns the plan of the root frame for `entries`, in their order, and for `own_graphs`."""
     plans: dict[int, FramePlan] = {id(root): FramePlan(root)}
-    for frame in (*custom_frames, *(entry.target.frame for entry in entries)):
+    for frame in (*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in entries)):
         _keep(frame, plans, callers)
+    for graph in own_graphs:
+        plans[id(graph.frame)].own_graph = graph
     for plan in list(plans.values())[1:]:
         _attach(plan, plans)
     for entry in entries:

@@ -36,6 +36,9 @@ from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpe
 OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
 """What generated code calls the graph module: the first name that no parameter of `forward` has."""
 
+AUXILIARY = "graphpatch_auxiliary"
+"""The key in `fx.Node.meta` that marks what a graph needs beside its records: containers, what is taken out of them."""
+
 _EMPTY = inspect.Parameter.empty
 _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _PRINTABLE = (
@@ -111,6 +114,9 @@ class _Builder:
                 fx_node.meta[RECORD] = node
             elif node.kind != "input":
                 self._add(node)
+        for fx_node in self.graph.nodes:
+            if RECORD not in fx_node.meta:
+                fx_node.meta[AUXILIARY] = True
         return BuiltGraph(self.graph, self.constants, codegen if codegen.is_needed else None)
 
     def _add_placeholder(self, parameter: InputParameter, node: Node | None, codegen: ForwardCodeGen) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, SourceLine, Structure
-from graphpatch_notebook.graph_modules.build import BuiltGraph
+from graphpatch_notebook.graph_modules.build import AUXILIARY, BuiltGraph
 
 
 class FrameReference:
@@ -253,6 +253,8 @@ class PackedGraph:
             node = graph.create_node(op, target.unpacked(), new_args, new_kwargs, name=name, type_expr=kind)
             if record in frame.names:
                 node.meta[RECORD] = frame.names[record]
+            else:
+                node.meta[AUXILIARY] = True
             made.append(node)
         constants: dict[str, Callable[[], Any]] = {}
         for name, value in self.constants.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 # What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
 _SHARED = tuple(
@@ -43,6 +44,10 @@ class Mirror(Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name) or name in self.__dict__:
             object.__setattr__(self, name, value)
+        elif isinstance(value, (Tensor, Module)) and not hasattr(self._original_module, name):
+            # For an edited graph: the user's module stays as it is.
+            own: dict[str, Any] = self._modules if isinstance(value, Module) else self.__dict__
+            own[name] = value
         else:
             setattr(self._original_module, name, value)
 
@@ -54,6 +59,14 @@ class Mirror(Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *self._modules, *dir(self._original_module)})
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Gives this module, for its graph, a tensor that the user's module does not have."""
+        setattr(self, name, tensor)
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """Gives this module, for its graph, a parameter that the user's module does not have."""
+        setattr(self, name, param)
 
     @property
     def training(self) -> bool:

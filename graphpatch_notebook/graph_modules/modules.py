@@ -17,6 +17,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -29,13 +30,35 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import belief, live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import FrameReference, PackedGraph
+from graphpatch_notebook.graph_modules.edited_records import update_records
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.graph_modules.mirror import Mirror
 from graphpatch_notebook.graph_modules.verification import verify
+from graphpatch_notebook.graph_modules.weaving import patches_from, weave
 from graphpatch_notebook.paths import format_path, unique_name
 from graphpatch_notebook.torch_compat import is_tracing, tracing_paused
 
-_is_in_graph: ContextVar[bool] = ContextVar("graphpatch_in_graph", default=False)
+
+class RunningGraph:
+    """The graph that runs at present, and how the graph modules that it calls are to run.
+
+    Attributes:
+        is_record: Whether it is a record of the module's own code: then what the hooks of submodules do to tensors is
+            part of it.
+        is_patched_run: Whether it runs in place of its module in a call of a `PatchableGraph`: then what it calls are
+            the user's modules, whose calls such a run sees.
+        counts: How often it called each module that it calls several times.
+    """
+
+    __slots__ = ("counts", "is_patched_run", "is_record")
+
+    def __init__(self, is_record: bool, is_patched_run: bool) -> None:
+        self.is_record = is_record
+        self.is_patched_run = is_patched_run
+        self.counts: dict[int, int] = {}
+
+
+_running: ContextVar[RunningGraph | None] = ContextVar("graphpatch_running_graph", default=None)
 _build_lock = threading.RLock()
 
 
@@ -45,10 +68,12 @@ class Hierarchy:
     Attributes:
         has_own_graphs: Whether there are graphs that are their module, rather than a record of it: edited ones, and
             those of custom extraction functions.
+        edits: How often a graph was edited.
     """
 
     def __init__(self) -> None:
         self.has_own_graphs = False
+        self.edits = 0
 
 
 class GraphModule(Mirror):
@@ -93,6 +118,16 @@ class GraphModule(Mirror):
         """Whether there may be graphs below this one that are their module."""
         return self._hierarchy.has_own_graphs
 
+    @property
+    def edits(self) -> int:
+        """How often a graph of the hierarchy was edited."""
+        return self._hierarchy.edits
+
+    def own_graphs(self) -> list[CompiledGraphModule]:
+        """Returns the graph modules from here on down whose graph *is* the module, in order of execution."""
+        here = [self] if isinstance(self, CompiledGraphModule) and self.has_own_graph else []
+        return [*here, *(graph for callee in self._callees for graph in callee.own_graphs())]
+
     def callee(self, module: Module, call_index: int) -> GraphModule | None:
         """Returns the graph module of the given call of `module` in this frame, if it came up during capture."""
         for callee in self._callees:
@@ -110,8 +145,14 @@ class GraphModule(Mirror):
 
         What hooks do to tensors is part of the graph of the caller.
         """
-        is_called_by_graph = self._frame.parent is not None if is_compiling() else _is_in_graph.get()
-        return self.forward(*args, **kwargs) if is_called_by_graph else super().__call__(*args, **kwargs)
+        if is_compiling():
+            is_inside = self._frame.parent is not None
+            return self.forward(*args, **kwargs) if is_inside else super().__call__(*args, **kwargs)
+        caller = _running.get()
+        if caller is None:
+            return super().__call__(*args, **kwargs)
+        callee: Module = self._original_module if caller.is_patched_run else self
+        return callee.forward(*args, **kwargs) if caller.is_record else Module.__call__(callee, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the frame: its graph, or the module where there is none that can stand for it."""
@@ -161,16 +202,15 @@ class CompiledGraphModule(GraphModule):
     """
 
     _built: BuiltGraph | None
-    _generated: GeneratedCode | None
-    _is_edited: bool
+    _generated: dict[frozenset[str], GeneratedCode]
     _aliases: dict[str, Any]
     _belief: belief.Belief
 
     def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
         super().__init__(frame, hierarchy)
         state = self.__dict__
-        state["_built"] = state["_generated"] = None
-        state["_is_edited"] = False
+        state["_built"] = None
+        state["_generated"] = {}
         state["_aliases"] = {}
         state["_belief"] = belief.Belief()
         hierarchy.has_own_graphs |= frame.custom_graph is not None
@@ -188,10 +228,17 @@ class CompiledGraphModule(GraphModule):
         self.recompile()
 
     def recompile(self) -> None:
-        """Says that the graph was edited: from now on it is the module, and its code is generated anew when needed."""
-        self.__dict__["_is_edited"] = True
-        self.__dict__["_generated"] = None
+        """Says that the graph was edited: from now on it is the module, and its code is generated anew when needed.
+
+        Raises:
+            RuntimeError: The graph is not well formed.
+        """
+        self.graph.lint()
+        self._generated.clear()
+        self._frame.is_edited = True
+        update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
         self._hierarchy.has_own_graphs = True
+        self._hierarchy.edits += 1
 
     @property
     def code(self) -> str:
@@ -216,7 +263,7 @@ class CompiledGraphModule(GraphModule):
     @property
     def has_own_graph(self) -> bool:
         """Whether the graph *is* the module: it was edited, or a custom extraction function made it."""
-        return self._is_edited or self._frame.custom_graph is not None
+        return self._frame.has_own_graph
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph, or the module."""
@@ -238,16 +285,30 @@ class CompiledGraphModule(GraphModule):
         function = self._code().function
         if is_compiling():
             return self._unwrapped(function(self, *args, **kwargs))
-        token = _is_in_graph.set(True)
-        grad_was_enabled = torch.is_grad_enabled()
-        try:
-            return self._unwrapped(function(self, *args, **kwargs))
-        finally:
-            # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
-            # where torch itself does it (in `autograd.Function`), out of sight.
-            if torch.is_grad_enabled() != grad_was_enabled:
-                torch.set_grad_enabled(grad_was_enabled)
-            _is_in_graph.reset(token)
+        running = RunningGraph(self._frame.custom_graph is None, is_patched_run=False)
+        return self._unwrapped(_run(function, running, self, args, kwargs))
+
+    def run_patched(
+        self,
+        names: frozenset[str],
+        patched: Callable[[str, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs the graph in place of its module in a call of a `PatchableGraph`.
+
+        Args:
+            names: The names of the nodes whose values go through `patched(name, value)`.
+            patched: Returns what stands in for a value.
+            args: The positional arguments of `forward`.
+            kwargs: The keyword arguments.
+        """
+        is_record = self._frame.custom_graph is None
+        function = self._code(names).function
+        # The graph of a custom extraction function is written over the user's module, others over this one.
+        owner = self if is_record else self._original_module
+        with patches_from(patched):
+            return self._unwrapped(_run(function, RunningGraph(is_record, is_patched_run=True), owner, args, kwargs))
 
     def _unwrapped(self, result: Any) -> Any:
         # The graphs of custom extraction functions hand out a one-element tuple.
@@ -262,10 +323,11 @@ class CompiledGraphModule(GraphModule):
         assert self._built is not None
         return self._built
 
-    def _code(self) -> GeneratedCode:
-        generated = self._generated
+    def _code(self, names: frozenset[str] = frozenset()) -> GeneratedCode:
+        """Returns the code, with the values of the nodes called `names` going through patches."""
+        generated = self._generated.get(names)
         if generated is None:
-            generated = self.__dict__["_generated"] = generate(self.graph)
+            generated = self._generated[names] = generate(weave(self.graph, names) if names else self.graph)
         return generated
 
     # -- what the code refers to ---------------------------------------------------------------------------------------
@@ -310,8 +372,8 @@ class CompiledGraphModule(GraphModule):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # Code is generated anew where it is needed, graphs that are only records are built anew.
-        state["_generated"] = None
-        state["_built"] = PackedGraph.of(self._build()) if self._is_edited else None
+        state["_generated"] = {}
+        state["_built"] = PackedGraph.of(self._build()) if self._frame.is_edited else None
         state["_belief"] = belief.Belief()
         return state
 
@@ -321,6 +383,21 @@ class CompiledGraphModule(GraphModule):
             built = self.__dict__["_built"] = packed.unpacked(self._frame)
             if self._frame.custom_graph is not None:
                 self._frame.custom_graph = built.graph
+
+
+def _run(
+    function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    token = _running.set(running)
+    grad_was_enabled = torch.is_grad_enabled()
+    try:
+        return function(owner, *args, **kwargs)
+    finally:
+        # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
+        # where torch itself does it (in `autograd.Function`), out of sight.
+        if torch.is_grad_enabled() != grad_was_enabled:
+            torch.set_grad_enabled(grad_was_enabled)
+        _running.reset(token)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -390,6 +467,15 @@ class MultiplyInvokedModule(ModuleList):
         return getattr(self.__dict__["_original_module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: which of the calls is meant cannot be told."""
+        """Runs the next of the calls where a graph calls, which counts them.
+
+        Raises:
+            GraphError: Nobody counts: which of the calls is meant cannot be told.
+        """
+        caller = _running.get()
+        if caller is not None:
+            index = caller.counts.get(id(self), 0)
+            caller.counts[id(self)] = index + 1
+            return (self[index] if index < len(self) else self._original_module)(*args, **kwargs)
         name = type(self._original_module).__name__
         raise GraphError(f"this {name} was called {len(self)} times; call one of its graphs: module[0](...)")
