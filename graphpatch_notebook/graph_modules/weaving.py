@@ -51,26 +51,19 @@ def weave(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
     copies: dict[fx.Node, fx.Node] = {}
     result.output(result.graph_copy(graph, copies))
     result.set_codegen(codegen_of(graph))
-    # All placeholders come before anything else.
-    after_inputs = next((copies[node] for node in reversed(list(copies)) if node.op == "placeholder"), None)
     for node, copied in copies.items():
         record = node.meta.get(RECORD)
-        if not isinstance(record, Node) or record.name not in names:
-            continue
-        if node.op == "placeholder" and after_inputs is not None:
-            after_inputs = _insert(result, copied, record, after_inputs)
-        else:
-            _insert(result, copied, record, copied)
+        if isinstance(record, Node) and record.name in names:
+            _insert(result, copied, record)
     return result
 
 
-def _insert(graph: fx.Graph, node: fx.Node, record: Node, after: fx.Node) -> fx.Node:
+def _insert(graph: fx.Graph, node: fx.Node, record: Node) -> None:
     value = _written(node, record)
-    with graph.inserting_after(after):
+    with graph.inserting_after(node):
         patched = graph.call_function(woven_patched, (value, record.name))
     if not record.is_in_place:  # else the patched value was written into the tensor itself
         node.replace_all_uses_with(patched, delete_user_cb=lambda user: user is not patched)
-    return patched
 
 
 def _written(node: fx.Node, record: Node) -> fx.Node:

@@ -1,0 +1,244 @@
+"""Postprocessing functions, and graphs edited by hand: the edit is what runs, in every call, patched or not."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook.errors import CaptureError, UnknownPathError
+from graphpatch_notebook.graph_modules import code_generations
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(x))
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        x = self.second(self.first(x))
+        return x if shift is None else x + shift
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(self(x))
+
+
+def node_called(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def steer(graph_module: Any, module: nn.Module) -> None:
+    """Adds a vector of the graph module's own to `hidden` of the second block."""
+    if graph_module.path != "second":
+        return
+    graph_module.direction = torch.linspace(-3, 3, 8)
+    hidden = node_called(graph_module.graph, "hidden")
+    with graph_module.graph.inserting_after(hidden):
+        direction = graph_module.graph.get_attr("direction")
+    with graph_module.graph.inserting_after(direction):
+        steered = graph_module.graph.create_node("call_function", operator.add, (hidden, direction), name="steered")
+    hidden.replace_all_uses_with(steered, delete_user_cb=lambda user: user is not steered)
+
+
+def steered(model: Model, x: Tensor, change: Any = lambda value: value) -> Tensor:
+    x = model.first(x)
+    hidden = change(torch.relu(model.second.up(x)) + torch.linspace(-3, 3, 8))
+    return x + model.second.down(hidden)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def pg(model: Model) -> PatchableGraph:
+    return PatchableGraph(model, ExtractionOptions(postprocessing_function=steer), X)
+
+
+def test_the_edit_is_what_runs_and_the_model_is_left_alone(model: Model, pg: PatchableGraph) -> None:
+    plain = Model()(X)
+    assert torch.equal(pg(X), steered(model, X))
+    assert torch.equal(pg._graph_module(X), steered(model, X))
+    assert torch.equal(model(X), plain)
+    assert not hasattr(model.second, "direction")
+    assert list(model.state_dict()) == list(Model().state_dict())
+
+
+def test_methods_of_the_model_run_the_edit(model: Model, pg: PatchableGraph) -> None:
+    assert torch.equal(pg.twice(X), steered(model, steered(model, X)))
+
+
+def test_new_nodes_have_names_shapes_and_patches(model: Model, pg: PatchableGraph) -> None:
+    assert pg.nodes["second.steered"].shape == (3, 8)
+    assert pg.nodes["second.direction"].value == "Tensor(8)"
+    assert "steered: Tensor(3, 8)" in repr(pg.graph.second)
+    assert "steered = hidden + direction" in pg.graph.second._code
+    probe = ProbePatch()
+    with pg.patch({"second.steered": [ZeroPatch(slice=(..., 0)), probe], "first.output": AddPatch(value=1.0)}):
+        found = pg(X)
+    assert torch.all(probe.activation[..., 0] == 0)
+    block, x = model.second, model.first(X) + 1.0
+    hidden = torch.relu(block.up(x)) + torch.linspace(-3, 3, 8)
+    hidden[..., 0] = 0
+    assert torch.equal(found, x + block.down(hidden))
+    with pg.patch({"second.direction": ZeroPatch()}):
+        assert torch.equal(pg(X), model(X))
+
+
+def test_inner_modules_boundaries_and_parameters_are_patched_below_an_edited_graph(
+    model: Model, pg: PatchableGraph
+) -> None:
+    edited = copy.deepcopy(model)
+    with torch.no_grad():
+        edited.second.down.bias.zero_()
+    probe = ProbePatch()
+    with pg.patch({"second.down.bias": ZeroPatch(), "second.up.linear": probe}, strict=True):
+        assert torch.equal(pg(X), steered(edited, X))
+    assert torch.equal(probe.activation, model.second.up(model.first(X)))
+
+
+def test_lazy_code_goes_stale_and_is_generated_anew(model: Model) -> None:
+    before = code_generations()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=steer), X)
+    assert code_generations() == before
+    pg(X), pg(X)
+    assert code_generations() == before + 1  # of the edited graph; no other one runs
+    graph_module = pg._graph_module.second
+    node_called(graph_module.graph, "steered").target = operator.sub
+    graph_module.recompile()
+    assert code_generations() == before + 1
+    x = model.first(X)
+    expected = x + model.second.down(torch.relu(model.second.up(x)) - torch.linspace(-3, 3, 8))
+    assert torch.equal(pg(X), expected)
+    assert torch.equal(pg(X), expected)
+    assert code_generations() == before + 2
+
+
+def test_edits_by_hand_count_and_contexts_made_before_see_them(model: Model) -> None:
+    pg = PatchableGraph(model, X)
+    context = pg.patch({"first.hidden": ZeroPatch()})
+    with context:
+        assert torch.equal(pg(X), model.second(X + model.first.down.bias))
+    steer(pg._graph_module.second, model.second)
+    pg._graph_module.second.recompile()
+    assert torch.equal(pg(X), steered(model, X))
+    assert "second.steered" in pg.nodes
+    with context:
+        x = X + model.first.down.bias
+        hidden = torch.relu(model.second.up(x)) + torch.linspace(-3, 3, 8)
+        assert torch.equal(pg(X), x + model.second.down(hidden))
+
+
+def test_nodes_that_are_gone_are_unknown(model: Model) -> None:
+    def without_relu(graph_module: Any, module: nn.Module) -> None:
+        if isinstance(module, Block):
+            hidden = node_called(graph_module.graph, "hidden")
+            hidden.replace_all_uses_with(hidden.args[0])
+            graph_module.graph.erase_node(hidden)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=without_relu), X)
+    x = X + model.first.down(model.first.up(X))
+    assert torch.equal(pg(X), x + model.second.down(model.second.up(x)))
+    with pytest.raises(UnknownPathError, match="no node 'hidden' in 'first'"), pg.patch({"first.hidden": ZeroPatch()}):
+        pass
+
+
+def test_it_is_called_for_each_graph_with_its_module_inner_ones_first(model: Model) -> None:
+    seen: list[tuple[str, type]] = []
+
+    def look(graph_module: Any, module: nn.Module) -> None:
+        seen.append((graph_module.path, type(module)))
+
+    options = ExtractionOptions(postprocessing_function=look, classes_to_skip_compiling={nn.Linear})
+    pg = PatchableGraph(model, options, X)
+    assert seen == [("first", Block), ("second", Block), ("", Model)]
+    assert not pg._graph_module.calls_own_graphs  # nothing was edited: the model's own code runs
+    assert torch.equal(pg(X, X), model(X, X))
+
+
+def test_shapes_behind_an_edit_are_known(model: Model) -> None:
+    def shorten(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "":
+            second = node_called(graph_module.graph, "second")
+            with graph_module.graph.inserting_after(second):
+                mean = graph_module.graph.call_method("mean", (second,), {"dim": -1})
+            second.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=shorten), X)
+    assert pg.nodes["mean"].shape == pg.nodes["output"].shape == (3,)
+    assert torch.equal(pg(X), model(X).mean(dim=-1))
+
+
+def test_graphs_that_are_not_well_formed_are_an_error(model: Model) -> None:
+    def wrong(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "first":
+            hidden = node_called(graph_module.graph, "hidden")
+            hidden.args = (node_called(graph_module.graph, "add"),)
+
+    with pytest.raises(CaptureError, match="graph of 'first' .Block. not well formed: .*before it has been defined"):
+        PatchableGraph(model, ExtractionOptions(postprocessing_function=wrong), X)
+
+
+def test_gradients_reach_parameters_and_the_edit(model: Model, pg: PatchableGraph) -> None:
+    pg(X).sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    steered(model, X).sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, model.parameters(), strict=True))
+
+
+def test_copies_keep_the_edit(model: Model, pg: PatchableGraph) -> None:
+    copied = copy.deepcopy(pg)
+    assert torch.equal(copied(X), steered(model, X))
+    with copied.patch({"second.steered": ZeroPatch()}):
+        assert torch.equal(copied(X), steered(model, X, torch.zeros_like))
+    assert torch.equal(pg(X), steered(model, X))
+
+
+def test_one_of_several_calls_is_edited_alone() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.block(x))
+
+    def negate(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "block_1":
+            output = node_called(graph_module.graph, "output")
+            with graph_module.graph.inserting_before(output):
+                output.args = (graph_module.graph.call_function(torch.neg, output.args),)
+
+    model = Twice()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=negate), X)
+    assert torch.equal(pg(X), -model.block(model.block(X)))
+    with pg.patch({"block_0.output": ZeroPatch()}):
+        assert torch.equal(pg(X), -model.block(torch.zeros_like(X)))
+
+
+def test_hooks_of_the_edited_module_run_once(model: Model, pg: PatchableGraph) -> None:
+    calls: list[str] = []
+    model.second.register_forward_hook(lambda module, args, output: calls.append("second"))
+    model.second.down.register_forward_hook(lambda module, args, output: output * 2)
+    pg(X)
+    assert calls == ["second"]
