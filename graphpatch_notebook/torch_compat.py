@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
+from typing import Any
 
 import torch
 import torch.fx
@@ -33,6 +34,24 @@ def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
     `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Told by: tests/graph_modules/test_weaving.py.
     """
     return graph._codegen
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
+    """Returns the forward pre-hooks of a module in order: id, hook, and whether it takes keyword arguments.
+
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graph_modules/test_postprocessing.py.
+    """
+    with_kwargs = module._forward_pre_hooks_with_kwargs
+    return [(key, hook, key in with_kwargs) for key, hook in module._forward_pre_hooks.items()]
+
+
+def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
+    """Returns the forward hooks of a module, as `forward_pre_hooks` does.
+
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graph_modules/test_postprocessing.py.
+    """
+    with_kwargs = module._forward_hooks_with_kwargs
+    return [(key, hook, key in with_kwargs) for key, hook in module._forward_hooks.items()]
 
 
 def runs_hooks(module: torch.nn.Module) -> bool:

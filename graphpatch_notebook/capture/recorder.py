@@ -247,6 +247,8 @@ class Recorder(TorchFunctionMode):
             except Exception as failure:
                 self._fail(parent, failure)
         record = Frame(module, path, parent.record if parent is not None else None, call, training=module.training)
+        if module._forward_hooks or module._forward_pre_hooks:
+            record.hooks = frozenset((*module._forward_hooks, *module._forward_pre_hooks))
         frame = FrameRecorder(record, self)
         if call is not None and parent is not None:
             call.frame = record

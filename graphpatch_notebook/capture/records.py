@@ -196,6 +196,7 @@ class Frame:
         nodes: All nodes in order of execution, inputs first, the output last.
         output: What `forward` returned, with a `Ref` for each value that has a node.
         training: The module's `training` flag at capture.
+        hooks: The ids of the forward hooks and pre-hooks that the module had.
         opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
@@ -214,6 +215,7 @@ class Frame:
     nodes: list[Node] = field(default_factory=list)
     output: Any = None
     training: bool = False
+    hooks: frozenset[int] = frozenset()
     opaque_reason: str | None = None
     doubts: list[str] = field(default_factory=list)
     custom_graph: Any = None

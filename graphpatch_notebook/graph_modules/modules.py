@@ -31,6 +31,7 @@ from graphpatch_notebook.graph_modules import belief, live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import FrameReference, PackedGraph
 from graphpatch_notebook.graph_modules.edited_records import update_records
+from graphpatch_notebook.graph_modules.hooks import call_with_hooks
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.graph_modules.mirror import Mirror
 from graphpatch_notebook.graph_modules.verification import verify
@@ -151,8 +152,11 @@ class GraphModule(Mirror):
         caller = _running.get()
         if caller is None:
             return super().__call__(*args, **kwargs)
-        callee: Module = self._original_module if caller.is_patched_run else self
-        return callee.forward(*args, **kwargs) if caller.is_record else Module.__call__(callee, *args, **kwargs)
+        if not caller.is_record:
+            return Module.__call__(self, *args, **kwargs)
+        if caller.is_patched_run:
+            return call_with_hooks(self._original_module, self._frame.hooks, args, kwargs)
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the frame: its graph, or the module where there is none that can stand for it."""

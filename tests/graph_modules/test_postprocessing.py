@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.errors import CaptureError, UnknownPathError
+from graphpatch_notebook.errors import CaptureError, GraphError, UnknownPathError
 from graphpatch_notebook.graph_modules import code_generations
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -71,7 +71,7 @@ def model() -> Model:
 
 @pytest.fixture
 def pg(model: Model) -> PatchableGraph:
-    return PatchableGraph(model, ExtractionOptions(postprocessing_function=steer), X)
+    return second_edited(model)
 
 
 def test_the_edit_is_what_runs_and_the_model_is_left_alone(model: Model, pg: PatchableGraph) -> None:
@@ -158,7 +158,7 @@ def test_nodes_that_are_gone_are_unknown(model: Model) -> None:
     pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=without_relu), X)
     x = X + model.first.down(model.first.up(X))
     assert torch.equal(pg(X), x + model.second.down(model.second.up(x)))
-    with pytest.raises(UnknownPathError, match="no node 'hidden' in 'first'"), pg.patch({"first.hidden": ZeroPatch()}):
+    with pytest.raises(UnknownPathError, match="no node 'hidden' in first"), pg.patch({"first.hidden": ZeroPatch()}):
         pass
 
 
@@ -236,9 +236,41 @@ def test_one_of_several_calls_is_edited_alone() -> None:
         assert torch.equal(pg(X), -model.block(torch.zeros_like(X)))
 
 
-def test_hooks_of_the_edited_module_run_once(model: Model, pg: PatchableGraph) -> None:
+def second_edited(model: Model) -> PatchableGraph:
+    return PatchableGraph(model, ExtractionOptions(postprocessing_function=steer), X)
+
+
+def test_hooks_run_once_and_count_once(model: Model) -> None:
+    """Before and after capture, on the edited module and below it: each runs once, and changes values once."""
     calls: list[str] = []
-    model.second.register_forward_hook(lambda module, args, output: calls.append("second"))
-    model.second.down.register_forward_hook(lambda module, args, output: output * 2)
-    pg(X)
-    assert calls == ["second"]
+
+    def counting(name: str, change: Any) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
+            calls.append(name)
+            return change(output)
+
+        return hook
+
+    model.second.register_forward_hook(counting("edited before", lambda output: output * 2))
+    model.second.down.register_forward_hook(counting("below before", lambda output: output * 3))
+    model.second.up.register_forward_hook(counting("collecting", lambda output: None))
+    pg = second_edited(model)
+    model.second.register_forward_hook(counting("edited since", lambda output: output * 5))
+    model.second.down.register_forward_hook(counting("below since", lambda output: output * 7))
+    model.second.down.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.second.down.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    calls.clear()
+    found = pg(X)
+    assert sorted(calls) == ["below before", "below since", "collecting", "edited before", "edited since"]
+    x = model.first(X)
+    hidden = torch.relu(nn.functional.linear(x, model.second.up.weight, model.second.up.bias))
+    hidden = hidden + torch.linspace(-3, 3, 8) + 1
+    down = nn.functional.linear(hidden, model.second.down.weight, model.second.down.bias)
+    assert torch.allclose(found, (x + down * 3 * 7) * 2 * 5, rtol=1e-6)
+
+
+def test_hooks_that_write_in_place_are_an_error(model: Model) -> None:
+    model.second.down.register_forward_hook(lambda module, args, output: output.mul_(2))
+    pg = second_edited(model)
+    with pytest.raises(GraphError, match="forward hook .*lambda.* of a Linear writes into a tensor in place"):
+        pg(X)
