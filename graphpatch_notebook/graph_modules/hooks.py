@@ -53,6 +53,6 @@ def _run_recorded(module: Module, hook: Callable[..., Any], given: tuple[Any, ..
     if [tensor._version for tensor in tensors] != versions:
         name = getattr(hook, "__qualname__", type(hook).__name__)
         raise GraphError(
-            f"the forward hook {name} of a {type(module).__name__} writes into a tensor in place, as the edited graph of "
-            "its caller does, too: make the hook return a new tensor, or remove it before the model is captured"
+            f"the forward hook {name} of a {type(module).__name__} writes into a tensor in place, as the edited graph "
+            "of its caller does, too: make the hook return a new tensor, or remove it before the model is captured"
         )
