@@ -19,15 +19,14 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.autograd_functions import TRANSPARENT
-from graphpatch_notebook.capture.custom_graphs import record_name, run_custom
 from graphpatch_notebook.capture.records import Frame, Node, SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError, add_note, has_note
 from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
+from graphpatch_notebook.graph_modules.lazy_code import name_assigned_at
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_module_call
 
 _MOST, _MOST_PATCHED = 4, 6
-_RUN_CUSTOM = run_custom.__code__
 _APPLY = Function.__dict__["apply"].__func__.__code__
 
 
@@ -39,7 +38,7 @@ class _Way:
         frames: The captured frames that this may be: several where a module was called in a loop.
         module: The module whose frame it is.
         steps: The call sites from its `forward` on, outermost first.
-        fx_name: The name of the node of a custom graph that runs.
+        fx_name: The name of the node of a graph that runs.
         leaf: The innermost Python frame of the user's code.
         call: The arguments of the torch call that was made there, if any Python frame holds them.
     """
@@ -100,6 +99,8 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     if not candidates:
         return Failure(_frame_text(way), line, now, more=_locals_text(way))
     node = candidates[0][1]
+    if not line and node.site is not None:  # a graph ran in place of the user's code
+        line = str(node.site.source_lines()[-1])
     names = [repr(format_path((*frame.path, node.name))) for frame, node in candidates]
     more = f" or {len(names) - _MOST} others" if len(names) > _MOST else ""
     what = f"{' or '.join(names[:_MOST])}{more} ({node.op})"
@@ -115,8 +116,12 @@ def _entries(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]
 def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
     code = python_frame.f_code
     owner = python_frame.f_locals.get("self")
-    if code is _RUN_CUSTOM:
-        way.fx_name = record_name(python_frame.f_locals["node"])
+    name = name_assigned_at(code, line_at(code, lasti))
+    if name is not None:
+        module = getattr(owner, "_original_module", owner)  # the graph module that it runs on, or the module
+        if isinstance(module, Module) and module is not way.module:
+            way.enter(module)
+        way.fx_name, way.leaf = name, python_frame
     elif _is_call(python_frame):
         way.call = python_frame.f_locals["args"], python_frame.f_locals["kwargs"] or {}
     elif is_module_call(code):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from graphpatch_notebook.graph_modules.build import OWNER_NAMES
 _lock = threading.Lock()
 _generations = 0
 _numbers = itertools.count(1)
+_FILE = "<graphpatch code"
 
 
 def code_generations() -> int:
@@ -44,7 +46,7 @@ class _SharedCode:
     """A code object, for all graphs with this source."""
 
     def __init__(self, text: str) -> None:
-        file = f"<graphpatch code {next(_numbers)}>"
+        file = f"{_FILE} {next(_numbers)}>"
         module_code = compile(text, file, "exec")
         self.code = next(part for part in module_code.co_consts if isinstance(part, CodeType))
         self.module_code = module_code
@@ -82,6 +84,15 @@ def generate(graph: fx.Graph) -> GeneratedCode:
     function = globals_["forward"]
     assert isinstance(function, FunctionType)
     return GeneratedCode(text, function, shared)
+
+
+def name_assigned_at(code: CodeType, line: int) -> str | None:
+    """Returns the name of the node whose value a line of generated code makes; `None` for any other code or line."""
+    if not code.co_filename.startswith(_FILE):
+        return None
+    # The value of `x[i] = v` is that of the node which the line goes on to name.
+    found = re.match(r"\s*(?:\w+\[.*\] = .*;  )?(\w+)(?: : [^=]+)? = ", linecache.getline(code.co_filename, line))
+    return found.group(1) if found else None
 
 
 def _name_of_module(graph: fx.Graph) -> str:

@@ -274,3 +274,18 @@ def test_hooks_that_write_in_place_are_an_error(model: Model) -> None:
     pg = second_edited(model)
     with pytest.raises(GraphError, match="forward hook .*lambda.* of a Linear writes into a tensor in place"):
         pg(X)
+
+
+def test_errors_name_the_node_and_the_users_line(model: Model) -> None:
+    def drop(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "second":
+            add = node_called(graph_module.graph, "add")
+            with graph_module.graph.inserting_before(add):
+                add.args = (graph_module.graph.call_method("flatten", (add.args[0],)), add.args[1])
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=drop), X)
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        pg(X)
+    note = "\n".join(caught.value.__notes__)
+    assert "raised by 'second.add' (add)" in note
+    assert "return x + self.down(hidden)" in note
