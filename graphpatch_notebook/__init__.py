@@ -29,9 +29,11 @@ from graphpatch_notebook.errors import (
     PatchValueError,
     RepeatedCallWarning,
     UnknownPathError,
+    UnverifiedGraphWarning,
 )
 from graphpatch_notebook.graph_modules import (
     CompiledGraphModule,
+    GraphInterpreter,
     MultiplyInvokedModule,
     OpaqueGraphModule,
     UnusedModule,
@@ -63,6 +65,7 @@ __all__ = [
     "DecompositionWarning",
     "ExtractionOptions",
     "GraphError",
+    "GraphInterpreter",
     "GraphPatchError",
     "GraphPatchWarning",
     "LiveFallbackWarning",
@@ -84,5 +87,6 @@ __all__ = [
     "ReplacePatch",
     "UnknownPathError",
     "UnusedModule",
+    "UnverifiedGraphWarning",
     "ZeroPatch",
 ]

@@ -18,7 +18,8 @@ GraphPatchWarning(UserWarning)
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
-└── LiveFallbackWarning                   a graph was refused, the original module ran instead
+├── LiveFallbackWarning                   a graph was refused, the original module ran instead
+└── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
 """
 
 from __future__ import annotations
@@ -119,3 +120,7 @@ class AliasedPatchWarning(GraphPatchWarning):
 
 class LiveFallbackWarning(GraphPatchWarning):
     """A graph was refused for these inputs, so the original module ran instead."""
+
+
+class UnverifiedGraphWarning(GraphPatchWarning):
+    """A graph was interpreted that is not known to equal the model's own code on such inputs."""

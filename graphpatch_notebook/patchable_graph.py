@@ -12,11 +12,12 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
 from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
 from graphpatch_notebook.execution.plan import Callers, Entry
-from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphModule, build_hierarchy
+from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphInterpreter, GraphModule, build_hierarchy
 from graphpatch_notebook.graph_modules.copies import copied_frame
 from graphpatch_notebook.graph_modules.postprocessing import postprocess
 from graphpatch_notebook.graph_modules.verification import VerificationReport, verify
@@ -134,6 +135,28 @@ class PatchableGraph(Module):
             1 frame: 1 equal
         """
         return verify(self._graph_module, args, kwargs)
+
+    def interpreter(self, on_node: Callable[[str, Any], object] | None = None) -> GraphInterpreter:
+        """Returns what runs the graphs node by node (`torch.fx.Interpreter`), where an error names its node.
+
+        It runs the graphs, not the model, and no patches: for looking into a graph, say one that `verify` says to
+        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`.
+
+        Args:
+            on_node: Called with the path and the value of each node, as it comes up.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+            >>> _ = pg.verify(torch.ones(2))
+            >>> pg.interpreter().run(torch.ones(2))
+            tensor([1., 1.])
+        """
+        return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
+
+    def _refuse_patches(self) -> None:
+        if contexts.innermost(self) is not None:
+            raise GraphError("graphs are interpreted without patches: call run() of the interpreter outside of patch()")
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)

@@ -7,6 +7,7 @@
     lazy_code.py      `fx.Graph` -> Python code
     belief.py         whether a graph may stand for its module (`signatures`, `snapshots`, `equality`)
     verification.py   the same for all graphs of a model at once
+    interpretation.py graphs node by node, where an error names the node
     live_runs.py      the module itself runs in place of its graph
     copies.py         deepcopy and pickle
 
@@ -16,6 +17,7 @@ Only `hierarchy` and `modules` are needed to run graphs; capture needs none of t
 from __future__ import annotations
 
 from graphpatch_notebook.graph_modules.hierarchy import build_hierarchy
+from graphpatch_notebook.graph_modules.interpretation import GraphInterpreter
 from graphpatch_notebook.graph_modules.lazy_code import code_generations
 from graphpatch_notebook.graph_modules.modules import (
     CompiledGraphModule,
@@ -27,6 +29,7 @@ from graphpatch_notebook.graph_modules.modules import (
 
 __all__ = [
     "CompiledGraphModule",
+    "GraphInterpreter",
     "GraphModule",
     "MultiplyInvokedModule",
     "OpaqueGraphModule",

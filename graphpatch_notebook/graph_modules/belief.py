@@ -144,6 +144,16 @@ def signature(
     return key, None if belief.watch.problem is None else Refusal(belief.watch.problem)
 
 
+def doubt_of(graph_module: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Returns why the graph is not known to equal the module for calls of this form; `None` where it is."""
+    key, refusal = signature(graph_module, args, kwargs)
+    if refusal is None:
+        if key not in graph_module.belief.verdicts:
+            return "it was not compared on such inputs"
+        refusal = graph_module.belief.verdicts[key]
+    return None if refusal is None else refusal.text
+
+
 def examine(
     graph_module: RunnableGraph,
     key: Hashable,

@@ -318,7 +318,7 @@ class ForwardCodeGen(CodeGen):
             return parameter.default
         name = f"_default_{parameter.name}"
         self._defaults.append((name, parameter.default))
-        return _Name(name)
+        return DefaultName(name)
 
     def gen_fn_def(self, free_vars: list[str], *args: Any, **kwargs: Any) -> str:
         """Returns the line with `def`."""
@@ -365,8 +365,8 @@ def _is_printable(value: Any) -> bool:
     return is_printable
 
 
-class _Name:
-    """Prints as a name."""
+class DefaultName:
+    """Prints as a name, by which the code finds a default that is no literal."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -27,7 +27,7 @@ from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graph_modules import belief, live_runs
+from graphpatch_notebook.graph_modules import belief, interpretation, live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import FrameReference, PackedGraph
 from graphpatch_notebook.graph_modules.edited_records import update_records
@@ -271,7 +271,7 @@ class CompiledGraphModule(GraphModule):
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph, or the module."""
-        if self.has_own_graph:
+        if self.has_own_graph or (not is_compiling() and interpretation.current.get() is not None):
             return self.run_graph(args, kwargs)
         if is_compiling():
             is_believed = belief.is_believed(self, args, kwargs)
@@ -285,8 +285,9 @@ class CompiledGraphModule(GraphModule):
         return self.run_graph(args, kwargs) if is_believed else self._original_module.forward(*args, **kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the graph as it is now, with fresh code."""
-        function = self._code().function
+        """Runs the graph as it is now, with fresh code, or node by node in an interpreted run."""
+        interpreted = None if is_compiling() else interpretation.current.get()
+        function = self._code().function if interpreted is None else interpreted.run_graph
         if is_compiling():
             return self._unwrapped(function(self, *args, **kwargs))
         running = RunningGraph(self._frame.custom_graph is None, is_patched_run=False)
