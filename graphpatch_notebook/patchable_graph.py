@@ -85,6 +85,32 @@ class PatchableGraph(Module):
         result._set_up(module, root_frame, options)
         return result
 
+    @classmethod
+    def from_exported(cls, program: Any, *, flat_args_adapter: Any = None) -> PatchableGraph:
+        """Returns a `PatchableGraph` of an exported program, with the module hierarchy of the model that was exported.
+
+        The program's graphs are what runs, patched or not; nothing runs here. Nodes have the names that they have in
+        the program, the calls of a module that is called several times are `name_0`, `name_1`, ..., and inputs and
+        outputs are structured as they were in the model. Calls that the program does not admit raise its own errors,
+        before anything runs. The weights are copies of the program's.
+
+        Args:
+            program: What `torch.export.export` returned, or the file that `torch.export.save` wrote it to.
+            flat_args_adapter: A `torch.export.FlatArgsAdapter` for calls of another structure than the program's.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+            >>> program = torch.export.export(torch.nn.Sequential(torch.nn.Linear(2, 3)), (torch.ones(1, 2),))
+            >>> pg = PatchableGraph.from_exported(program)
+            >>> with pg.patch({"sub_0.linear": ZeroPatch()}):
+            ...     print(pg(torch.ones(1, 2)).tolist())
+            [[0.0, 0.0, 0.0]]
+        """
+        from graphpatch_notebook.integrations.exported import unflattened_program
+
+        return cls._of(*unflattened_program(program, flat_args_adapter), ExtractionOptions())
+
     def _set_up(self, module: Module, root_frame: Frame, options: ExtractionOptions) -> None:
         state = self.__dict__
         state["_module"] = module

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.fx
+import torch.fx._pytree
+import torch.utils._pytree
 
 
 def is_in_backward() -> bool:
@@ -146,3 +148,49 @@ def is_module_call(code: CodeType) -> bool:
     `torch.nn.Module._call_impl`: torch 2.0 to 2.13. Told by: tests/execution/test_failures.py.
     """
     return code is torch.nn.Module._call_impl.__code__
+
+
+def structure_of(value: object) -> Any:
+    """Returns how `value` is built up from its leaves, as torch's containers tell.
+
+    `torch.utils._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+    """
+    return torch.utils._pytree.tree_structure(value)
+
+
+def structured(leaves: list[Any], structure: Any) -> Any:
+    """Returns the value that is built up from `leaves` like `structure` says.
+
+    `torch.utils._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+    """
+    return torch.utils._pytree.tree_unflatten(leaves, structure)
+
+
+def parts_of(structure: Any) -> list[Any]:
+    """Returns the structures of the children of a container.
+
+    `TreeSpec.children`, a list called `children_specs` before: torch 2.4 to 2.13. Told by:
+    tests/integrations/test_exported.py.
+    """
+    children = getattr(structure, "children", None)
+    return list(children() if callable(children) else structure.children_specs)
+
+
+leaves_of = torch.utils._pytree.tree_leaves
+"""Returns the leaves of a value, as torch's containers tell: graphs call it.
+
+`torch.utils._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+"""
+
+STRUCTURE_FUNCTIONS = frozenset(
+    {
+        torch.utils._pytree.tree_leaves,
+        torch.utils._pytree.tree_flatten,
+        torch.utils._pytree.tree_unflatten,
+        torch.fx._pytree.tree_flatten_spec,
+    }
+)
+"""What graphs of exported programs call to take values apart and put them together again.
+
+`torch.utils._pytree`, `torch.fx._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+"""

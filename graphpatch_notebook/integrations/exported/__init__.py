@@ -1,0 +1,44 @@
+"""Programs of `torch.export` as patchable graphs, with the module hierarchy of the model that was exported.
+
+inputs.py          the parameters of the program, and its own checks
+groups.py          which of the modules that `torch.export.unflatten` makes stand for one module of the model
+conversion.py      these become modules of our own (modules.py), with graphs (root_graph.py: that of the program)
+frames.py          the records of the calls; example_values.py: shapes, from the program's fake tensors
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.integrations.exported.conversion import Converter
+from graphpatch_notebook.integrations.exported.frames import frames_of
+from graphpatch_notebook.integrations.exported.modules import ExportedRoot
+
+__all__ = ["unflattened_program"]
+
+
+def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[ExportedRoot, Frame]:
+    """Returns an exported program as a module that runs it, and the record of the calls in it.
+
+    Args:
+        program: The program, or the `.pt2` file that `torch.export.save` wrote.
+        flat_args_adapter: A `torch.export.FlatArgsAdapter`, for calls of another structure than the program's.
+
+    Raises:
+        TypeError: It is neither.
+        Exception: Whatever torch raises on a file that it cannot read, or a program that it cannot unflatten.
+    """
+    if isinstance(program, (str, os.PathLike)):
+        program = torch.export.load(program)
+    if not isinstance(program, ExportedProgram):
+        raise TypeError(
+            "from_exported needs what torch.export.export returns, or a file that torch.export.save wrote, not "
+            f"{type(program).__name__}; for a model, use PatchableGraph(model, *example_args)"
+        )
+    converter = Converter(torch.export.unflatten(program, flat_args_adapter))
+    return converter.root, frames_of(converter)

@@ -1,0 +1,96 @@
+"""The graph of a whole program: with the inputs and the output of the `forward` that was exported.
+
+An unflattened program takes flat inputs and returns flat outputs; what they are parts of is told apart from it:
+
+    x, d_k_0, d_k_1 -> (down, mul)    becomes    x, d -> {"y": down, "z": (mul, x)}
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from graphpatch_notebook.integrations.exported.inputs import ProgramInput
+from graphpatch_notebook.torch_compat import leaves_of, parts_of, structured
+
+_INPUT_LEAVES = "leaves"
+
+
+def root_graph(source: fx.Graph, inputs: Sequence[ProgramInput], output_structure: Any) -> fx.Graph:
+    """Returns a graph like `source` that takes `inputs`, and returns the output in a one-element tuple."""
+    graph = fx.Graph()
+    flat = [node for node in source.nodes if node.op == "placeholder"]
+    given = [
+        graph.create_node("placeholder", known.parameter.name, name=known.parameter.name)
+        for known in inputs
+    ]  # fmt: skip
+    made: dict[fx.Node, fx.Node] = {}
+    for known, node in zip(inputs, given, strict=True):
+        parts = flat[known.start : known.start + known.size]
+        if known.is_leaf:
+            node.meta = dict(parts[0].meta)
+            made[parts[0]] = node
+            continue
+        node.meta["val"] = structured([part.meta.get("val") for part in parts], known.structure)
+        leaves = graph.create_node("call_function", leaves_of, (node,), name=f"{node.name}_{_INPUT_LEAVES}")
+        for position, part in enumerate(parts):
+            made[part] = graph.create_node("call_function", operator.getitem, (leaves, position), name=part.name)
+            made[part].meta = dict(part.meta)
+    results = copied_into(graph, source, made)
+    graph.output((_put_together(graph, list(results), output_structure),))
+    return graph
+
+
+def copied_into(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node]) -> Any:
+    """Copies all but the placeholders of `source`, and returns what it returns, over nodes of `graph`.
+
+    Args:
+        graph: Where to.
+        source: Where from.
+        made: What stands for the placeholders of `source`; the copies are added.
+    """
+    for node in source.nodes:
+        if node.op == "output":
+            return fx.node.map_arg(node.args[0], lambda n: made[n])
+        if node.op != "placeholder":
+            made[node] = graph.node_copy(node, lambda n: made[n])
+    raise AssertionError("a graph has an output")
+
+
+class Structured:
+    """Puts values together as a program does; a function that generated code can call."""
+
+    def __init__(self, structure: Any) -> None:
+        self.structure = structure
+        self.__name__ = self.__qualname__ = f"make_{getattr(structure.type, '__name__', 'output')}"
+        self.__module__ = __name__
+
+    def __call__(self, *leaves: Any) -> Any:
+        return structured(list(leaves), self.structure)
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}>"
+
+
+def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:
+    """Returns the output as it stands in a graph: plain containers as they are, others as calls."""
+    if structure.is_leaf():
+        return leaves[0]
+    if structure.type not in (tuple, list, dict) or not _is_plain(structure):
+        return graph.create_node("call_function", Structured(structure), tuple(leaves))
+    children: list[Any] = []
+    start = 0
+    for part in parts_of(structure):
+        children.append(_put_together(graph, leaves[start : start + part.num_leaves], part))
+        start += part.num_leaves
+    if structure.type is dict:
+        return dict(zip(structure.context, children, strict=True))
+    return structure.type(children)
+
+
+def _is_plain(structure: Any) -> bool:
+    """Whether fx can hold such a container: one with text for keys."""
+    return structure.type is not dict or all(type(key) is str for key in structure.context)
