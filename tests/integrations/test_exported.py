@@ -1,0 +1,482 @@
+"""Exported programs: real exports, against `program.module()`, `unflatten(program)`, hooks and edited copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export, unflatten
+
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
+]
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+class Mlp(nn.Module):
+    def __init__(self, inside: int = 8) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(4, inside), nn.GELU(), nn.Linear(inside, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        return self.down(hidden * 2)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mlp(), Mlp(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, is_long: bool) -> Tensor:
+        return self.linear(self.linear(x)).relu() if is_long else self.linear(x)
+
+
+class Repeated(nn.Module):
+    """`same` is called twice alike, `switch` twice with different graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.switch = nn.Linear(4, 4), Switch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.switch(self.switch(x, True) + self.same(self.same(x)), False)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.second = self.first
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.first[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+class Widths(nn.Module):
+    """One module, the same operations, other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.up = nn.ReLU(), nn.Linear(4, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.up(self.act(x)))
+
+
+class Parameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(tensor(4)), nn.Parameter(tensor(4) + 1)])
+        self.shifts = nn.ParameterDict({"left": nn.Parameter(tensor(4)), "right": nn.Parameter(tensor(4))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0] * self.scales[1] + self.shifts["left"] - self.shifts["right"]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.tensor([2.0]), persistent=False)
+        self.constant = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.norm(x) * self.count * self.scale + self.constant
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, by_name: dict[str, Tensor], flag: bool = True) -> dict[str, Any]:
+        total = self.linear(pair[0]) + pair[1] + by_name["b"]
+        return {"total": total, "parts": (total * 2, by_name["a"]), "nothing": None}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.linear(x).abs().amax()
+        return torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v - 1, (self.linear(x) / scale,))
+
+
+@dataclass
+class Case:
+    build: Callable[[], nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    others: tuple[Any, ...] | None = None  # other positional arguments that the program admits
+
+    def program(self) -> ExportedProgram:
+        torch.manual_seed(0)
+        return export(self.build(), self.args, self.kwargs, **self.options)
+
+
+X = tensor(3, 4)
+BATCH = {"dynamic_shapes": {"x": {0: Dim("batch", max=64)}}}
+PAIR = ((tensor(2, 4), tensor(4)),)
+BY_NAME = {"by_name": {"b": tensor(1, 4), "a": tensor(2)}, "flag": True}
+CASES = {
+    "mlp": Case(Mlp, (X,)),
+    "layers": Case(Residual, (X,)),
+    "dynamic": Case(Residual, (X,), options=BATCH, others=(tensor(7, 4),)),
+    "repeated": Case(Repeated, (X,)),
+    "dispatched": Case(Repeated, (X,), options={"preserve_module_call_signature": ("same", "switch")}),
+    "shared": Case(Shared, (X,)),
+    "widths": Case(Widths, (X,)),
+    "parameters": Case(Parameters, (X,)),
+    "counting": Case(Counting, (X,)),
+    "structured": Case(Structured, PAIR, BY_NAME),
+    "preserved": Case(Residual, (X,), options={"preserve_module_call_signature": ("layers.0", "layers.1.up"), **BATCH}),
+    "branches": Case(Branches, (X,)),
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+identity = CustomPatch(lambda value: value, requires_clone=False)
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().numpy().tobytes(), value.shape, value.dtype
+    if isinstance(value, dict):
+        return {key: bits(child) for key, child in value.items()}
+    return tuple(map(bits, value)) if isinstance(value, tuple) else value
+
+
+def state(module: Any) -> dict[str, Any]:
+    return {name: bits(value) for name, value in (*module.named_buffers(), *module.named_parameters())}
+
+
+@each_case
+def test_unpatched_is_the_program(case: Case) -> None:
+    program = case.program()
+    pg, whole, modules = PatchableGraph.from_exported(program), program.module(), unflatten(program)
+    for args in [case.args, *([case.others] if case.others else []), case.args]:
+        expected = bits(whole(*args, **case.kwargs))
+        assert bits(modules(*args, **case.kwargs)) == expected
+        assert bits(pg(*args, **case.kwargs)) == expected
+        assert state(pg) == state(whole)
+    direct = PatchableGraph.from_exported(case.program())
+    assert bits(direct._module(*case.args, **case.kwargs)) == bits(case.program().module()(*case.args, **case.kwargs))
+    assert [name for name, _ in pg.named_parameters()] == [name for name, _ in whole.named_parameters()]
+
+
+@each_case
+def test_identity_patches_on_all_nodes_change_no_bit(case: Case) -> None:
+    program = case.program()
+    pg, whole = PatchableGraph.from_exported(program), program.module()
+    with pg.patch({path: identity for path in pg.nodes}, strict=True):
+        for args in [case.args, *([case.others] if case.others else [])]:
+            assert bits(pg(*args, **case.kwargs)) == bits(whole(*args, **case.kwargs))
+    assert state(pg) == state(whole)
+
+
+@each_case
+def test_recorded_shapes_are_those_that_come_up(case: Case) -> None:
+    pg = PatchableGraph.from_exported(case.program())
+    probes = {path: ProbePatch() for path, node in pg.nodes.items() if node.shape is not None}
+    with pg.patch(probes, strict=True):
+        pg(*case.args, **case.kwargs)
+    for path, probe in probes.items():
+        assert (path, probe.activation.shape, probe.activation.dtype) == (path, pg.nodes[path].shape, pg.nodes[path].dtype)
+
+
+@each_case
+def test_graph_modules_and_copies_run_the_program(case: Case) -> None:
+    program = case.program()
+    expected = bits(program.module()(*case.args, **case.kwargs))
+    assert bits(PatchableGraph.from_exported(program)._graph_module(*case.args, **case.kwargs)) == expected
+    copied = copy.deepcopy(PatchableGraph.from_exported(program))
+    with copied.patch({path: identity for path in copied.nodes}, strict=True):
+        assert bits(copied(*case.args, **case.kwargs)) == expected
+
+
+def test_the_hierarchy_is_that_of_the_model() -> None:
+    pg = PatchableGraph.from_exported(CASES["layers"].program())
+    assert repr(pg.graph.layers_0) == """\
+layers_0: CompiledGraphModule
+├─x: Tensor(3, 4)
+├─up: CompiledGraphModule
+│ ├─x: Tensor(3, 4)
+│ ├─weight: Tensor(8, 4)
+│ ├─bias: Tensor(8)
+│ ├─linear: Tensor(3, 8)
+│ └─output: Tensor(3, 8)
+├─act: CompiledGraphModule
+│ ├─linear: Tensor(3, 8)
+│ ├─gelu: Tensor(3, 8)
+│ └─output: Tensor(3, 8)
+├─mul: Tensor(3, 8)
+├─down: CompiledGraphModule
+│ ├─mul: Tensor(3, 8)
+│ ├─weight: Tensor(4, 8)
+│ ├─bias: Tensor(4)
+│ ├─linear_1: Tensor(3, 4)
+│ └─output: Tensor(3, 4)
+└─output: Tensor(3, 4)"""
+    assert pg.nodes["layers_0.up.linear"].module_class == "Linear"
+    assert pg.nodes["layers_0.up.linear"].op == "linear"
+    assert pg.nodes["layers_0.mul"].source_lines[-1].text == "return self.down(hidden * 2)"
+    assert "mul = torch.ops.aten.mul.Tensor(act, 2)" in pg.graph.layers_0._code
+    assert isinstance(pg.layers, nn.ModuleList)
+    assert type(pg.layers[0]).__name__ == "Mlp"
+    assert isinstance(pg._graph_module.layers[0].up, nn.Module)
+
+
+def test_shapes_of_programs_with_dynamic_shapes_are_those_of_the_example() -> None:
+    pg = PatchableGraph.from_exported(CASES["dynamic"].program())
+    assert pg.nodes["layers_0.mul"].shape == (3, 8)
+    with pg.patch({"layers_0.mul": ZeroPatch(slice=(-1,))}):
+        patched = pg(tensor(7, 4))
+    assert torch.equal(patched[:-1], pg(tensor(7, 4))[:-1])
+    assert not torch.equal(patched, pg(tensor(7, 4)))
+
+
+@pytest.mark.parametrize("name", ["repeated", "dispatched"])
+def test_calls_are_patched_one_by_one(name: str) -> None:
+    program = CASES[name].program()
+    pg = PatchableGraph.from_exported(program)
+    assert [p for p in pg.nodes if p.endswith("linear") or p.endswith("relu")]
+    eager = Repeated()
+    eager.load_state_dict(program.state_dict)
+
+    def expected(where: str) -> Tensor:
+        long = eager.switch(X, True)
+        same_0 = eager.same(X)
+        same_1 = eager.same(same_0 * (where != "same_0.output"))
+        total = long * (where != "switch_0.output") + same_1 * (where != "same_1.output")
+        return eager.switch(total, False) * (where != "switch_1.output")
+
+    for where in ("", "same_0.output", "same_1.output", "switch_0.output", "switch_1.output"):
+        with pg.patch({where: ZeroPatch()} if where else {}, strict=True):
+            assert torch.equal(pg(X), expected(where))
+    with pg.patch({"switch_0.linear_1.weight": ZeroPatch(), "switch_0.linear_1.bias": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(X), eager.switch(eager.same(eager.same(X)), False))
+    assert list(pg.state_dict()) == list(eager.state_dict())
+    with pytest.raises(RuntimeError, match="calls this Switch 2 times, with 2 different graphs"):
+        pg.switch(X)
+
+
+def test_inputs_and_outputs_have_the_structure_of_the_model() -> None:
+    program = CASES["structured"].program()
+    pg = PatchableGraph.from_exported(program)
+    assert repr(pg.graph).splitlines()[1:6] == [
+        "├─pair: tuple(2)",
+        "│ ├─sub_0: Tensor(2, 4)",
+        "│ └─sub_1: Tensor(4)",
+        "├─by_name: dict(2)",
+        "│ ├─b: Tensor(1, 4)",
+    ]
+    plain = program.module()
+    with pg.patch({"pair|sub_1": ZeroPatch(), "by_name|b": AddPatch(value=1.0), "output|parts.sub_0": ZeroPatch()}):
+        out = pg(*PAIR, **BY_NAME)
+    pair, by_name = (PAIR[0][0], torch.zeros(4)), {**BY_NAME["by_name"], "b": BY_NAME["by_name"]["b"] + 1}
+    expected = plain(pair, by_name=by_name, flag=True)
+    assert torch.equal(out["total"], expected["total"])
+    assert torch.equal(out["parts"][0], torch.zeros(2, 4))
+    assert out["nothing"] is None
+    assert torch.equal(pg(*PAIR, flag=True, by_name=BY_NAME["by_name"])["total"], plain(*PAIR, **BY_NAME)["total"])
+
+
+@pytest.mark.parametrize("path", ["layers_0", "layers_1.down", "layers_0.act"])
+def test_boundaries_equal_hooks_on_the_unflattened_module(path: str) -> None:
+    program = CASES["layers"].program()
+    pg, modules = PatchableGraph.from_exported(program), unflatten(program)
+    hooked = modules.get_submodule(path.replace("layers_", "layers."))
+    given = next(node.name for node in pg.nodes.values() if node.frame_path == path and node.kind == "input")
+    before = hooked.register_forward_pre_hook(lambda m, args: (args[0] + 0.5,))
+    with pg.patch({f"{path}.{given}": AddPatch(value=0.5)}, strict=True):
+        assert torch.equal(pg(X), modules(X))
+    before.remove()
+    hooked.register_forward_hook(lambda m, args, out: out * 0)
+    with pg.patch({f"{path}.output": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(X), modules(X))
+    # Hooks of the user run on the modules of the graph, too.
+    pg.get_submodule(path.replace("layers_", "layers.")).register_forward_hook(lambda m, args, out: out * 0)
+    assert torch.equal(pg(X), modules(X))
+
+
+@each_case
+def test_parameters_equal_an_edited_copy(case: Case) -> None:
+    program = case.program()
+    for name, parameter in program.module().named_parameters():
+        pg, edited = PatchableGraph.from_exported(program), program.module()
+        paths = [p for p, n in pg.nodes.items() if n.kind == "parameter" and _full_name(pg, p) == name]
+        assert paths, name
+        with torch.no_grad():
+            edited.get_parameter(name).add_(0.25)
+        tied = [p for p, n in pg.nodes.items() if n.kind == "parameter" and _is(pg, p, parameter, program)]
+        with pg.patch({path: AddPatch(value=0.25) for path in {*paths, *tied}}, strict=True):
+            assert bits(pg(*case.args, **case.kwargs)) == bits(edited(*case.args, **case.kwargs)), name
+
+
+def _full_name(pg: PatchableGraph, path: str) -> str:
+    frame = pg._root_frame
+    *calls, last = path.split(".")
+    prefix = []
+    for call in calls:
+        prefix.append(str(frame.names[call].target))
+        frame = frame.names[call].frame  # type: ignore[assignment]
+    return ".".join([*prefix, str(frame.names[last].target)])
+
+
+def _is(pg: PatchableGraph, path: str, parameter: Tensor, program: ExportedProgram) -> bool:
+    whole = program.module()
+    names = [name for name, p in whole.named_parameters(remove_duplicate=False) if p.data_ptr() == parameter.data_ptr()]
+    return _full_name(pg, path) in names
+
+
+def test_gradients_flow_through_patches() -> None:
+    program = CASES["layers"].program()
+    pg, modules = PatchableGraph.from_exported(program), unflatten(program)
+    modules.get_submodule("layers.0.act").register_forward_hook(lambda m, args, out: out * 3)
+    with pg.patch({"layers_0.act.gelu": CustomPatch(lambda value: value * 3)}):
+        pg(X).sum().backward()
+    modules(X).sum().backward()
+    theirs = dict(modules.named_parameters())
+    for name, parameter in pg.named_parameters():
+        assert torch.equal(parameter.grad, theirs[name].grad)
+
+
+def test_buffers_are_written_as_the_program_does() -> None:
+    program = CASES["counting"].program()
+    pg, whole = PatchableGraph.from_exported(program), program.module()
+    for _ in range(3):
+        with pg.patch({"norm.output": ZeroPatch()}):
+            pg(X)
+        whole(X)
+    assert state(pg) == state(whole)
+    assert pg.count == 3
+    assert torch.equal(pg.norm.running_mean, whole.norm.running_mean)
+    probe = ProbePatch()
+    with pg.patch({"count": probe}, strict=True):
+        pg(X)
+    assert probe.activation == 3  # and not what the program writes into it later
+
+
+def test_inputs_that_the_program_does_not_admit_are_its_own_errors() -> None:
+    program = CASES["dynamic"].program()
+    pg, modules = PatchableGraph.from_exported(program), unflatten(program)
+    ran = []
+    pg.layers[0].register_forward_hook(lambda *_: ran.append(1))
+    for wrong in [(tensor(3, 5),), (tensor(100, 4),), (tensor(3),), (X, X), ("text",)]:
+        with pytest.raises(Exception) as theirs:  # noqa: PT011  # which one is the program's choice
+            modules(*wrong)
+        with pytest.raises(theirs.type) as ours, pg.patch({"layers_0.mul": ZeroPatch()}):
+            pg(*wrong)
+        assert str(ours.value) == str(theirs.value)
+        with pytest.raises(theirs.type):
+            pg(*wrong)
+    assert not ran
+    with pytest.raises(RuntimeError, match=r"Expected input at .*shape\[1\] to be equal to 4, but got 5"):
+        pg(tensor(3, 5))
+
+
+class FromDict(torch.export.FlatArgsAdapter):
+    def adapt(
+        self, target_spec: Any, input_spec: Any, input_args: list[Any], metadata: Any = None, obj: Any = None
+    ) -> list[Any]:
+        return list(input_args[:1])
+
+
+def test_flat_args_adapter() -> None:
+    program = CASES["mlp"].program()
+    pg = PatchableGraph.from_exported(program, flat_args_adapter=FromDict())
+    expected = program.module()(X)
+    assert torch.equal(pg(X), expected)
+    assert torch.equal(pg({"x": X, "more": X}), expected)
+    with pg.patch({"mul": ZeroPatch()}, strict=True):
+        assert torch.equal(pg([X, X]), pg.down.bias.expand(3, 4))
+
+
+def test_programs_from_files(tmp_path: Any) -> None:
+    case = CASES["preserved"]
+    program = case.program()
+    torch.export.save(program, tmp_path / "program.pt2")
+    pg = PatchableGraph.from_exported(tmp_path / "program.pt2")
+    assert pg.nodes["layers_0.mul"].shape == (3, 8)
+    assert pg.nodes["layers_0.mul"].source_lines[-1].text == "return self.down(hidden * 2)"
+    assert torch.equal(pg(tensor(9, 4)), program.module()(tensor(9, 4)))
+    with pg.patch({"layers_0.mul": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(X)[0], PatchableGraph.from_exported(str(tmp_path / "program.pt2"))(X)[0]) is False
+    (tmp_path / "other.pt2").write_bytes(b"no program")
+    with pytest.raises(Exception):  # noqa: B017, PT011  # torch's own
+        PatchableGraph.from_exported(tmp_path / "other.pt2")
+
+
+def test_what_is_no_program_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"not Mlp; for a model, use PatchableGraph\(model"):
+        PatchableGraph.from_exported(Mlp())
+
+
+def test_modes_are_refused() -> None:
+    pg = PatchableGraph.from_exported(CASES["mlp"].program())
+    with pytest.raises(NotImplementedError, match=r"eval\(\) changes nothing in an exported program"):
+        pg.eval()
+
+
+def test_no_code_is_generated_before_it_runs() -> None:
+    from graphpatch_notebook.graph_modules.lazy_code import code_generations
+
+    program = CASES["layers"].program()
+    before = code_generations()
+    pg = PatchableGraph.from_exported(program)
+    pg.graph, pg.nodes, repr(pg.graph)
+    assert code_generations() == before
+
+
+def test_transformers() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16, use_cache=False)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.randint(0, 32, (2, 5))
+    with torch.no_grad():
+        program = export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+        pg, whole = PatchableGraph.from_exported(program), program.module()
+        out = pg(input_ids=ids, use_cache=False)
+        assert type(out).__name__ == "CausalLMOutputWithCrossAttentions"
+        assert torch.equal(out.logits, whole(input_ids=ids, use_cache=False).logits)
+        assert torch.equal(out.logits, model(ids).logits)
+        with pg.patch({path: identity for path in pg.nodes}, strict=True):
+            assert torch.equal(pg(input_ids=ids, use_cache=False).logits, out.logits)
+        handle = model.transformer.h[0].mlp.act.register_forward_hook(lambda m, args, out: out * 0)
+        expected = model(ids).logits
+        handle.remove()
+        with pg.patch({"transformer.h_0.mlp.act.output": ZeroPatch()}, strict=True):
+            assert torch.equal(pg(input_ids=ids, use_cache=False).logits, expected)
+        with pg.patch({"output|logits": ReplacePatch(value=1.0)}, strict=True):
+            assert torch.equal(pg(input_ids=ids, use_cache=False).logits, torch.ones(2, 5, 32))
