@@ -4,7 +4,7 @@ unflatten                                    here
 inner, inner@1, ... (one for each call)  ->  inner, a module with several graphs
 InterpreterModuleDispatcher              ->  the same
 Module without a graph                   ->  ModuleList, or Module
-UnflattenedModule                        ->  ExportedRoot, whose graph has the inputs and the output as they were written
+UnflattenedModule                        ->  ExportedRoot, whose graph has the inputs and the output of the model
 """
 
 from __future__ import annotations
@@ -59,11 +59,8 @@ class Converter:
         self.root_group.module = self.root
         self._fill(self.root_group)
         for group in {id(group): group for group in self._groups.values()}.values():
-            for number in range(len(group.graphs())) if isinstance(group.module, ExportedModule) else ():
-                graph = self.graph(group, number)
-                for node in graph.nodes:
-                    node.meta.clear()
-                group.module.add_graph(graph)
+            if isinstance(group.module, ExportedModule):
+                self._add_graphs(group, group.module)
 
     def _collect(self, module: Module) -> None:
         """Finds the groups of all modules below `module`."""
@@ -109,6 +106,13 @@ class Converter:
                 group.module = _container(group.variants)
             self._fill(group)
         return group.module
+
+    def _add_graphs(self, group: Group, module: ExportedModule) -> None:
+        for number in range(len(group.graphs())):
+            graph = self.graph(group, number)
+            for node in graph.nodes:
+                node.meta.clear()
+            module.add_graph(graph)
 
     # -- graphs --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.functions import function_name
 from graphpatch_notebook.capture.naming import call_name
-from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node, Ref, SourceLine
+from graphpatch_notebook.capture.records import Frame, Kind, Node, Ref, SourceLine
 from graphpatch_notebook.graph_modules.copies import SavedSite
 from graphpatch_notebook.integrations.exported.conversion import CALLED, Converter
 from graphpatch_notebook.integrations.exported.example_values import ExampleValues, spec_of
@@ -200,6 +200,3 @@ def _name(frame: Frame) -> None:
             base = node.op
         node.name = unique_name(base, frame.names)
         frame.names[node.name] = node
-
-
-__all__ = ["InputParameter", "frames_of"]

@@ -1,4 +1,4 @@
-"""The modules of an exported program: the hierarchy of the model that was exported, with graphs in place of its code."""
+"""The modules of an exported program: the hierarchy of the model that was exported, with graphs in place of code."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class ExportedModule(Module):
     Runs the graph that was exported for it. A module that the program calls several times has a graph for each call
     that differs from the others.
     """
+
+    _graphs: list[fx.Graph]
+    _graph_of_call: list[int]
+    _generated: dict[int, Callable[..., Any]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class ExportedModule(Module):
         counts[id(self)] = call + 1
         if call >= len(self._graph_of_call):
             raise GraphError(f"this {name} is called more often than in the exported program")
-        return int(self._graph_of_call[call])
+        return self._graph_of_call[call]
 
     def train(self, mode: bool = True) -> Any:
         """Raises: what the modes change was decided when the program was exported."""
@@ -133,16 +137,16 @@ class _Forward:
 
 def exported_module(class_name: str, parameters: Sequence[InputParameter]) -> ExportedModule:
     """Returns a new module, without graphs, whose `forward` has these parameters."""
-    return _made(ExportedModule, class_name, parameters)
+    made: ExportedModule = _class(ExportedModule, class_name, parameters)()
+    return made
 
 
 def exported_root(class_name: str, parameters: Sequence[InputParameter], inputs: ProgramInputs) -> ExportedRoot:
     """Returns a new module for a whole program."""
-    root: ExportedRoot = _made(ExportedRoot, class_name, parameters)
-    root.__dict__["_program_inputs"] = inputs
-    return root
+    made: ExportedRoot = _class(ExportedRoot, class_name, parameters)()
+    made.__dict__["_program_inputs"] = inputs
+    return made
 
 
-def _made(base: Callable[..., Any], class_name: str, parameters: Sequence[InputParameter]) -> Any:
-    members = {"forward": _Forward(parameters), "__module__": __name__, "__doc__": base.__doc__}
-    return type(class_name, (base,), members)()  # type: ignore[call-overload]
+def _class(base: type[ExportedModule], name: str, parameters: Sequence[InputParameter]) -> Any:
+    return type(name, (base,), {"forward": _Forward(parameters), "__module__": __name__, "__doc__": base.__doc__})
