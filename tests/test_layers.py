@@ -32,8 +32,8 @@ LAYERS = [
     "graph_modules",
     "node_path",
     "execution",
+    "integrations",  # the facade offers what they make
     "patchable_graph",
-    "integrations",
     "serialization",
     "experiments",
     "notebook",
