@@ -34,7 +34,7 @@ _INVOKE = invoke.__code__
 class _Code:
     """What is known of a code object; kept with it, so that its `id` stays its own."""
 
-    __slots__ = ("code", "is_offloading", "is_users", "offsets")
+    __slots__ = ("code", "is_hook_of_offloading", "is_offloading", "is_users", "offsets")
 
     def __init__(self, code: CodeType) -> None:
         file = code.co_filename
@@ -43,6 +43,7 @@ class _Code:
         self.is_users = not in_torch and not file.startswith(_OWN)
         accelerate = getattr(sys.modules.get("accelerate"), "__file__", None)
         self.is_offloading = accelerate is not None and file.startswith(os.path.join(os.path.dirname(accelerate), ""))
+        self.is_hook_of_offloading = self.is_offloading and code.co_name in ("pre_forward", "post_forward")
         self.offsets: dict[int, int] = {}
 
     def offset(self, lasti: int) -> int:
@@ -113,9 +114,19 @@ def is_offloading_code(code: CodeType) -> bool:
 
 
 def is_offloading(frame: FrameType | None) -> bool:
-    """Whether a torch call made from `frame` belongs to the machinery of accelerate, which moves weights and inputs."""
+    """Whether a torch call made from `frame` belongs to the machinery of accelerate, which moves weights and inputs.
+
+    It does wherever one of its hooks stands above it: a weight may be loaded, or quantized, by code of others.
+    """
     leaf = leaf_frame(frame)
-    return leaf is not None and _known(leaf.f_code).is_offloading
+    if leaf is None or _known(leaf.f_code).is_offloading:
+        return leaf is not None
+    above = leaf.f_back
+    while above is not None and above.f_code is not _INVOKE:
+        if _known(above.f_code).is_hook_of_offloading:
+            return True
+        above = above.f_back
+    return False
 
 
 def caller_of_hidden(frame: FrameType) -> FrameType | None:

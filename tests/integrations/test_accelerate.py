@@ -2,91 +2,309 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload_with_hook, disk_offload
+from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ZeroPatch
-
-INPUT_IDS = torch.arange(14).view(2, 7)
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=100,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from tests.integrations.offloaded import INPUT_IDS, MODELS, SPREAD, attribute_path, counted, gpt2, llama
 
 
-def dispatched(model: nn.Module, folder: Path) -> nn.Module:
-    device_map = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
-    device_map |= {"model.layers.1": "disk", "lm_head": "cpu"}
-    return dispatch_model(model, device_map, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+class Case(NamedTuple):
+    """A spread model, and how to make it as it was before."""
+
+    model: nn.Module
+    original: Callable[[], nn.Module]
+
+    @property
+    def is_llama(self) -> bool:
+        return self.original is llama
+
+    @property
+    def linear(self) -> str:
+        """The node path of a module in the last layer."""
+        return "model.layers_1.mlp.down_proj" if self.is_llama else "transformer.h_1.mlp.c_proj"
+
+    @property
+    def module(self) -> str:
+        return attribute_path(self.linear)
 
 
-OFFLOADED: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
-    "cpu_offload": lambda model, folder: cpu_offload(model, execution_device="cpu"),
-    "disk_offload": lambda model, folder: disk_offload(model, str(folder), execution_device="cpu"),
-    "dispatch_model": dispatched,
-}
+CASES = [("llama", way) for way in SPREAD] + [("gpt2", way) for way in ("disk, buffers too", "part on disk, by itself")]
 
 
-@pytest.fixture(params=OFFLOADED)
-def offloaded(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
-    return OFFLOADED[request.param](llama(), tmp_path)
+@pytest.fixture(params=CASES, ids=": ".join)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    original = MODELS[request.param[0]]
+    return Case(SPREAD[request.param[1]](original(), tmp_path), original)
 
 
 def devices(model: nn.Module) -> list[str]:
-    return [str(parameter.device) for parameter in model.parameters()]
+    return [str(tensor.device) for tensor in (*model.parameters(), *model.buffers())]
+
+
+def identity() -> CustomPatch:
+    return CustomPatch(custom_op=lambda value: value, requires_clone=False)
+
+
+def generated(model: Any) -> Tensor:
+    mask = torch.ones_like(INPUT_IDS)
+    return model.generate(INPUT_IDS, attention_mask=mask, max_new_tokens=4, do_sample=False)
+
+
+# -- untouched ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_runs_as_it_does_and_weights_stay_where_they_were(offloaded: nn.Module) -> None:
-    before = devices(offloaded)
+def test_runs_as_it_does_and_weights_stay_where_they_were(case: Case) -> None:
+    before = devices(case.model)
     assert "meta" in before
-    pg = PatchableGraph(offloaded, INPUT_IDS)
+    pg = PatchableGraph(case.model, INPUT_IDS)
     assert [frame.opaque_reason for frame in pg._root_frame.walk() if frame.opaque_reason] == []
-    assert torch.equal(pg(INPUT_IDS).logits, llama()(INPUT_IDS).logits)
-    assert devices(offloaded) == before
+    assert torch.equal(pg(INPUT_IDS).logits, case.original()(INPUT_IDS).logits)
+    assert devices(case.model) == before
 
 
 @torch.no_grad()
-def test_graphs_hold_nothing_of_the_machinery_that_moves_weights(offloaded: nn.Module) -> None:
-    assert list(PatchableGraph(offloaded, INPUT_IDS).nodes) == list(PatchableGraph(llama(), INPUT_IDS).nodes)
+def test_graphs_hold_nothing_of_the_machinery_that_moves_weights(case: Case) -> None:
+    counted(case.model)  # with functions of torch in code of its own
+    spread, plain = (PatchableGraph(model, INPUT_IDS) for model in (case.model, case.original()))
+    described = [{path: (node.shape, node.device) for path, node in pg.nodes.items()} for pg in (spread, plain)]
+    assert described[0] == described[1]
 
 
 @torch.no_grad()
-def test_identity_on_every_node_changes_no_bit(offloaded: nn.Module) -> None:
-    pg = PatchableGraph(offloaded, INPUT_IDS)
-    with pg.patch({path: CustomPatch(custom_op=lambda value: value, requires_clone=False) for path in pg.nodes}):
-        assert torch.equal(pg(INPUT_IDS).logits, llama()(INPUT_IDS).logits)
+def test_identity_on_every_node_changes_no_bit(case: Case) -> None:
+    pg = PatchableGraph(case.model, INPUT_IDS)
+    with pg.patch({path: identity() for path in pg.nodes}, strict=True):
+        assert torch.equal(pg(INPUT_IDS).logits, case.original()(INPUT_IDS).logits)
+        assert torch.equal(pg(INPUT_IDS[:1, :3]).logits, case.original()(INPUT_IDS[:1, :3]).logits)
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_a_patched_weight_equals_an_edited_one(offloaded: nn.Module) -> None:
-    pg = PatchableGraph(offloaded, INPUT_IDS)
-    edited = llama()
-    edited.get_parameter("model.layers.1.mlp.down_proj.weight").data[0] += 2
-    with pg.patch({"model.layers_1.mlp.down_proj.weight": AddPatch(2, slice=0)}):
+def test_probes_keep_real_values_of_all_that_modules_hold(case: Case) -> None:
+    pg, plain = PatchableGraph(case.model, INPUT_IDS), case.original()
+    held = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
+    paths = {path: attribute_path(path) for path in pg.nodes if attribute_path(path) in held}
+    assert len(paths) >= len(list(plain.parameters()))
+    probes = {path: ProbePatch() for path in paths}
+    with pg.patch(probes, strict=True):
+        pg(INPUT_IDS)
+    pg(INPUT_IDS)
+    for path, attribute in paths.items():
+        assert probes[path].activation.device.type == "cpu", path
+        assert torch.equal(probes[path].activation, held[attribute]), path
+
+
+@pytest.mark.parametrize("is_opaque", [False, True], ids=["compiled", "opaque"])
+@torch.no_grad()
+def test_a_patched_parameter_equals_an_edited_one(case: Case, is_opaque: bool) -> None:
+    before = devices(case.model)
+    pg = PatchableGraph(case.model, ExtractionOptions(skip_compilation=is_opaque), INPUT_IDS)
+    edited = case.original()
+    module = edited.get_submodule(case.module)
+    module.weight[0] += 2
+    patches = {f"{case.linear}.weight": AddPatch(2, slice=0)}
+    norm = "model.layers_0.input_layernorm.weight" if case.is_llama else "transformer.h_0.ln_1.bias"
+    edited.get_parameter(attribute_path(norm))[3:5] = 0
+    patches[norm] = ZeroPatch(slice=slice(3, 5))
+    with pg.patch(patches, strict=True):
         assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
+    assert torch.equal(pg(INPUT_IDS).logits, case.original()(INPUT_IDS).logits)
+    assert devices(case.model) == before
 
 
 @torch.no_grad()
-def test_a_patched_output_equals_a_hook(offloaded: nn.Module) -> None:
-    pg = PatchableGraph(offloaded, INPUT_IDS)
-    hooked = llama()
+def test_tied_weights_are_patched_where_they_are_used(case: Case) -> None:
+    pg = PatchableGraph(case.model, INPUT_IDS)
+    embedding = "model.embed_tokens" if case.is_llama else "transformer.wte"
+    for path in ("lm_head", embedding):
+        edited = copy.deepcopy(case.original())
+        module = edited.get_submodule(path)
+        module.weight = nn.Parameter(module.weight * 0.5)
+        with pg.patch({f"{path}.weight": CustomPatch(lambda weight: weight * 0.5)}, strict=True):
+            assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
+
+
+def test_gradients_flow_to_what_replaces_a_parameter(case: Case) -> None:
+    gradients = []
+    for model in (case.model, case.original()):
+        pg = PatchableGraph(model, INPUT_IDS)
+        value = torch.full((4,), 0.1, requires_grad=True)
+        with pg.patch({f"{case.linear}.weight": ReplacePatch(value, slice=(2, slice(0, 4)))}):
+            pg(INPUT_IDS).logits.pow(2).sum().backward()
+        gradients.append(value.grad)
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
+
+
+# -- everything else ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_patched_output_equals_a_hook(case: Case) -> None:
+    pg = PatchableGraph(case.model, INPUT_IDS)
+    hooked = case.original()
 
     def zeroed(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return torch.zeros_like(output)
 
-    hooked.get_submodule("model.layers.1.mlp").register_forward_hook(zeroed)
-    with pg.patch({"model.layers_1.mlp.output": ZeroPatch()}):
+    parent, path = case.module.rpartition(".")[0], case.linear.rpartition(".")[0]
+    hooked.get_submodule(parent).register_forward_hook(zeroed)
+    with pg.patch({f"{path}.output": ZeroPatch()}):
         assert torch.equal(pg(INPUT_IDS).logits, hooked(INPUT_IDS).logits)
+
+
+@torch.no_grad()
+def test_a_patched_operation_equals_that_of_the_model_in_memory(case: Case) -> None:
+    spread, plain = (PatchableGraph(model, INPUT_IDS) for model in (case.model, case.original()))
+    operations = [path for path in plain.nodes if path.split(".")[-1].startswith(("mul", "add", "attn_output"))]
+    assert len(operations) > 4
+    for path in operations[::3]:
+        with spread.patch({path: AddPatch(0.5)}, strict=True), plain.patch({path: AddPatch(0.5)}, strict=True):
+            assert torch.equal(spread(INPUT_IDS).logits, plain(INPUT_IDS).logits)
+
+
+@torch.no_grad()
+def test_generates_with_a_patched_parameter(case: Case) -> None:
+    before = devices(case.model)
+    pg = PatchableGraph(case.model, INPUT_IDS)
+    edited = case.original()
+    edited.get_submodule(case.module).weight *= -50
+    record = RecordPatch()
+    patches = [CustomPatch(lambda weight: weight * -50), record]
+    with pg.patch({f"{case.linear}.weight": patches}, strict=True):
+        tokens = generated(pg)
+    assert torch.equal(tokens, generated(edited))
+    assert not torch.equal(tokens, generated(case.original()))
+    assert len(record.activations) == 4
+    assert all(torch.equal(weight, edited.get_submodule(case.module).weight) for weight in record.activations)
+    assert torch.equal(generated(pg), generated(case.original()))
+    assert devices(case.model) == before
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+PATCH_MAPS: list[Callable[[list[str]], dict[str, Any]]] = [
+    lambda paths: {},
+    lambda paths: dict.fromkeys(paths, identity()),
+    lambda paths: {path: ProbePatch() for path in paths if not is_held(path)},
+    lambda paths: {path: ZeroPatch() for path in paths if is_held(path)},
+    lambda paths: {path: AddPatch(1) for path in paths if path.endswith(".output")},
+]
+
+
+def is_held(path: str) -> bool:
+    return path.endswith(("weight", "bias"))
+
+
+@pytest.mark.parametrize("has_gradients", [False, True], ids=["without gradients", "with gradients"])
+def test_nothing_is_loaded_but_by_the_hooks(case: Case, has_gradients: bool) -> None:
+    ledger = counted(case.model)
+    with torch.set_grad_enabled(has_gradients):
+        plain = ledger.of(lambda: case.model(INPUT_IDS))
+        assert len(plain.names) > 8
+        assert ledger.live == 0
+        kept: list[PatchableGraph] = []
+        assert ledger.of(lambda: kept.append(PatchableGraph(case.model, INPUT_IDS))) == plain
+        options = ExtractionOptions(skip_compilation=True)
+        assert ledger.of(lambda: kept.append(PatchableGraph(case.model, options, INPUT_IDS))) == plain
+        for pg in kept:
+            for make in PATCH_MAPS:
+                # Made for each run: probes keep what the gradients of their values take.
+                with pg.patch(make(list(pg.nodes))):
+                    assert ledger.of(lambda pg=pg: pg(INPUT_IDS)) == plain
+        repr(kept[0].graph), repr(kept[1].graph), kept[0].graph._code
+    assert ledger.live == 0
+
+
+@torch.no_grad()
+def test_the_hooks_load_one_module_at_a_time(tmp_path: Path) -> None:
+    model = disk_offload(llama(), str(tmp_path), execution_device="cpu")
+    sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    assert counted(model).of(lambda: PatchableGraph(model, INPUT_IDS)).peak == max(sizes) < sum(sizes) / 3
+
+
+@torch.no_grad()
+def test_a_probe_keeps_what_it_probed_and_nothing_else(tmp_path: Path) -> None:
+    model = disk_offload(llama(), str(tmp_path), execution_device="cpu")
+    pg, ledger, probe = PatchableGraph(model, INPUT_IDS), counted(model), ProbePatch()
+    with pg.patch({"model.layers_1.mlp.down_proj.weight": probe}):
+        pg(INPUT_IDS)
+    assert ledger.live == probe.activation.untyped_storage().nbytes() == 32 * 48 * 4
+    del probe
+    pg(INPUT_IDS)
+
+
+# -- hooks that come and go --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_hooks_may_come_after_the_capture_and_go_again(tmp_path: Path) -> None:
+    model, path = llama(), "model.layers_1.mlp.down_proj.weight"
+    pg = PatchableGraph(model, INPUT_IDS)
+    edited = llama()
+    edited.get_parameter(attribute_path(path))[0] = 0
+    context = pg.patch({path: ZeroPatch(slice=0)}, strict=True)
+    expected = edited(INPUT_IDS).logits
+    for change in (
+        lambda: None,
+        lambda: disk_offload(model, str(tmp_path), execution_device="cpu"),
+        lambda: remove_hook_from_module(model, recurse=True).load_state_dict(llama().state_dict(), assign=True),
+    ):
+        change()
+        with context:
+            assert torch.equal(pg(INPUT_IDS).logits, expected)
+        assert torch.equal(pg(INPUT_IDS).logits, llama()(INPUT_IDS).logits)
+
+
+@torch.no_grad()
+def test_whole_models_that_the_user_sends_back() -> None:
+    model, hook = cpu_offload_with_hook(gpt2(), execution_device="cpu")
+    pg, edited = PatchableGraph(model, INPUT_IDS), gpt2()
+    edited.transformer.h[0].ln_2.weight += 1
+    for _ in range(2):
+        with pg.patch({"transformer.h_0.ln_2.weight": AddPatch(1)}, strict=True):
+            assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
+        hook.offload()
+
+
+@torch.no_grad()
+def test_models_that_transformers_loads_from_a_map(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "saved")
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
+    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", device_map=device_map, offload_folder=str(tmp_path / "offloaded")
+    ).eval()
+    before = devices(model)
+    assert "meta" in before
+    pg, edited = PatchableGraph(model, INPUT_IDS), llama()
+    paths = ("model.layers_0.self_attn.q_proj.weight", "model.layers_1.self_attn.q_proj.weight", "lm_head.weight")
+    for path in paths:
+        edited.get_parameter(attribute_path(path))[:10] = 0
+    with pg.patch({path: ZeroPatch(slice=slice(0, 10)) for path in paths}, strict=True):
+        assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
+        assert torch.equal(generated(pg), generated(edited))
+    assert devices(model) == before
