@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
+from graphpatch_notebook.selections import Numbers, Steps, selection
 
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
@@ -23,15 +24,47 @@ TensorIndex: TypeAlias = Any
 """Anything that indexes a tensor: an int, a slice, `...`, `None`, a list or tensor of indices, a mask, or a tuple."""
 
 
+class _SetOnce:
+    """A field that keeps what it was made with: contexts lay out, on entry, where a patch has an effect."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, patch: Any, owner: type | None = None) -> Any:
+        return None if patch is None else patch.__dict__.get(self._name)
+
+    def __set__(self, patch: Any, value: Any) -> None:
+        if self._name in patch.__dict__:
+            raise AttributeError(
+                f"{self._name} of a {type(patch).__name__} cannot be changed; make a new patch: "
+                f"dataclasses.replace(patch, {self._name}=...)"
+            )
+        patch.__dict__[self._name] = value
+
+
 @dataclass(kw_only=True, eq=False)
 class Patch(Generic[T]):
     """Base class of all patches: subclass it as a (keyword-only) dataclass and write `op`.
+
+    In a generation (`pg.generate(...)`, or your own loop of `pg(...)` with a cache) a patch has its effect at every
+    step, unless `steps` or `positions` say where. Both count from zero; each patch of a patch map may have its own.
 
     Attributes:
         requires_clone: Whether `op` writes into the value that it is given. Then it is given a clone.
         observes_only: Whether `op` only looks: what it returns is ignored, the model's own value goes on.
         any_shape: Apply the patch also where the node holds a value of another rank, or of other sizes (beyond those
             that follow the inputs), than when the model was captured. Without it that is a `PatchShapeError`.
+        steps: The steps at which the patch has its effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
+            (all after it), a number, or several (a range, a slice, a list); `None` for every step. A step is one call
+            of the model within one call of a method, such as `pg.generate`. In direct calls of `pg`, one without a
+            cache (or with an empty one) is step 0, any other comes after the call before it in the same context.
+        positions: The positions in the sequence at which the patch has its effect, counted from the start of the
+            sequence, left padding included, whatever part of it a step computes: a number or several, as for `steps`;
+            `None` for all. `op` gets the whole value of the step, of its result these positions are kept; a patch that
+            only looks gets (a copy of) these positions. For models that take `input_ids` or `inputs_embeds`; nodes
+            of an encoder count the positions of the encoder's sequence.
+        position_dim: Which dimension of the value runs along the sequence. Only needed where that cannot be told: the
+            error on entry says so.
 
     Example:
         >>> @dataclass(kw_only=True)
@@ -41,11 +74,18 @@ class Patch(Generic[T]):
         ...         return original_output * self.factor
         >>> ScalePatch(factor=2.0).op(torch.ones(2))
         tensor([2., 2.])
+
+        Double the value at the third token of the sequence only; keep it at each decoding step:
+
+        >>> patches = [ScalePatch(factor=2.0, positions=2), RecordPatch(steps="decoding")]
     """
 
     requires_clone: ClassVar[bool] = False
     observes_only: ClassVar[bool] = False
     any_shape: bool = False
+    steps: Steps | None = _SetOnce()  # type: ignore[assignment]
+    positions: Numbers | None = _SetOnce()  # type: ignore[assignment]
+    position_dim: int | None = _SetOnce()  # type: ignore[assignment]
 
     @abstractmethod
     def op(self, original_output: T) -> T:
@@ -58,7 +98,26 @@ class Patch(Generic[T]):
         Args:
             shape: The recorded shape of the node's value; `None` for a value that is no tensor, or not known.
         """
+        return _restriction_problem(self, shape)
+
+
+def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | None:
+    try:
+        for what in ("steps", "positions"):
+            if getattr(patch, what) is not None:
+                selection(getattr(patch, what), what)
+    except ValueError as error:
+        return str(error)
+    dim = patch.position_dim
+    if dim is None:
         return None
+    if type(dim) is not int:
+        return f"position_dim must be an int, not {dim!r}"
+    if patch.positions is None:
+        return f"position_dim={dim} says nothing without positions=..."
+    if shape is not None and not -len(shape) <= dim < len(shape):
+        return f"position_dim={dim} is out of range for the value recorded here, of shape {tuple(shape)}"
+    return None
 
 
 @dataclass(eq=False)
@@ -95,7 +154,7 @@ class _SlicePatch(Patch[Any]):
         value = getattr(self, "value", 0)
         if not isinstance(value, (Tensor, bool, int, float, complex)):
             return f"value must be a tensor or a number, not {type(value).__name__}; use value=torch.as_tensor(...)"
-        return None
+        return super().problem(shape)
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
         raise NotImplementedError
@@ -285,7 +344,7 @@ class CustomPatch(Patch[Any]):
 
     def problem(self, shape: torch.Size | None) -> str | None:
         custom_op: Any = self.custom_op
-        return None if callable(custom_op) else f"custom_op must be callable, not {custom_op!r}"
+        return super().problem(shape) if callable(custom_op) else f"custom_op must be callable, not {custom_op!r}"
 
 
 def indexed_dimensions(index: TensorIndex) -> int:

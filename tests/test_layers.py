@@ -20,6 +20,7 @@ LAYERS = [
     "torch_compat",
     "paths",
     "values",
+    "selections",
     "patches",
     "options",
     "capture",

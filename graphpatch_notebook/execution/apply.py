@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import (
@@ -16,6 +17,7 @@ from graphpatch_notebook.errors import (
 )
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.shapes import shape_problem
+from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
@@ -27,17 +29,23 @@ class MissingChildError(Exception):
     """The container that came up does not hold the value to patch (caught inside the package)."""
 
 
-def apply_entry(entry: Entry, value: Any) -> Any:
+def apply_entry(entry: Entry, value: Any, steps: Steps | None = None) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
     Containers on the way to a dug value are copied, never written into.
 
+    Args:
+        entry: The patches.
+        value: What came up.
+        steps: Tells positions; needed for entries that have some.
+
     Raises:
+        HeldBackError: The value holds none of the positions of the patch.
         MissingChildError: The value to patch is not in the container that came up.
         PatchShapeError: The value is not of the kind that was captured.
         PatchValueError: A patch cannot be applied to it.
     """
-    patched = _apply_at(entry, value, entry.target.dig)
+    patched = _apply_at(entry, value, entry.target.dig, steps)
     if patched is not value and entry.target.node.is_view_filled_later:
         _warn_of_lost_writes(entry)
     return patched
@@ -52,24 +60,48 @@ def _warn_of_lost_writes(entry: Entry) -> None:
     )
 
 
-def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...]) -> Any:
+def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | None) -> Any:
     if not dig:
-        return _apply(entry, value)
+        return _apply(entry, value, steps)
     try:
         child = take(value, dig[0])
     except (LookupError, AttributeError, TypeError) as error:
         raise MissingChildError(f"there is no {dig[0]!r} in the {type(value).__name__} that came up") from error
-    patched = _apply_at(entry, child, dig[1:])
+    patched = _apply_at(entry, child, dig[1:], steps)
     return value if patched is child else replaced(value, dig[0], patched)
 
 
-def _apply(entry: Entry, value: Any) -> Any:
+def _apply(entry: Entry, value: Any, steps: Steps | None) -> Any:
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.spec, TensorSpec) and value.shape != target.spec.shape:
         _check_shape(entry, value)
+    if steps is not None and entry.restriction is not None and entry.restriction.positions is not None:
+        (patch,) = entry.patches
+        return _apply_patch_at(steps.indices(entry, value), entry.restriction.dim, patch, target, value)
     for patch in entry.patches:
         value = _apply_patch(patch, target, value)
     return value
+
+
+def _apply_patch_at(indices: list[int], dim: int, patch: Patch[Any], target: Target, value: Tensor) -> Tensor:
+    """Applies a patch of which only what it does at some indices along `dim` is kept."""
+    if len(indices) == value.shape[dim]:
+        return _checked(_apply_patch(patch, target, value), patch, target, value)
+    index = torch.tensor(indices, device=value.device)
+    if patch.observes_only:
+        patch.op(value.index_select(dim, index))
+        return value
+    patched = _checked(_apply_patch(patch, target, value), patch, target, value)
+    return value if patched is value else value.index_copy(dim, index, patched.index_select(dim, index))
+
+
+def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor) -> Tensor:
+    if isinstance(patched, Tensor) and patched.shape == value.shape and patched.dtype == value.dtype:
+        return patched
+    raise PatchValueError(
+        f"{target.path!r}: {type(patch).__name__} with positions={patch.positions!r} was given a value {_shown(value)} "
+        f"and made of it one {_shown(patched)}; some positions of a value can only be replaced if it stays of that kind"
+    )
 
 
 def _apply_patch(patch: Patch[Any], target: Target, value: Any) -> Any:

@@ -27,6 +27,7 @@ from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, Patch
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
+from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_in_backward, runs_hooks
 
@@ -64,7 +65,16 @@ def prepare(
 class ActiveContext:
     """A patch context that was entered, with the plan of everything active in it (its own patches come last)."""
 
-    def __init__(self, owner: object, root: Module, prepared: Prepared, callers: Callers, is_strict: bool) -> None:
+    def __init__(
+        self,
+        owner: object,
+        root: Module,
+        prepared: Prepared,
+        callers: Callers,
+        is_strict: bool,
+        own: Sequence[Entry],
+        step_count: StepCount,
+    ) -> None:
         self.owner = owner
         self.root = root
         self.prepared = prepared
@@ -72,6 +82,8 @@ class ActiveContext:
         self.callers = callers
         self.is_strict = is_strict
         self.watched: list[Module] = []
+        self.own = own
+        self.step_count = step_count
         self.hooks = ModuleHooks()
         self.has_runs = False
         self.has_direct_calls = False
@@ -100,9 +112,12 @@ def enter(
 ) -> ActiveContext:
     """Activates what is `prepared`, after the patches of the contexts of `owner` that are active already."""
     outer = innermost(owner)
+    own = prepared.entries
     if outer is not None:
-        prepared = prepare(frame, [*outer.prepared.entries, *prepared.entries], callers, own_graphs)
-    context = ActiveContext(owner, root, prepared, callers, is_strict or (outer is not None and outer.is_strict))
+        prepared = prepare(frame, [*outer.prepared.entries, *own], callers, own_graphs)
+        is_strict |= outer.is_strict
+    step_count = outer.step_count if outer is not None else StepCount()
+    context = ActiveContext(owner, root, prepared, callers, is_strict, own, step_count)
     try:
         context.watched = swap(prepared.watched)
         for module in prepared.with_patched_boundary:
@@ -145,34 +160,49 @@ def _let_go(context: ActiveContext) -> None:
 
 def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
-    run = Run(context.root, context.plan, context.prepared.watched_ids, context.callers, context.hooks)
+    plan, is_direct = context.plan, function is context.root
+    steps = Steps(plan.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
+    run = Run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
     context.has_runs = True
     result = _observed(run, function, args, kwargs)
     context.awaits_backward |= run.is_checkpointed and run.has_changed and torch.is_grad_enabled()
     unfired = run.unfired()
+    if steps is not None:
+        unfired = steps.settle(unfired, run.fired)
     if unfired:
-        _report(unfired, context.is_strict)
+        _report(f"{_patches(unfired)} never fired during this call", unfired, context.is_strict, stacklevel=5)
     return result
 
 
 def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     token = observer.set(run)
     try:
-        if not run.plan.sees_ops and not run.callers.has_compiled_parts:
+        # A method may compile the model at its own discretion, as `generate` does with a static cache.
+        is_plain = function is run.root and not run.callers.has_compiled_parts
+        if is_plain and not run.plan.sees_ops:
             return function(*args, **kwargs)
-        is_plain = not run.callers.has_compiled_parts
         with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply():
             return function(*args, **kwargs)
     finally:
         observer.reset(token)
 
 
-def _report(unfired: list[tuple[Entry, str]], is_strict: bool) -> None:
-    text = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
-    message = f"{'a patch' if len(unfired) == 1 else f'{len(unfired)} patches'} never fired during this call: {text}"
+def _patches(unfired: list[tuple[Entry, str]]) -> str:
+    return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
+
+
+def _report(what: str, unfired: list[tuple[Entry, str]], is_strict: bool, stacklevel: int) -> None:
+    message = f"{what}: " + "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
     if is_strict:
         raise PatchNotFiredError(message)
-    warnings.warn(message, PatchNotFiredWarning, stacklevel=5)
+    warnings.warn(message, PatchNotFiredWarning, stacklevel=stacklevel)
+
+
+def report_idle(context: ActiveContext) -> None:
+    """Reports the patches of a context for steps or positions that came up in none of the direct calls in it."""
+    idle = context.step_count.take_idle(context.own)
+    if idle:
+        _report(f"{_patches(idle)} never fired in this context", idle, context.is_strict, stacklevel=4)
 
 
 # -- activation checkpointing: forwards that run again during backward -------------------------------------------------
@@ -229,4 +259,7 @@ class PatchContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        leave(next(context for context in reversed(_active.get()) if context.origin is self))
+        context = next(context for context in reversed(_active.get()) if context.origin is self)
+        leave(context)
+        if kind is None:
+            report_idle(context)

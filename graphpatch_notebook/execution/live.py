@@ -20,13 +20,14 @@ from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
 from graphpatch_notebook.capture.inputs import given_input, with_input
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import RepeatedCallWarning
+from graphpatch_notebook.errors import GraphPatchError, RepeatedCallWarning
 from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
 from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
+from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import runs_hooks, without_torch_functions
@@ -52,8 +53,17 @@ class FrameRun:
 class Run:
     """One patched call of a model. Observes the swapped `forward`s in its context."""
 
-    def __init__(self, root: Module, plan: FramePlan, watched: set[int], callers: Callers, hooks: ModuleHooks) -> None:
+    def __init__(
+        self,
+        root: Module,
+        plan: FramePlan,
+        watched: set[int],
+        callers: Callers,
+        hooks: ModuleHooks,
+        steps: Steps | None = None,
+    ) -> None:
         self.root = root
+        self.steps = steps
         self.watched = watched
         self.plan = plan
         self.callers = callers
@@ -79,6 +89,8 @@ class Run:
         """Runs one frame, with the patches that stand on its inputs, parameters, ops and output."""
         if id(module) not in self.watched:  # swapped for another context
             return forward(*args, **kwargs)
+        if self.steps is not None and len(self.stack) == 1:
+            self._count_step(module, args, kwargs)
         plan = self._plan_of(module)
         stack = self.stack
         stack.append(FrameRun(plan))
@@ -112,6 +124,16 @@ class Run:
             if not patch.observes_only
         ]
 
+    def _count_step(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes a call from outside any frame: of the model, or by a method of it."""
+        assert self.steps is not None
+        if id(module) in self._with_patched_inputs:
+            return  # counted when its inputs were patched
+        if module is self.root:
+            self.steps.begin(args, kwargs)
+        else:
+            self.steps.outside(module, kwargs)
+
     def _hooks_follow(self, module: Module) -> bool:
         """Whether the module's own hooks run after this `forward`; then ours is made to follow them."""
         if not runs_hooks(module) or not takes_hooks(module) or not is_called_by_module_call():
@@ -124,6 +146,8 @@ class Run:
         plan, _ = self._next_plan(module)
         if plan is None or not (plan.inputs or plan.watched_inputs) or plan.own_graph is not None:
             return None
+        if self.steps is not None and len(self.stack) == 1:
+            self._count_step(module, args, kwargs)
         self._with_patched_inputs.add(id(module))
         self._watch_inputs(plan, args, kwargs)
         return self._patched_inputs(plan, args, kwargs)
@@ -152,6 +176,8 @@ class Run:
         is_outermost = len(self.stack) == 1
         if is_outermost and module is self.root:
             return self.plan, index
+        if is_outermost and self.callers.has_one_frame(module):
+            return self._plan_without_caller(module), index
         by_index = caller.plan.calls.get(key) if caller.plan is not None else None
         if by_index is not None:
             return by_index.get(index), index
@@ -325,13 +351,23 @@ class Run:
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
         try:
-            patched = apply_entry(entry, value)
+            patched = apply_entry(entry, value) if entry.restriction is None else self._apply_restricted(entry, value)
         except MissingChildError as missing:
             self.missing[id(entry)] = str(missing)
+            return value
+        except HeldBackError:
             return value
         self.fired.add(id(entry))
         self.has_changed |= patched is not value
         return patched
+
+    def _apply_restricted(self, entry: Entry, value: Any) -> Any:
+        steps = self.steps
+        if steps is None:  # no call of the `PatchableGraph`, but backward
+            raise GraphPatchError(_RECOMPUTED_STEP.format(path=entry.target.path))
+        if not steps.admits(entry):
+            raise HeldBackError
+        return apply_entry(entry, value, steps)
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
@@ -340,11 +376,14 @@ class Run:
         if len(self.fired) == self.plan.count:
             return []
         return [
-            (entry, self.missing.get(id(entry)) or self._why(plan.frame))
+            (entry, self.missing.get(id(entry)) or self._held_back(entry) or self._why(plan.frame))
             for plan in self.plan.walk()
             for entry in plan.entries
             if id(entry) not in self.fired
         ]
+
+    def _held_back(self, entry: Entry) -> str | None:
+        return None if self.steps is None or entry.restriction is None else self.steps.why_not(entry)
 
     def _why(self, frame: Frame) -> str:
         if id(frame) in self.reached:
@@ -355,3 +394,9 @@ class Run:
             above = above.parent
             outermost = above if id(above) in watched else outermost
         return f"{format_path(outermost.path) or 'the model'!r} was not called"
+
+
+_RECOMPUTED_STEP = (
+    "{path!r} is recomputed in backward (activation checkpointing), where it cannot be told which step of a generation "
+    "it belongs to: switch checkpointing off, or drop steps= and positions="
+)

@@ -9,6 +9,7 @@ from typing import Any
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.values import TensorSpec
@@ -41,11 +42,28 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
                 is_unknown |= error.is_unknown
                 continue
         listed = [patches] if isinstance(patches, Patch) else patches
-        problems += _problems(target, listed)
-        entries.append(Entry(target, tuple(listed) if isinstance(listed, Sequence) else ()))
+        found = _problems(target, listed)
+        problems += found
+        if not found:
+            entries += _entries(root, target, listed, problems)
     if problems:
         raise _error(problems, is_unknown)
     return entries
+
+
+def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problems: list[str]) -> list[Entry]:
+    """Returns one entry for all the patches, or one for each where some have steps or positions of their own."""
+    if all(patch.steps is None and patch.positions is None for patch in patches):
+        return [Entry(target, tuple(patches))]
+    return [_entry(root, target, patch, problems) for patch in patches]
+
+
+def _entry(root: Frame, target: Target, patch: Patch[Any], problems: list[str]) -> Entry:
+    try:
+        return Entry(target, (patch,), restriction_of(root, target, patch))
+    except ValueError as problem:
+        problems.append(f"{target.path!r}: {type(patch).__name__}: {problem}")
+        return Entry(target, (patch,))
 
 
 def _problems(target: Target, patches: Any) -> list[str]:

@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
+from graphpatch_notebook.execution.positions import Restriction
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target
@@ -34,10 +35,12 @@ class Entry:
         observed_shape: The recorded shape, if the patches only look at the value and nothing else is to be done.
         watch: The operation of the only patch, where all it does is to look at the result of a call.
         is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
+        restriction: The steps and positions at which the patch (then the only one) has its effect; `None` for all.
     """
 
     target: Target
     patches: Sequence[Patch[Any]]
+    restriction: Restriction | None = None
     observed_shape: torch.Size | None = None
     is_special: bool = False
     watch: Callable[[Any], Any] | None = None
@@ -46,7 +49,7 @@ class Entry:
         # The most common patch by far, on many nodes at once: entries that only look at a tensor take a short way.
         spec = self.target.spec
         is_plain = not self.target.dig and not self.target.node.is_mutated_later
-        only_looks = all(type(patch) in (ProbePatch, RecordPatch) for patch in self.patches)
+        only_looks = all(type(patch) in (ProbePatch, RecordPatch) for patch in self.patches) and not self.restriction
         if isinstance(spec, TensorSpec) and is_plain and only_looks:
             self.observed_shape = spec.shape
         self.is_special = self.target.node.is_in_place or self.target.node.position is not None
@@ -96,6 +99,7 @@ class FramePlan:
         count: How many entries there are in this frame and below (of the root's plan only).
         own_graph: What runs the graph that is the module, if there is one.
         graph_names: The keys of `graph`.
+        restricted: Those of all entries that are for some steps or positions only (of the root's plan only).
     """
 
     frame: Frame
@@ -112,6 +116,7 @@ class FramePlan:
     count: int = 0
     own_graph: CompiledGraphModule | None = None
     graph_names: frozenset[str] = frozenset()
+    restricted: Sequence[Entry] = ()
 
     @property
     def sees_ops(self) -> bool:
@@ -201,6 +206,7 @@ def make_plan(
         plan.settle()
     result = plans[id(root)]
     result.count = len(entries)
+    result.restricted = [entry for entry in entries if entry.restriction is not None]
     return result
 
 

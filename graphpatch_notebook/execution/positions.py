@@ -1,0 +1,144 @@
+"""Where a restricted patch has its effect: the steps, and the dimension of its value that runs along a sequence.
+
+Told on entry, from the shapes that were captured: a dimension of a node's value runs along the sequence if its size is
+the length of the example's sequence. Whatever is not plain is an error: a guess would be a silently wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.selections import Selection, selection
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+
+TOKENS = ("input_ids", "inputs_embeds")
+DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+_WITHOUT_POSITIONS = ("parameter", "buffer", "attribute", "constant")
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """Where one patch on one value has its effect.
+
+    Attributes:
+        steps: The steps; `None` for all.
+        positions: The positions; `None` for all.
+        dim: The dimension of the value that runs along the sequence.
+        is_encoder: Whether that sequence is the one of an encoder, which is there whole from the start.
+    """
+
+    steps: Selection | None
+    positions: Selection | None
+    dim: int = 0
+    is_encoder: bool = False
+
+
+def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restriction | None:
+    """Returns where `patch` has its effect on `target`, or `None` where it has it always.
+
+    Raises:
+        ValueError: It cannot be told, with the reason and the repair in words.
+    """
+    if patch.steps is None and patch.positions is None:
+        return None
+    steps = None if patch.steps is None else selection(patch.steps, "steps")
+    if patch.positions is None:
+        return Restriction(steps, None)
+    dim, is_encoder = _dimension(root, target, patch.position_dim)
+    return Restriction(steps, selection(patch.positions, "positions"), dim, is_encoder)
+
+
+def token_inputs(root: Frame) -> Sequence[str]:
+    """Returns the parameters of a model's `forward` whose second dimension is the sequence that it works on."""
+    names = {parameter.name for parameter in root.parameters}
+    return [name for name in (DECODER_TOKENS if "decoder_input_ids" in names else TOKENS) if name in names]
+
+
+def encoder_of(root: Frame) -> Module | None:
+    """Returns the encoder of an encoder-decoder model of transformers."""
+    get_encoder = getattr(root.module, "get_encoder", None)
+    if get_encoder is None or "decoder_input_ids" not in {parameter.name for parameter in root.parameters}:
+        return None
+    encoder = get_encoder()
+    return encoder if isinstance(encoder, Module) and encoder is not root.module else None
+
+
+def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, bool]:
+    """Returns which dimension of the value runs along a sequence, and whether that is the encoder's."""
+    if target.node.kind in _WITHOUT_POSITIONS:
+        raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
+    if not isinstance(target.spec, TensorSpec):
+        raise ValueError(f"positions are those of a tensor, but this was {target.spec} when it was captured")
+    shape, length = tuple(target.spec.shape), _length(root)
+    if length is None:
+        raise ValueError(
+            "positions are known for models that take input_ids or inputs_embeds, and were captured with them; use "
+            "slice= to choose a part of the value"
+        )
+    encoder, encoder_length = encoder_of(root), _encoder_length(root)
+    is_inside = encoder is not None and _is_within(target.frame, encoder)
+    lengths = {True: encoder_length} if is_inside else {False: length, True: encoder_length}
+    dims = range(len(shape)) if given is None else [given % len(shape)]
+    found = [(dim, of_encoder) for dim in dims for of_encoder, size in lengths.items() if shape[dim] == size]
+    if len(found) == 1:
+        dim, of_encoder = found[0]
+        if of_encoder and dim == 0:
+            raise ValueError(f"its shape {shape} begins with the encoder's positions, perhaps of several sequences")
+        return found[0]
+    raise ValueError(_unclear(shape, length, encoder_length, given, [dim for dim, _ in found]))
+
+
+def _unclear(
+    shape: tuple[int, ...], length: int, encoder_length: int | None, given: int | None, dims: list[int]
+) -> str:
+    lengths = f"{length} tokens" + ("" if encoder_length is None else f" and an encoder's {encoder_length} positions")
+    if not dims:
+        repair = "choose a part of the value with slice= and a step with steps="
+        asked = f"dimension {given}" if given is not None else "no dimension"
+        return f"{asked} of its shape {shape} has the size of the example's sequence, {lengths}; {repair}"
+    if len(set(dims)) < len(dims):
+        return (
+            f"the example had {lengths}, so it cannot be told whose positions its shape {shape} has; make the "
+            "PatchableGraph with an example whose encoder and decoder sequences differ in length"
+        )
+    return (
+        f"several dimensions of its shape {shape} have the size of the example's sequence, {lengths}; say which one is "
+        f"meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
+    )
+
+
+def _is_within(frame: Frame | None, module: Module) -> bool:
+    while frame is not None and frame.module is not module:
+        frame = frame.parent
+    return frame is not None
+
+
+def _length(root: Frame) -> int | None:
+    """Returns how long the sequence of the example was."""
+    specs = {node.target: node.spec for node in root.inputs()}
+    for name in token_inputs(root):
+        spec = specs.get(name)
+        if isinstance(spec, TensorSpec) and len(spec.shape) >= 2:
+            return spec.shape[1]
+    return None
+
+
+def _encoder_length(root: Frame) -> int | None:
+    """Returns how many positions the encoder gave for the example."""
+    encoder = encoder_of(root)
+    if encoder is None:
+        return None
+    outputs: list[ValueSpec] = [frame.output_node.spec for frame in root.walk() if frame.module is encoder]
+    outputs += [node.spec for node in root.inputs() if node.target == "encoder_outputs"]
+    for spec in outputs:
+        first = spec.children[0][2] if isinstance(spec, ContainerSpec) and spec.children else spec
+        if isinstance(first, TensorSpec) and len(first.shape) == 3:
+            return first.shape[1]
+    return None

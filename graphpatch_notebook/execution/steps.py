@@ -1,0 +1,274 @@
+"""The steps of a generation: which one runs, and where in the sequence its tokens stand.
+
+    StepCount            of a context: lasts over its calls
+    └── Steps            of one call of the `PatchableGraph`, or of a method of it
+        └── Step         one call of the model within it
+
+What is known of transformers here goes by names and methods: it need not be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import PatchShapeError, PatchValueError
+from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.positions import DECODER_TOKENS, TOKENS, Restriction, token_inputs
+from graphpatch_notebook.resolution import Target
+
+_CACHES = (
+    "past_key_values", "past_key_value", "cache_params", "layer_past", "past", "past_buckets_states", "mems", "state",
+)  # fmt: skip
+
+
+class HeldBackError(Exception):
+    """None of the positions of a patch are in the value that came up (caught inside the package)."""
+
+
+@dataclass(slots=True)
+class StepCount:
+    """What a context knows of the calls made in it; contexts inside it go on with the same count.
+
+    Attributes:
+        last: The step of the last direct call.
+        idle: Entries (by id) that had no effect so far in direct calls that were no step or position of theirs, with
+            the reason.
+        fired: Entries that had an effect (by id).
+        fitting: Entries (by id) whose value is known to have a dimension as long as the sequence.
+    """
+
+    last: int = 0
+    idle: dict[int, tuple[Entry, str]] = field(default_factory=dict)
+    fired: dict[int, Entry] = field(default_factory=dict)
+    fitting: dict[int, Entry] = field(default_factory=dict)
+
+    def take_idle(self, entries: Sequence[Entry]) -> list[tuple[Entry, str]]:
+        """Returns those of `entries` that had no effect, each with the reason, and forgets them."""
+        found = [self.idle.pop(id(entry)) for entry in entries if id(entry) in self.idle]
+        return [(entry, why) for entry, why in found if id(entry) not in self.fired]
+
+
+@dataclass(slots=True)
+class Step:
+    """One call of the model.
+
+    Attributes:
+        number: From zero.
+        past: How many positions the cache holds; `None` where nobody asks.
+        length: How many tokens the model is given; `None` where that is not known.
+        batch: How many sequences there are.
+        encoder_length: How many positions an encoder sees; `None` where there is none, or it is not known.
+    """
+
+    number: int
+    past: int | None = None
+    length: int | None = None
+    batch: int = 1
+    encoder_length: int | None = None
+
+
+class Steps:
+    """The steps of one call.
+
+    Args:
+        root: The root frame of the capture.
+        restricted: The entries for some steps or positions.
+        count: What the context knows.
+        is_direct: Whether the model itself is called, rather than a method that calls it.
+    """
+
+    def __init__(self, root: Frame, restricted: Sequence[Entry], count: StepCount, is_direct: bool) -> None:
+        self._root = root
+        self._restricted = restricted
+        self.count = count
+        self.is_direct = is_direct
+        self._asks_positions = any(entry.restriction and entry.restriction.positions for entry in restricted)
+        self._begun: list[Step] = []
+        self._outside: dict[int, int] = {}
+        self.current = Step(0, 0)
+        self._skipped: set[int] = set()
+        self._held_back: set[int] = set()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins the next step: the model is called."""
+        step = Step(len(self._begun))
+        if self._asks_positions:
+            self._place(step, args, kwargs)
+        if self.is_direct:
+            past = self._past(args, kwargs) if step.past is None else step.past
+            step.number = self.count.last = 0 if past == 0 else self.count.last + 1
+        self.current = step
+        self._begun.append(step)
+
+    def outside(self, module: object, kwargs: dict[str, Any]) -> None:
+        """Notes that a module of the model is called by a method, outside of the model's own forward."""
+        number = len(self._begun)
+        if self._outside.get(id(module)) == number:
+            raise PatchValueError(
+                f"steps cannot be told: {type(module).__name__} is called repeatedly, not by the model's own forward; "
+                "drop steps= and positions=, or call the model itself"
+            )
+        self._outside[id(module)] = number
+        self.current = Step(number, 0, encoder_length=_length_among(TOKENS, kwargs))
+
+    def _place(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step.past = self._past(args, kwargs)
+        inputs = {name: self._input(name, args, kwargs) for name in (*DECODER_TOKENS, *TOKENS, "encoder_outputs")}
+        step.length = _length_among(token_inputs(self._root), inputs)
+        step.batch = next((len(given) for given in inputs.values() if isinstance(given, Tensor)), 1)
+        step.encoder_length = _length_among(("encoder_outputs", *TOKENS), inputs)
+        before = self._begun[-1] if self._begun else step
+        if step.past == 0 and (step.length or 0) < (before.length or 0):
+            raise PatchValueError(
+                f"the positions of the {step.length} tokens of step {step.number} cannot be told: no cache that tells "
+                f"how many came before was given with them ({', '.join(_CACHES[:3])}, ...); use steps= and slice="
+            )
+
+    def _past(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        caches = ((name, self._input(name, args, kwargs)) for name in _CACHES)
+        return max((_length_of(name, cache) for name, cache in caches if cache is not None), default=0)
+
+    def _input(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return kwargs[name] if name in kwargs else given_input(self._root.parameters, name, args, kwargs)
+
+    # -- what of a patch belongs to the step ---------------------------------------------------------------------------
+
+    def admits(self, entry: Entry) -> bool:
+        """Whether a restricted entry may have an effect at the current step."""
+        steps = entry.restriction.steps if entry.restriction is not None else None
+        if steps is None or self.current.number in steps:
+            return True
+        self._skipped.add(id(entry))
+        return False
+
+    def indices(self, entry: Entry, value: Any) -> list[int]:
+        """Returns the indices in `value` of the positions of an entry, along the dimension of its restriction.
+
+        Raises:
+            HeldBackError: There are none.
+            PatchShapeError: They cannot be told.
+        """
+        restriction, target = entry.restriction, entry.target
+        assert restriction is not None
+        assert restriction.positions is not None
+        if value is None:  # an input that is not given at this step
+            raise HeldBackError
+        if not isinstance(value, Tensor) or value.dim() != len(target.spec.shape):  # type: ignore[union-attr]
+            shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise PatchShapeError(f"{target.path!r} was {target.spec} when it was captured, but is {shown} now")
+        size = value.shape[restriction.dim]
+        if restriction.is_encoder:
+            first = self._first_of_encoder(target, restriction, size)
+        else:
+            first = self._first(entry, target, restriction, size)
+        found = [position - first for position in restriction.positions.within(first, first + size)]
+        if not found:
+            self._held_back.add(id(entry))
+            raise HeldBackError
+        return found
+
+    def _first(self, entry: Entry, target: Target, restriction: Restriction, size: int) -> int:
+        """Returns the position of the first entry of a value: its tokens', or zero if it holds the whole sequence."""
+        step = self.current
+        past, length = step.past or 0, step.length
+        if size == length:
+            if past == 0 and step.batch > 1:
+                self.count.fitting[id(entry)] = entry
+            return past
+        # Keys and values, once the cache has been put before them. Tokens of several sequences in one row could be as
+        # many by accident.
+        is_whole = restriction.dim > 0 and length is not None and size == past + length
+        if is_whole and (id(entry) in self.count.fitting or step.batch * (length or 0) != size):
+            self.count.fitting[id(entry)] = entry
+            return 0
+        assert restriction.positions is not None
+        if length is not None and not restriction.positions.within(0, past + length):
+            self._held_back.add(id(entry))
+            raise HeldBackError
+        raise PatchShapeError(
+            f"{target.path!r} has {size} entries in dimension {restriction.dim} at step {step.number}, where the model "
+            f"is given {length} tokens after {past} others: which positions these are cannot be told; choose with "
+            "steps= and slice="
+        )
+
+    def _first_of_encoder(self, target: Target, restriction: Restriction, size: int) -> int:
+        length = self.current.encoder_length
+        if length is not None and size != length:
+            raise PatchShapeError(
+                f"{target.path!r} has {size} entries in dimension {restriction.dim}, where the encoder has {length} "
+                "positions: they cannot be told; choose with steps= and slice="
+            )
+        return 0
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    def settle(self, unfired: list[tuple[Entry, str]], fired: set[int]) -> list[tuple[Entry, str]]:
+        """Returns what is to be reported of the entries that did not fire.
+
+        A direct call is one step only: that it was none of a patch's steps is news at the end of the context, if ever.
+        """
+        idle = self.count.idle
+        self.count.fired.update({id(entry): entry for entry in self._restricted if id(entry) in fired})
+        if not self.is_direct:
+            return unfired
+        held_back = {id(entry) for entry, _ in unfired if self.why_not(entry) is not None}
+        idle.update({id(entry): (entry, why) for entry, why in unfired if id(entry) in held_back})
+        return [(entry, why) for entry, why in unfired if id(entry) not in held_back]
+
+    def why_not(self, entry: Entry) -> str | None:
+        """Returns why an entry was held back, in words, or `None` where steps and positions are not the reason."""
+        restriction = entry.restriction
+        if restriction is None or not self._begun:
+            return None
+        if restriction.steps is not None and not any(step.number in restriction.steps for step in self._begun):
+            numbers = [step.number for step in self._begun]
+            came = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+            return f"its steps ({restriction.steps}) did not come up: {self._call} had {came}"
+        if id(entry) in self._skipped:
+            return f"it came up, but not at its steps ({restriction.steps})"
+        if id(entry) in self._held_back:
+            most = max((step.past or 0) + (step.length or 0) for step in self._begun) - 1
+            return f"its positions ({restriction.positions}) did not come up: {self._call} had positions up to {most}"
+        return None
+
+    @property
+    def _call(self) -> str:
+        return "the last call" if self.is_direct else "this call"
+
+
+def _length_among(names: Iterable[str], inputs: Mapping[str, Any]) -> int | None:
+    """Returns the length of the first of some inputs that is given."""
+    for name in names:
+        value = inputs.get(name)
+        if name == "encoder_outputs" and value is not None and not isinstance(value, Tensor):
+            value = value[0]  # a `ModelOutput` or a tuple: the hidden states come first
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return value.shape[1]
+    return None
+
+
+def _length_of(name: str, cache: Any) -> int:
+    """Returns how many positions a cache holds: an object of transformers, or (keys, values) for each layer."""
+    unknown = PatchValueError(
+        f"steps and positions cannot be told: the {type(cache).__name__} given as {name} does not say how many tokens "
+        "it holds (as the caches of transformers do by get_seq_length); drop steps= and positions="
+    )
+    if hasattr(cache, "get_seq_length"):
+        try:
+            return int(cache.get_seq_length())
+        except ValueError as error:  # a cache of linear attention, which holds one state for all tokens
+            raise unknown from error
+    if not isinstance(cache, (tuple, list)):
+        raise unknown
+    if not cache:
+        return 0
+    keys = cache[0][0] if isinstance(cache[0], (tuple, list)) and cache[0] else None
+    if not isinstance(keys, Tensor) or keys.dim() != 4:
+        raise unknown
+    return keys.shape[-2]

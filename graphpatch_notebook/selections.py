@@ -1,0 +1,115 @@
+"""Selections of whole numbers, counted from zero: of steps of a generation, and of positions in a sequence.
+
+"prefill", 3, range(2, 5), slice(2, None), [1, 4]   what users write
+  -> Selection                                      what of it lies in a range
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Numbers: TypeAlias = "int | range | slice | Collection[int]"
+"""A number, or several: a `range`, a slice (`slice(3, None)`: from 3 on), or a list, tuple or set."""
+
+Steps: TypeAlias = "Numbers | str"
+"""Steps of a generation: numbers, `"prefill"` (step 0) or `"decoding"` (step 1 and all after it)."""
+
+NAMED_STEPS = {"prefill": slice(0, 1), "decoding": slice(1, None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Some of the numbers from zero on.
+
+    Attributes:
+        chosen: The numbers; or a slice without negative parts.
+        text: How the user wrote them.
+    """
+
+    chosen: frozenset[int] | slice
+    text: str
+
+    def __contains__(self, number: int) -> bool:
+        return bool(self.within(number, number + 1)) if isinstance(self.chosen, slice) else number in self.chosen
+
+    def within(self, start: int, stop: int) -> list[int]:
+        """Returns the selected numbers from `start` on and below `stop`, in order.
+
+        Example:
+            >>> selection(slice(1, None, 3), "steps").within(3, 9)
+            [4, 7]
+        """
+        if not isinstance(self.chosen, slice):
+            return sorted(number for number in self.chosen if start <= number < stop)
+        first, end, step = self.chosen.indices(stop)
+        skipped = max(0, -(-(start - first) // step))
+        return list(range(first + skipped * step, end, step))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def selection(given: Any, what: str) -> Selection:
+    """Returns the selection that a user wrote for the field `what` of a patch.
+
+    Raises:
+        ValueError: It cannot be one, with the reason in words.
+
+    Example:
+        >>> 0 in selection("prefill", "steps"), 7 in selection({5, 6}, "positions")
+        (True, False)
+    """
+    if what == "steps" and isinstance(given, str) and given in NAMED_STEPS:
+        return Selection(NAMED_STEPS[given], repr(given))
+    chosen = _chosen(given, what)
+    if not isinstance(chosen, slice) and not chosen:
+        raise ValueError(f"{what}={given!r} selects nothing")
+    parts = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
+    if any(part is not None and part < 0 for part in parts):
+        raise ValueError(_negative(given, what))
+    return Selection(chosen, repr(given))
+
+
+def _chosen(given: Any, what: str) -> frozenset[int] | slice:
+    if isinstance(given, range) and given:
+        upwards = given if given.step > 0 else given[::-1]
+        return slice(upwards.start, upwards.stop, upwards.step)
+    try:
+        if isinstance(given, slice):
+            return _checked(given, what)
+        if not isinstance(given, (str, bytes, Mapping)):
+            are_several = isinstance(given, Collection) and getattr(given, "ndim", 1) != 0  # tensors may be numbers
+            return frozenset(map(_whole, given if are_several else [given]))
+    except TypeError:
+        pass
+    names = "".join(f"{name!r}, " for name in NAMED_STEPS) if what == "steps" else ""
+    raise ValueError(f"{what} must be {names}a whole number, a range, a slice or a collection of these, not {given!r}")
+
+
+def _whole(number: Any) -> int:
+    if isinstance(number, bool) or getattr(number, "dtype", None) == torch.bool:
+        raise TypeError("a truth value is no number")
+    return operator.index(number)
+
+
+def _checked(given: slice, what: str) -> slice:
+    start, stop, step = (part if part is None else _whole(part) for part in (given.start, given.stop, given.step))
+    if step is not None and step < 1:
+        raise ValueError(f"{what}={given!r} must go upwards")
+    if stop is not None and 0 <= stop <= max(start or 0, 0):
+        raise ValueError(f"{what}={given!r} selects nothing")
+    return slice(start, stop, step)
+
+
+def _negative(given: Any, what: str) -> str:
+    if what == "steps":
+        return f"{what}={given!r} counts from the end, which is not known before a generation is over: count from zero"
+    return (
+        f"{what}={given!r} counts from the end, but the sequence grows with each step: count from its start, or take "
+        "the last token of a step with slice=(slice(None), -1)"
+    )
