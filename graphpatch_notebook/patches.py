@@ -39,7 +39,15 @@ class _SetOnce:
                 f"{self._name} of a {type(patch).__name__} cannot be changed; make a new patch: "
                 f"dataclasses.replace(patch, {self._name}=...)"
             )
-        patch.__dict__[self._name] = value
+        patch.__dict__[self._name] = _frozen(value)
+
+
+def _frozen(value: Any) -> Any:
+    """Returns a selection that does not change any more when a list or a tensor of the user's does."""
+    if isinstance(value, set):
+        return frozenset(value)
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(kw_only=True, eq=False)

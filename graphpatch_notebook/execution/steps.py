@@ -230,11 +230,12 @@ class Steps:
             numbers = [step.number for step in self._begun]
             came = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
             return f"its steps ({restriction.steps}) did not come up: {self._call} had {came}"
-        if id(entry) in self._skipped:
-            return f"it came up, but not at its steps ({restriction.steps})"
         if id(entry) in self._held_back:
             most = max((step.past or 0) + (step.length or 0) for step in self._begun) - 1
-            return f"its positions ({restriction.positions}) did not come up: {self._call} had positions up to {most}"
+            where = "" if restriction.steps is None else " at its steps"
+            return f"its positions ({restriction.positions}) did not come up{where}: {self._call} had 0 to {most}"
+        if id(entry) in self._skipped:
+            return f"it came up, but not at its steps ({restriction.steps})"
         return None
 
     @property

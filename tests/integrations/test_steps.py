@@ -1,0 +1,666 @@
+"""Patches for some steps of a generation, or some positions of the sequence: the same as with hooks that count."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    PatchableGraph,
+    PatchMapError,
+    PatchNotFiredError,
+    PatchNotFiredWarning,
+    PatchShapeError,
+    PatchValueError,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from tests.integrations.generations import LENGTH, NEW, WAYS, captured, generated, prompt, same
+from tests.zoo import CASES
+from tests.zoo.case import tokens
+
+PATHS = {
+    "gpt2-sdpa": ("transformer.h.0.mlp", "transformer.h_0.mlp.output"),
+    "llama-eager": ("model.layers.1.mlp", "model.layers_1.mlp.output"),
+    "t5-sdpa": ("decoder.block.1.layer.0", "decoder.block_1.layer_0.output|sub_0"),
+}
+SELECTIONS = [0, 1, range(2, 5), slice(3, None), [0, 4]]
+WHERE = [
+    *[(name, way, [0, 4]) for name in PATHS for way in ("greedy", "beams", "static-cache", "no-cache")],
+    *[("llama-eager", "greedy", chosen) for chosen in SELECTIONS],
+]
+
+
+def contains(chosen: Any, number: int) -> bool:
+    """What a selection means, written anew."""
+    if chosen in ("prefill", "decoding"):
+        return (number == 0) == (chosen == "prefill")
+    if isinstance(chosen, int):
+        return number == chosen
+    if isinstance(chosen, slice):
+        return chosen.start <= number
+    return number in chosen
+
+
+@contextmanager
+def hooked(model: nn.Module, attribute_path: str, change: Callable[[Tensor, int, int], Tensor]) -> Iterator[None]:
+    """For the length of the block, changes a module's output: a function of it, the step and the past length."""
+    step, past = -1, 0
+
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal step, past
+        step += 1
+        cache = kwargs.get("past_key_values")
+        past = int(cache.get_seq_length()) if cache is not None else 0
+
+    def edit(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return change(output, step, past)
+        return (change(output[0], step, past), *output[1:])
+
+    handles = [
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        model.get_submodule(attribute_path).register_forward_hook(edit),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "chosen"),
+    [*WHERE, ("gpt2-sdpa", "sampling", "prefill"), ("gpt2-sdpa", "no-cache", "decoding")],
+    ids=str,
+)
+def test_steps_as_with_a_hook_that_counts(name: str, way: str, chosen: Any) -> None:
+    model, pg = captured(name)
+    attribute_path, path = PATHS[name]
+    with hooked(model, attribute_path, lambda t, step, past: t + 0.5 if contains(chosen, step) else t):
+        expected = generated(model, padded=True, **WAYS[way])
+    with pg.patch({path: AddPatch(value=0.5, steps=chosen)}):
+        found = generated(pg, padded=True, **WAYS[way])
+    assert same(expected, found)
+
+
+@pytest.mark.parametrize(("name", "way", "chosen"), WHERE, ids=str)
+def test_positions_as_with_a_hook_that_counts(name: str, way: str, chosen: Any) -> None:
+    model, pg = captured(name)
+    attribute_path, path = PATHS[name]
+
+    def change(t: Tensor, step: int, past: int) -> Tensor:
+        t = t.clone()
+        for index in range(t.shape[1]):
+            if contains(chosen, past + index):
+                t[:, index] = t[:, index] * 0.25 - 0.5
+        return t
+
+    with hooked(model, attribute_path, change):
+        expected = generated(model, padded=True, **WAYS[way])
+    with pg.patch({path: CustomPatch(custom_op=lambda t: t.mul_(0.25).sub_(0.5), positions=chosen)}):
+        found = generated(pg, padded=True, **WAYS[way])
+    assert same(expected, found)
+
+
+def test_positions_give_the_same_tokens_with_and_without_a_cache() -> None:
+    _, pg = captured("llama-eager")
+    with pg.patch({"model.layers_0.mlp.mul": ZeroPatch(positions=[1, LENGTH + 1])}):
+        with_cache = generated(pg)
+        without = generated(pg, use_cache=False)
+    assert torch.equal(with_cache.sequences, without.sequences)
+    for one, other in zip(with_cache.scores, without.scores, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_values_that_hold_the_whole_sequence() -> None:
+    """Keys, once the cache is before them: a position is the same column at every step."""
+    _, pg = captured("llama-eager")
+    dims = {"model.layers_0.self_attn.attn_weights_1": 3}
+    path, dim = next(iter(dims.items()))
+    records = [RecordPatch(), RecordPatch(positions=[2, LENGTH], position_dim=dim)]
+    with pg.patch({path: records}):
+        generated(pg)
+    whole, columns = records[0].activations, records[1].activations
+    assert [value.shape[dim] for value in whole] == [LENGTH + step for step in range(NEW)]
+    for step, (value, found) in enumerate(zip(whole, columns, strict=True)):
+        assert torch.equal(found, value[..., [2]] if step == 0 else value[..., [2, LENGTH]])
+
+
+def test_the_whole_sequence_is_told_from_as_many_tokens_of_several_sequences() -> None:
+    """Three sequences of one token after two: three entries either way; what was seen before tells which it is."""
+    _, pg = captured("llama-eager")
+    record = RecordPatch(positions=0, position_dim=3)
+    with pg.patch({"model.layers_0.self_attn.attn_weights_1": record}):
+        pg.generate(tokens(3, 2).clamp(min=3), max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
+    assert [value.shape[-1] for value in record.activations] == [1, 1, 1]
+
+
+def test_what_cannot_be_told_from_tokens_of_several_sequences_is_refused() -> None:
+    model, pg = captured("llama-eager")
+    cache = model(tokens(3, 2), use_cache=True).past_key_values
+    with (
+        pg.patch({"model.layers_0.self_attn.attn_weights_1": ZeroPatch(positions=0, position_dim=3)}),
+        pytest.raises(
+            PatchShapeError, match="has 3 entries in dimension 3 at step 1, where the model is given 1 tokens"
+        ),
+    ):
+        pg(tokens(3, 1), past_key_values=cache)
+
+
+def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
+    """Mixtral routes all tokens at once: with the one sequence of the example that looks like its positions."""
+    case = next(case for case in CASES if case.name == "mixtral-eager")
+    pg = PatchableGraph(case.build(), input_ids=tokens(1, LENGTH))
+    path = next(
+        path
+        for path, node in pg.nodes.items()
+        if "mlp" in path and node.shape is not None and len(node.shape) == 2 and node.shape[0] == LENGTH
+    )
+    probe = ProbePatch(positions=1)
+    with pg.patch({path: probe}):
+        pg(tokens(1, LENGTH + 1))
+    assert probe.activation.shape[0] == 1
+    with pg.patch({path: probe}), pytest.raises(PatchShapeError, match="which positions these are cannot be told"):
+        pg(tokens(3, LENGTH))
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_records_keep_one_activation_for_each_step(name: str) -> None:
+    model, pg = captured(name)
+    attribute_path, path = PATHS[name]
+    seen: list[Tensor] = []
+
+    def keep(t: Tensor, step: int, past: int) -> Tensor:
+        seen.append(t)
+        return t
+
+    with hooked(model, attribute_path, keep):
+        generated(model)
+    records = [
+        RecordPatch(),
+        RecordPatch(steps="prefill"),
+        RecordPatch(steps="decoding"),
+        RecordPatch(steps=[2, 3]),
+        RecordPatch(positions=slice(LENGTH - 2, None)),
+    ]
+    with pg.patch({path: records}):
+        generated(pg)
+    last = [t for step, t in enumerate(seen) if step >= LENGTH - 2]  # where decoding begins with one token
+    if seen[0].shape[1] == LENGTH:
+        last = [seen[0][:, LENGTH - 2 :], *seen[1:]]
+    expected = [seen, seen[:1], seen[1:], seen[2:4], last]
+    for record, those in zip(records, expected, strict=True):
+        assert len(record.activations) == len(those)
+        assert all(torch.equal(a, b) for a, b in zip(record.activations, those, strict=True))
+
+
+def test_patches_on_one_node_do_not_disturb_each_other() -> None:
+    _, pg = captured("gpt2-sdpa")
+    path = PATHS["gpt2-sdpa"][1]
+    record = RecordPatch()
+    patches = [
+        ReplacePatch(value=1.0, steps=0),
+        AddPatch(value=1.0, steps=[0, 2]),
+        ReplacePatch(value=5.0, positions=LENGTH + 2),
+        AddPatch(value=2.0, steps="decoding", positions=LENGTH + 2),
+        record,
+    ]
+    plain = RecordPatch()
+    with pg.patch({path: plain}):
+        generated(pg)
+    with pg.patch({path: patches}):
+        generated(pg)
+    assert torch.equal(record.activations[0], torch.full_like(record.activations[0], 2.0))
+    assert torch.equal(record.activations[3], torch.full_like(record.activations[3], 7.0))
+    assert not torch.equal(plain.activations[1], torch.full_like(plain.activations[1], 2.0))
+
+
+def test_nested_contexts_count_on() -> None:
+    _, pg = captured("gpt2-sdpa")
+    path = PATHS["gpt2-sdpa"][1]
+    outer, inner = RecordPatch(steps=[0, 2, 3]), RecordPatch(steps=2)
+    with torch.no_grad(), pg.patch({path: outer}):
+        cache = pg(tokens(1, 4), use_cache=True).past_key_values
+        cache = pg(tokens(1, 1), past_key_values=cache, use_cache=True).past_key_values
+        with pg.patch({path: inner}):
+            cache = pg(tokens(1, 2), past_key_values=cache, use_cache=True).past_key_values
+        pg(tokens(1, 1), past_key_values=cache, use_cache=True)
+    assert [value.shape[1] for value in outer.activations] == [4, 2, 1]
+    assert [value.shape[1] for value in inner.activations] == [2]
+
+
+# -- a loop of one's own -----------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own() -> None:
+    model, pg = captured("llama-eager")
+    path = PATHS["llama-eager"][1]
+    ids = prompt()["input_ids"]
+
+    def loop(run: Any, steps: int = 4) -> list[Tensor]:
+        cache, given, logits = None, ids, []
+        for _ in range(steps):
+            with torch.no_grad():
+                output = run(given, past_key_values=cache, use_cache=True)
+            cache, given = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            logits.append(output.logits)
+        return logits
+
+    def change(t: Tensor, step: int, past: int) -> Tensor:
+        return t * 0 if step in (0, 2) else t
+
+    with hooked(model, PATHS["llama-eager"][0], change):
+        expected = loop(model)
+    with pg.patch({path: ZeroPatch(steps=[0, 2])}):
+        for _ in range(2):  # each loop begins anew with the call without a cache
+            assert all(torch.equal(a, b) for a, b in zip(expected, loop(pg), strict=True))
+    record = RecordPatch(positions=[LENGTH - 1, LENGTH + 2])
+    with pg.patch({path: record}):
+        loop(pg)
+    assert [value.shape for value in record.activations] == [(3, 1, 48)] * 2
+
+
+def test_a_cache_filled_before_the_context_counts_as_step_one() -> None:
+    model, pg = captured("gpt2-sdpa")
+    path = PATHS["gpt2-sdpa"][1]
+    records = [RecordPatch(steps="prefill"), RecordPatch(steps=1), RecordPatch(positions=4)]
+    with torch.no_grad():
+        cache = model(tokens(1, 4), use_cache=True).past_key_values
+        with pytest.warns(PatchNotFiredWarning, match="in this context"), pg.patch({path: records}):
+            pg(tokens(1, 1), past_key_values=cache)
+    assert [len(record.activations) for record in records] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("is_legacy", [False, True])
+def test_an_empty_cache_is_none(is_legacy: bool) -> None:
+    from transformers import DynamicCache
+
+    model, pg = captured("gpt2-sdpa")
+    record = RecordPatch(steps="prefill")
+    with pg.patch({PATHS["gpt2-sdpa"][1]: record}):
+        pg(tokens(1, 4), past_key_values=None if is_legacy else DynamicCache(config=model.config))
+    assert len(record.activations) == 1
+
+
+class WithLegacyCache(nn.Module):
+    """Keys and values of its layers in plain tuples, as models had them before caches were objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None) -> tuple[Tensor, Any]:
+        hidden = self.embed(input_ids)
+        keys = hidden[:, None]
+        if past_key_values is not None:
+            keys = torch.cat([past_key_values[0][0], keys], dim=2)
+        return hidden, ((keys, keys),)
+
+
+def test_tuples_as_caches() -> None:
+    pg = PatchableGraph(WithLegacyCache(), tokens(2, 4) % 9)
+    record = RecordPatch(positions=[1, 5])
+    steps = RecordPatch(steps=2)
+    with pg.patch({"embed.output": [record, steps]}):
+        past = pg(tokens(2, 4) % 9)[1]
+        past = pg(tokens(2, 1) % 9, past_key_values=past)[1]
+        pg(tokens(2, 1) % 9, past_key_values=past)
+    assert [value.shape for value in record.activations] == [(2, 1, 6)] * 2
+    assert [value.shape for value in steps.activations] == [(2, 1, 6)]
+
+
+@pytest.mark.parametrize(
+    "cache", [{"keys": torch.ones(1)}, torch.ones(3), [torch.ones(2, 2)]], ids=["dict", "tensor", "list"]
+)
+def test_caches_that_do_not_tell_their_length(cache: Any) -> None:
+    class Odd(WithLegacyCache):
+        def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Any:
+            return self.embed(input_ids)
+
+    pg = PatchableGraph(Odd(), tokens(2, 4) % 9)
+    for patch in (RecordPatch(steps=1), RecordPatch(positions=1)):
+        with pg.patch({"embed.output": patch}), pytest.raises(PatchValueError, match="does not say how many tokens"):
+            pg(tokens(2, 1) % 9, past_key_values=cache)
+
+
+# -- encoders and decoders ---------------------------------------------------------------------------------------------
+
+
+def test_positions_of_encoder_and_decoder() -> None:
+    """The example's encoder sees 11 positions, its decoder 7."""
+    _, pg = captured("t5-sdpa")
+    encoder, decoder, keys = RecordPatch(), RecordPatch(), RecordPatch()
+    some = [dataclasses.replace(record, positions=[1, 3]) for record in (encoder, decoder, keys)]
+    paths = [
+        "encoder.block_0.layer_0.SelfAttention.q.output",
+        "decoder.block_0.layer_0.SelfAttention.q.output",
+        "decoder.block_0.layer_1.EncDecAttention.k.output",
+    ]
+    with pg.patch({path: [a, b] for path, a, b in zip(paths, (encoder, decoder, keys), some, strict=True)}):
+        generated(pg)
+    assert torch.equal(some[0].activations[0], encoder.activations[0][:, [1, 3]])
+    assert [torch.equal(some[1].activations[i], decoder.activations[step]) for i, step in enumerate((1, 3))] == [
+        True
+    ] * 2
+    assert len(keys.activations) == len(some[2].activations) == 1  # later steps take them from the cache
+    assert torch.equal(some[2].activations[0], keys.activations[0][:, [1, 3]])
+
+
+def test_sequences_of_equal_length_cannot_be_told_apart() -> None:
+    case = next(case for case in CASES if case.name == "t5-sdpa")
+    pg = PatchableGraph(case.build(), input_ids=tokens(3, 7), decoder_input_ids=tokens(3, 7))
+    path = "decoder.block_0.layer_1.EncDecAttention.k.output"
+    with (
+        pytest.raises(PatchMapError, match="whose encoder and decoder sequences differ in length"),
+        pg.patch({path: ZeroPatch(positions=1)}),
+    ):
+        pass
+    record = RecordPatch(positions=1)
+    with pg.patch({"encoder.block_0.layer_0.SelfAttention.q.output": record}):
+        pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 7))
+    assert record.activations[0].shape[:2] == (3, 1)
+
+
+# -- gradients, in-place operations, inputs ----------------------------------------------------------------------------
+
+
+def test_gradients_flow_as_with_a_hook() -> None:
+    model, pg = captured("gpt2-sdpa")
+    attribute_path, path = PATHS["gpt2-sdpa"]
+    value = torch.tensor(0.5, requires_grad=True)
+    same_value = torch.tensor(0.5, requires_grad=True)
+
+    def change(t: Tensor, step: int, past: int) -> Tensor:
+        return torch.cat([t[:, :2], t[:, 2:3] + same_value, t[:, 3:]], 1)
+
+    with hooked(model, attribute_path, change):
+        model(tokens(2, 5)).logits.square().sum().backward()
+    with pg.patch({path: AddPatch(value=value, positions=2)}):
+        pg(tokens(2, 5)).logits.square().sum().backward()
+    assert value.grad is not None
+    torch.testing.assert_close(value.grad, same_value.grad)
+    model.zero_grad()
+    pg.zero_grad()
+
+
+class InPlace(nn.Module):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = input_ids[..., None] * torch.ones(3)
+        hidden.add_(1.0)
+        return hidden * 2
+
+
+def test_operations_in_place() -> None:
+    ids = tokens(2, 5)
+    pg = PatchableGraph(InPlace(), ids)
+    with pg.patch({"add": ZeroPatch(positions=[0, 3])}):
+        found = pg(ids)
+    expected = InPlace()(ids)
+    expected[:, [0, 3]] = 0
+    assert torch.equal(found, expected)
+
+
+def test_inputs_and_the_output_of_the_model() -> None:
+    model, pg = captured("gpt2-sdpa")
+    ids = tokens(2, 5).clamp(max=90)
+    changed = ids.clone()
+    changed[:, 2] += 1
+    with pg.patch({"input_ids": AddPatch(value=1, positions=2), "output|logits": ZeroPatch(positions=4)}):
+        found = pg(ids).logits
+    assert torch.equal(found[:, :4], model(changed).logits[:, :4])
+    assert torch.equal(found[:, 4], torch.zeros_like(found[:, 4]))
+    record = RecordPatch(steps=1)
+    with pg.patch({"input_ids": [ReplacePatch(value=5, steps=[1, 3]), record]}):
+        steps = generated(pg)
+    assert torch.equal(record.activations[0], torch.full((3, 1), 5))
+    assert len(steps.scores) == NEW
+
+
+def test_parameters_for_some_steps() -> None:
+    model, pg = captured("llama-eager")
+    with hooked(model, "model.layers.1.mlp.down_proj", lambda t, step, past: t * 0 if step == 2 else t):
+        expected = generated(model)
+    with pg.patch({"model.layers_1.mlp.down_proj.weight": ZeroPatch(steps=2)}):
+        assert same(expected, generated(pg))
+
+
+# -- errors on entry ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        (ZeroPatch(steps="foo"), "ZeroPatch: steps must be 'prefill', 'decoding', a whole number"),
+        (AddPatch(value=1.0, steps=1.5), "steps must be"),
+        (ProbePatch(steps=-1), "steps=-1 counts from the end"),
+        (RecordPatch(positions=-1), "positions=-1 counts from the end"),
+        (CustomPatch(custom_op=lambda t: t, positions="prefill"), "positions must be"),
+        (ZeroPatch(position_dim=1), r"position_dim=1 says nothing without positions"),
+        (ZeroPatch(positions=1, position_dim=3), r"position_dim=3 is out of range .* \(3, 7, 48\)"),
+        (ZeroPatch(positions=1, position_dim=1.0), "position_dim must be an int"),
+        (
+            ZeroPatch(positions=1, position_dim=2),
+            r"dimension 2 of its shape \(3, 7, 48\) has the size of the example's",
+        ),
+    ],
+)
+def test_bad_values_are_errors_on_entry(patch: Any, message: str) -> None:
+    _, pg = captured("gpt2-sdpa")
+    with pytest.raises(PatchMapError, match=message), pg.patch({"transformer.h_0.mlp.output": patch}):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("transformer.h_0.mlp.c_fc.weight", "a parameter has no positions"),
+        ("transformer.h_0.attn.kwargs|use_cache", r"positions are those of a tensor, but this was bool\(True\)"),
+    ],
+)
+def test_values_without_positions(path: str, message: str) -> None:
+    _, pg = captured("gpt2-sdpa")
+    with pytest.raises(PatchMapError, match=message), pg.patch({path: ZeroPatch(positions=1)}):
+        pass
+
+
+def test_a_dimension_that_cannot_be_told() -> None:
+    case = next(case for case in CASES if case.name == "llama-eager")
+    pg = PatchableGraph(case.build(), tokens(7, 7))
+    path = "model.layers_0.mlp.output"
+    with (
+        pytest.raises(PatchMapError, match=r"several dimensions of its shape \(7, 7, 48\) .* position_dim=0 or 1"),
+        pg.patch({path: ZeroPatch(positions=1)}),
+    ):
+        pass
+    record = RecordPatch(positions=1, position_dim=1)
+    with pg.patch({path: record}):
+        pg(tokens(2, 5))
+    assert record.activations[0].shape == (2, 1, 48)
+
+
+def test_models_without_tokens_have_no_positions() -> None:
+    pg = PatchableGraph(nn.Linear(3, 4), torch.ones(2, 3))
+    for dim in (None, 0):
+        patches = {"linear": ZeroPatch(positions=1, position_dim=dim)}
+        with pytest.raises(PatchMapError, match="that take input_ids or inputs_embeds"), pg.patch(patches):
+            pass
+
+
+def test_all_problems_in_one_error() -> None:
+    _, pg = captured("gpt2-sdpa")
+    patches = {
+        "transformer.h_0.mlp.output": ZeroPatch(steps="foo"),
+        "transformer.wte.weight": ZeroPatch(positions=1),
+        "nowhere": ZeroPatch(),
+    }
+    message = "(?s)3 problems.*steps must be.*a parameter has no positions.*nowhere"
+    with pytest.raises(PatchMapError, match=message), pg.patch(patches):
+        pass
+
+
+def test_steps_and_positions_of_a_patch_stay() -> None:
+    patch = ZeroPatch(steps=[1, 2])
+    with pytest.raises(AttributeError, match=r"dataclasses.replace\(patch, steps=...\)"):
+        patch.steps = 3
+    assert list(dataclasses.replace(patch, steps=4, positions=[1]).positions) == [1]  # type: ignore[arg-type]
+
+
+def test_a_change_of_a_list_has_no_effect() -> None:
+    chosen = [1, 2]
+    patch = ZeroPatch(steps=chosen)
+    chosen.append(3)
+    assert patch.steps == (1, 2)
+
+
+# -- errors in a run ---------------------------------------------------------------------------------------------------
+
+
+def test_patches_that_change_the_shape() -> None:
+    _, pg = captured("gpt2-sdpa")
+    with (
+        pg.patch({"transformer.h_0.mlp.output": CustomPatch(custom_op=lambda t: t[:, :1], positions=1)}),
+        pytest.raises(PatchValueError, match=r"of shape \(3, 7, 48\) .* and made of it one of shape \(3, 1, 48\)"),
+    ):
+        pg(tokens(3, 7))
+
+
+def test_fewer_logits_than_tokens() -> None:
+    """`generate` computes the logits of the last token of the prompt only."""
+    _, pg = captured("llama-eager")
+    with (
+        pg.patch({"lm_head.output": ZeroPatch(positions=LENGTH - 1)}),
+        pytest.raises(
+            PatchShapeError, match="has 1 entries in dimension 1 at step 0, where the model is given 7 tokens"
+        ),
+    ):
+        generated(pg)
+    record = RecordPatch(positions=LENGTH + 1)
+    with pg.patch({"lm_head.output": record}):
+        generated(pg)
+    assert len(record.activations) == 1
+
+
+def test_generations_of_models_that_do_not_tell_where_they_are() -> None:
+    case = next(case for case in CASES if case.name == "mamba")
+    pg = PatchableGraph(case.build(), tokens(3, 7))
+    path = "backbone.layers_0.mixer.output"
+    record = RecordPatch(steps="decoding")
+    with pg.patch({path: record}):
+        generated(pg)
+    assert len(record.activations) == NEW - 1
+    with pg.patch({path: ZeroPatch(positions=1)}), pytest.raises(PatchValueError, match="cannot be told"):
+        generated(pg)
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patch", "why"),
+    [
+        (ZeroPatch(steps=30), r"its steps \(30\) did not come up: this call had steps 0 to 5"),
+        (ZeroPatch(positions=50), r"its positions \(50\) did not come up: this call had 0 to 11"),
+        (ZeroPatch(steps="prefill", positions=9), r"its positions \(9\) did not come up at its steps"),
+    ],
+)
+def test_steps_and_positions_that_do_not_come_up_in_a_generation_are_reported(patch: Any, why: str) -> None:
+    _, pg = captured("llama-eager")
+    path = "model.layers_1.mlp.output"
+    with pytest.warns(PatchNotFiredWarning, match=rf"'model.layers_1.mlp.output': {why}"), pg.patch({path: patch}):
+        generated(pg)
+    with pytest.raises(PatchNotFiredError, match=why), pg.patch({path: patch}, strict=True):
+        generated(pg)
+
+
+def test_what_comes_up_at_other_steps_only_is_reported() -> None:
+    _, pg = captured("t5-sdpa")
+    path = "encoder.block_0.layer_1.output"
+    why = r"it came up, but not at its steps \('decoding'\)"
+    with pytest.warns(PatchNotFiredWarning, match=why), pg.patch({path: RecordPatch(steps="decoding")}):
+        generated(pg)
+
+
+def test_direct_calls_report_no_other_steps() -> None:
+    _, pg = captured("gpt2-sdpa")
+    path = PATHS["gpt2-sdpa"][1]
+    with warnings.catch_warnings(), torch.no_grad(), pg.patch({path: [ZeroPatch(steps=1), ZeroPatch(positions=4)]}):
+        warnings.simplefilter("error")
+        cache = pg(tokens(1, 4), use_cache=True).past_key_values
+        pg(tokens(1, 1), past_key_values=cache)
+
+
+def test_steps_that_come_up_in_no_direct_call_are_reported_when_the_context_ends() -> None:
+    _, pg = captured("gpt2-sdpa")
+    path = PATHS["gpt2-sdpa"][1]
+    steps = r"its steps \('decoding'\) did not come up: the last call had step 0"
+    why = f"a patch never fired in this context: '{path}': {steps}"
+
+    def twice(patches: list[Any], strict: bool = False) -> None:
+        with pg.patch({path: patches}, strict=strict):
+            pg(tokens(1, 4))
+            pg(tokens(1, 4))
+
+    with pytest.warns(PatchNotFiredWarning, match=why):
+        twice([ZeroPatch(steps="decoding"), ZeroPatch()])
+    with pytest.raises(PatchNotFiredError, match=why):
+        twice([ZeroPatch(steps="decoding")], strict=True)
+    failing = CustomPatch(custom_op=lambda t: t.no_such_method())
+    with pytest.raises(AttributeError):
+        twice([ZeroPatch(steps="decoding"), failing], strict=True)
+
+
+def test_an_operation_that_is_not_reached_at_its_step_is_reported() -> None:
+    class Branching(nn.Module):
+        def forward(self, input_ids: Tensor, detour: bool = True) -> Tensor:
+            hidden = input_ids * 2
+            return hidden + 1 if detour else hidden
+
+    pg = PatchableGraph(Branching(), tokens(1, 4))
+    with (
+        pg.patch({"add": ZeroPatch(steps="prefill")}),
+        pytest.warns(PatchNotFiredWarning, match="'add': its module ran, but did not come to this operation"),
+    ):
+        pg(tokens(1, 4), detour=False)
+
+
+# -- methods that are no generation ------------------------------------------------------------------------------------
+
+
+def test_steps_that_cannot_be_counted() -> None:
+    """A method that calls a part of the model again and again, and never the model."""
+
+    class Looping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x)
+
+        def loop(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.part(x)
+            return x
+
+    x = torch.ones(1, 2)
+    pg = PatchableGraph(Looping(), x)
+    with (
+        pg.patch({"part.output": ZeroPatch(steps=1)}),
+        pytest.raises(PatchValueError, match="Linear is called repeatedly"),
+    ):
+        pg.loop(x)
