@@ -21,6 +21,7 @@ from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 _VIEWS = {"view", "reshape", "flatten", "unflatten"}
+_WITH_WEIGHTS = {"linear", "addmm"}
 _PERMUTATIONS = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "T", "mT", "t"}
 
 
@@ -76,7 +77,7 @@ def _node(frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
     if node.kind == "output":
         return own & _union(sizes, arguments) if arguments else own
     if node.kind == "call":
-        return _called(node, own) | own & _union(sizes, arguments)
+        return _called(node, own)
     return _followed(node, own, arguments, sizes)
 
 
@@ -101,13 +102,22 @@ def _followed(node: Node, own: set[int], arguments: list[Ref], sizes: dict[int, 
         return set()
     if node.op in _VIEWS and isinstance(node.spec, TensorSpec) and arguments:
         return _through_view(node, following)
-    fixed: set[int] = set()
+    has_weight = node.op in _WITH_WEIGHTS and any(ref.node.kind == "parameter" for ref in arguments)
+    if has_weight and isinstance(node.spec, TensorSpec):
+        return following & set(node.spec.shape[:-1])  # the last dimension is the weight's
+    fixed = _repeated(own, following, arguments) if node.op == "repeat_interleave" else set()
     for ref in arguments:
         theirs = _sizes(ref.node.spec) - following
         if ref.node.kind not in ("parameter", "buffer") and node.op not in _PERMUTATIONS:
             theirs &= _aligned(ref.node.spec, node.spec)
         fixed |= theirs
     return own - fixed
+
+
+def _repeated(own: set[int], following: set[int], arguments: list[Ref]) -> set[int]:
+    """Returns the sizes that came of repeating what does not follow the inputs: heads that share keys, mostly."""
+    grown = own - _sizes(arguments[0].node.spec) - following
+    return {size for size in grown if not any(base > 1 and size % base == 0 for base in following)}
 
 
 def _aligned(argument: ValueSpec, result: ValueSpec) -> set[int]:

@@ -49,14 +49,15 @@ def test_another_rank_is_an_error() -> None:
             pg(torch.ones(4, 2, 3))
 
 
+@pytest.mark.parametrize("layer", ["layers_0", "layers_1"])
 @pytest.mark.parametrize("name", ["qwen2-sdpa", "mistral-sdpa"])
-def test_packed_heads_of_a_decoding_step_are_told(name: str) -> None:
+def test_packed_heads_of_a_decoding_step_are_told(name: str, layer: str) -> None:
     case = case_by_name(name)
     model, call = case.build(), case.example()
     pg = PatchableGraph(model, *call.args, **call.kwargs)
     step = case.variants(model)["cache_static"]
     with (
-        pg.patch({"model.layers_0.self_attn.attn_output": AddPatch(1.0)}),
+        pg.patch({f"model.{layer}.self_attn.attn_output": AddPatch(1.0)}),
         pytest.raises(PatchShapeError, match=r"give the patch any_shape=True"),
     ):
         pg(*step.args, **step.kwargs)

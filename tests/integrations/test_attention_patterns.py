@@ -1,0 +1,210 @@
+"""Attention patterns of transformers models that run fused attention, against the same weights loaded as `eager`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import (
+    CustomPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    PatchShapeError,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from tests.zoo import case_by_name
+from tests.zoo.case import tokens
+
+OPTIONS = ExtractionOptions(decompose=["scaled_dot_product_attention"])
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+HEADS, WIDTH = 4, 12
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of the zoo: where its second attention is, and the module that takes the heads' results."""
+
+    name: str
+    node: str
+    module: str
+    projection: str
+
+    def models(self) -> tuple[Any, Any]:
+        """Returns the model with fused attention, and with the same weights the one that shows its patterns."""
+        return case_by_name(f"{self.name}-sdpa").build(), case_by_name(f"{self.name}-eager").build()
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.node}.attn_pattern"
+
+
+FAMILIES = [
+    Family("gpt2", "transformer.h_1.attn", "transformer.h.1.attn", "c_proj"),
+    Family("llama", "model.layers_1.self_attn", "model.layers.1.self_attn", "o_proj"),
+    Family("bert", "bert.encoder.layer_1.attention.self", "bert.encoder.layer.1.attention", "output.dense"),
+]
+each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+IDS = tokens(3, 7)
+PADDING = (torch.arange(7) >= torch.tensor([0, 2, 4])[:, None]).long()
+CALLS = {"plain": {}, "padded": {"attention_mask": PADDING}}
+each_call = pytest.mark.parametrize("call", list(CALLS.values()), ids=list(CALLS))
+
+
+@contextmanager
+def hooked(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def logits(model: Any, **kwargs: Any) -> Tensor:
+    return model(input_ids=IDS, **kwargs).logits  # type: ignore[no-any-return]
+
+
+@each_family
+@each_call
+@torch.no_grad()
+def test_probes_find_the_patterns_of_eager_attention(family: Family, call: dict[str, Any]) -> None:
+    fused, eager = family.models()
+    expected = eager(input_ids=IDS, **call, output_attentions=True)
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    probe = ProbePatch()
+    with pg.patch({family.pattern: probe}):
+        found = logits(pg, **call)
+    assert probe.activation is not None
+    # Rows of padding, which nobody attends to, are whatever the kernel makes of them.
+    rows = call.get("attention_mask", torch.ones_like(IDS)).bool()
+    torch.testing.assert_close(probe.activation.transpose(1, 2)[rows], expected.attentions[1].transpose(1, 2)[rows])
+    torch.testing.assert_close(found[rows], expected.logits[rows], **TOLERANCE)
+
+
+@each_family
+@each_call
+@torch.no_grad()
+def test_a_zeroed_head_equals_one_cut_out_by_a_hook(family: Family, call: dict[str, Any]) -> None:
+    fused, eager = family.models()
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    with pg.patch({family.pattern: ZeroPatch(slice=(slice(None), 2))}):
+        found = logits(pg, **call)
+
+    def cut_out(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        changed = args[0].clone()
+        changed[..., 2 * WIDTH : 3 * WIDTH] = 0
+        return (changed, *args[1:])
+
+    projection = eager.get_submodule(f"{family.module}.{family.projection}")
+    with hooked(projection.register_forward_pre_hook(cut_out)):
+        expected = logits(eager, **call)
+    rows = call.get("attention_mask", torch.ones_like(IDS)).bool()
+    torch.testing.assert_close(found[rows], expected[rows], **TOLERANCE)
+    assert not torch.allclose(found[rows], logits(eager, **call)[rows], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_replaced_pattern_with_grouped_heads() -> None:
+    """Head 3 of the Llama looks at the first token only: what it hands on is the first value of its group."""
+    fused, eager = FAMILIES[1].models()
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    pattern = torch.zeros(7, 7)
+    pattern[:, 0] = 1
+    with pg.patch({FAMILIES[1].pattern: ReplacePatch(value=pattern, slice=(slice(None), 3))}):
+        found = logits(pg)
+    values: list[Tensor] = []
+    attention = eager.get_submodule(FAMILIES[1].module)
+
+    def look_at_first(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        changed = args[0].clone()
+        changed[..., 3 * WIDTH :] = values[0][:, :1, WIDTH:]  # the second of two groups
+        return (changed, *args[1:])
+
+    with (
+        hooked(attention.v_proj.register_forward_hook(lambda _, __, output: values.append(output))),
+        hooked(attention.o_proj.register_forward_pre_hook(look_at_first)),
+    ):
+        expected = logits(eager)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@each_family
+def test_gradients_with_respect_to_the_pattern(family: Family) -> None:
+    """`d loss / d pattern` through the fused model's steps equals that of the eager model's own pattern."""
+    fused, eager = family.models()
+    output = eager(input_ids=IDS, output_attentions=True)
+    loss = output.logits.square().sum()
+    (expected,) = torch.autograd.grad(loss, output.attentions[1])
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    probe = ProbePatch()
+    with pg.patch({family.pattern: probe}):
+        loss = logits(pg).square().sum()
+    assert probe.activation is not None
+    (found,) = torch.autograd.grad(loss, probe.activation)
+    torch.testing.assert_close(found / found.abs().max(), expected / expected.abs().max(), rtol=1e-4, atol=1e-4)
+
+
+@each_family
+@torch.no_grad()
+def test_nothing_else_changes(family: Family) -> None:
+    fused, _ = family.models()
+    plain, opened = PatchableGraph(fused, input_ids=IDS), PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    shared = [path for path in opened.nodes if path in plain.nodes]
+    assert shared == list(plain.nodes)
+    expected = logits(fused)
+    with opened.patch({path: CustomPatch(custom_op=lambda value: value) for path in shared}):
+        assert torch.equal(logits(opened), expected)
+    with opened.patch({path: CustomPatch(custom_op=lambda value: value) for path in opened.nodes}):
+        torch.testing.assert_close(logits(opened), expected, **TOLERANCE)
+    assert torch.equal(logits(opened), expected)
+
+
+def test_source_lines_lead_from_the_model_to_the_step() -> None:
+    fused, _ = FAMILIES[0].models()
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    lines = pg.nodes[FAMILIES[0].pattern].source_lines
+    assert [line.function for line in lines][-2:] == ["sdpa_attention_forward", "_attention"]
+    assert lines[-1].text.startswith("attn_pattern = ")
+    assert "modeling_gpt2" in lines[0].file
+
+
+@pytest.mark.parametrize(("family", "call"), [(FAMILIES[0], "padded"), (FAMILIES[0], "plain"), (FAMILIES[1], "plain")])
+@torch.no_grad()
+def test_generation_with_a_cache(family: Family, call: str) -> None:
+    """Patterns of the prefill and of each decoding step, and a head that is zeroed in all of them."""
+    fused, eager = family.models()
+    kwargs = {**CALLS[call], "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    record = RecordPatch()
+    with pg.patch({family.pattern: [ZeroPatch(slice=(slice(None), 1)), record]}):
+        found = pg.generate(IDS, **kwargs)
+
+    def cut_out(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        changed = args[0].clone()
+        changed[..., WIDTH : 2 * WIDTH] = 0
+        return (changed, *args[1:])
+
+    with hooked(eager.get_submodule(f"{family.module}.{family.projection}").register_forward_pre_hook(cut_out)):
+        expected = eager.generate(IDS, **kwargs)
+    assert torch.equal(found, expected)
+    assert [tuple(pattern.shape[2:]) for pattern in record.activations] == [(7, 7), (1, 8), (1, 9), (1, 10), (1, 11)]
+
+
+@torch.no_grad()
+def test_heads_that_transformers_packs_are_not_mistaken_for_others() -> None:
+    """A padded decoding step of grouped heads has them as rows: the name holds the patterns in another form there."""
+    fused, _ = FAMILIES[1].models()
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    with (
+        pg.patch({FAMILIES[1].pattern: ZeroPatch(slice=(slice(None), 1))}),
+        pytest.raises(PatchShapeError, match="dimension 1 does not follow the inputs' sizes, yet was 4 and is 2 now"),
+    ):
+        pg.generate(IDS, attention_mask=PADDING, max_new_tokens=3, do_sample=False)
