@@ -164,7 +164,7 @@ def test_each_call_of_a_frame_with_patches_of_its_own() -> None:
 
     for options in (ExtractionOptions(), ExtractionOptions(classes_to_skip_compiling={Twice})):
         pg = PatchableGraph(Twice(), options, X)
-        patches = {"inner_0.output": CustomPatch(breaks, any_shape=True), "inner_1.hidden": ProbePatch()}
+        patches = {"inner_0.output": CustomPatch(breaks, any_shape=True), "inner_1.hidden": ProbePatch(any_shape=True)}
         note = run_broken(pg, patches, X)
         assert "raised by 'inner_1.linear.linear' (linear)" in note
         assert "arguments: Tensor(4, 5), Tensor(3, 3), Tensor(3)" in note
