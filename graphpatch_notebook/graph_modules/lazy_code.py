@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import keyword
 import linecache
 import re
 import threading
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import fx
 
@@ -72,6 +73,7 @@ def generate(graph: fx.Graph) -> GeneratedCode:
             return x
     """
     global _generations  # noqa: PLW0603  # a counter of the whole process
+    _escape_keywords(graph)
     python = graph.python_code(_name_of_module(graph))
     text = python.src.strip("\n ")
     with _lock:
@@ -84,6 +86,25 @@ def generate(graph: fx.Graph) -> GeneratedCode:
     function = globals_["forward"]
     assert isinstance(function, FunctionType)
     return GeneratedCode(text, function, shared)
+
+
+def _escape_keywords(graph: fx.Graph) -> None:
+    """Has fx write `getattr(self, "lambda")`: it does so for names that are no identifiers, but keywords are."""
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module") and any(map(keyword.iskeyword, str(node.target).split("."))):
+            node.target = _EscapedPath(node.target)
+
+
+class _EscapedPath(str):
+    """An attribute path whose parts do not pass for identifiers."""
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return [_EscapedName(part) for part in super().split(sep, maxsplit)]
+
+
+class _EscapedName(str):
+    def isidentifier(self) -> bool:
+        return False
 
 
 def name_assigned_at(code: CodeType, line: int) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpatch_notebook import ExtractionOptions, PatchableGraph, ZeroPatch
+from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph, record_name, run_custom
 from graphpatch_notebook.capture.inputs import input_parameters, signature_of
 from graphpatch_notebook.capture.records import Frame
@@ -180,3 +180,41 @@ def test_patches_on_custom_graphs_serve_other_batch_sizes() -> None:
     pg = PatchableGraph(module, ExtractionOptions(custom_extraction_functions={Scaled: extract}), X)
     with pg.patch({"my_custom_name": ZeroPatch()}):
         assert torch.equal(pg(torch.ones(5, 2)), torch.ones(5, 2))
+
+
+class Keywords(nn.Module):
+    """A child and a parameter whose names are keywords, and a child that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"in": nn.Linear(2, 2)})
+        self.linear = nn.Linear(2, 2)
+        self.register_parameter("lambda", nn.Parameter(torch.tensor([2.0, 3.0])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(self.parts["in"](x))) * self.get_parameter("lambda")
+
+
+def extract_keywords(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for target in ("parts.in", "linear", "linear"):
+        value = graph.call_module(target, (value,))
+    graph.output((graph.call_function(operator.mul, (value, graph.get_attr("lambda"))),))
+    return graph
+
+
+@pytest.mark.parametrize("run", [lambda pg: pg(X), lambda pg: pg._graph_module(X)], ids=["pg", "graph modules"])
+def test_names_that_are_keywords_and_repeated_calls(run: Any) -> None:
+    module = Keywords()
+    calls: list[str] = []
+    module.linear.register_forward_hook(lambda *_: calls.append("hook"))
+    pg = PatchableGraph(module, ExtractionOptions(custom_extraction_functions={Keywords: extract_keywords}), X)
+    expected = module(X)
+    calls.clear()
+    assert torch.equal(run(pg), expected)
+    assert calls == ["hook", "hook"]
+    with pg.patch({"linear_1.output": ZeroPatch(), "lambda_1": AddPatch(value=1.0)}):
+        assert torch.equal(pg(X), torch.zeros(3, 2))
+    with pg.patch({"lambda_1": ZeroPatch(slice=0)}):
+        assert torch.equal(pg(X), expected * torch.tensor([0.0, 1.0]))
