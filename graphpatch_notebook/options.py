@@ -35,8 +35,6 @@ class ExtractionOptions:
         decompose: Composite functions to open into their steps, so that each step is a node: the functions
             `torch.nn.functional.scaled_dot_product_attention` and `torch.nn.functional.multi_head_attention_forward`,
             or their names. See below.
-        run_graphs: (Not in this version: an error.) Run patched calls as generated code, after a check against the
-            eager model, instead of live.
 
     Attention patterns: fused attention never shows its weights. With `decompose=["scaled_dot_product_attention"]`, a
     call of it shows its steps: `dot_products`, `attn_scores` (scaled), `attn_bias` (the mask), `masked_scores`, and
@@ -64,7 +62,6 @@ class ExtractionOptions:
     postprocessing_function: Callable[[Any, Module], None] | None = None
     copy_transformers_generation_config: bool = True
     decompose: Collection[str | Callable[..., Any]] = ()
-    run_graphs: bool = False
 
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:
         """Returns the custom extraction function for `module`: that of the nearest class in its method order."""

@@ -71,7 +71,6 @@ class PatchableGraph(Module):
         if example_args and isinstance(example_args[0], ExtractionOptions):
             options, *rest = example_args
             example_args = tuple(rest)
-        _refuse_what_is_to_come(options)
         super().__init__()
         self._set_up(module, capture(module, options, example_args, example_kwargs), options)
         if options.postprocessing_function is not None:
@@ -341,14 +340,6 @@ class Derived:
     def prepare(self, entries: Sequence[Entry]) -> Prepared:
         """Returns what it takes to activate `entries`."""
         return contexts.prepare(self._root, entries, self.callers, self.own_graphs)
-
-
-def _refuse_what_is_to_come(options: ExtractionOptions) -> None:
-    # An option that did nothing would give silently wrong numbers.
-    if options.run_graphs:
-        raise NotImplementedError(
-            "ExtractionOptions(run_graphs=True) does not work yet in this version; pg._graph_module runs graphs"
-        )
 
 
 def _asked_of_the_model(name: str) -> Callable[..., Any]:

@@ -128,11 +128,6 @@ def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
     assert [frame.path for frame in pg._root_frame.walk() if frame.opaque_reason] == []
 
 
-def test_options_of_a_later_version_are_an_error_rather_than_ignored() -> None:
-    with pytest.raises(NotImplementedError, match="does not work yet in this version"):
-        PatchableGraph(Outer().eval(), ExtractionOptions(run_graphs=True), X)
-
-
 def test_things_that_are_no_module_are_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
         PatchableGraph(lambda x: x, X)  # type: ignore[arg-type]
