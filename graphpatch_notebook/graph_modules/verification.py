@@ -12,7 +12,7 @@ from graphpatch_notebook.capture.forward_swap import invoke, swap, unswap
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.belief import Refusal, RunnableGraph
-from graphpatch_notebook.graph_modules.live_runs import Runnable, observed_by
+from graphpatch_notebook.graph_modules.live_runs import Runnable, is_hooked, observed_by, run_in_hook
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.paths import format_path
 
@@ -147,7 +147,10 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     refusals = verifier.refusals
     if isinstance(root, RunnableGraph) and root in refusals and refusals[root] is None:
         try:
-            refusals[root] = _whole(root, *second)
+            if is_hooked(root.frame.module):  # the parameters are there only between the hooks
+                run_in_hook(root.frame.module, lambda *call: refusals.update({root: _whole(root, *call)}), *second)
+            else:
+                refusals[root] = _whole(root, *second)
         finally:
             state.restore()
     return VerificationReport(tuple(_report(g, refusals) for g in _walk(root)))

@@ -308,3 +308,60 @@ def test_models_that_transformers_loads_from_a_map(tmp_path: Path) -> None:
         assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
         assert torch.equal(generated(pg), generated(edited))
     assert devices(model) == before
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Uses a parameter and a buffer of its own, besides those of its submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.rand(4))
+        self.register_buffer("shift", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale + self.shift
+
+
+SMALL: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
+    "cpu": SPREAD["cpu, buffers too"],
+    "disk": SPREAD["disk, buffers too"],
+    "hooks in hooks": SPREAD["disk, hooks in hooks"],
+}
+
+
+@pytest.mark.parametrize("way", SMALL)
+@torch.no_grad()
+def test_graphs_run_and_are_verified_between_the_hooks(way: str, tmp_path: Path) -> None:
+    x = torch.rand(2, 4)
+    model = SMALL[way](Small(), tmp_path)
+    pg = PatchableGraph(model, x)
+    report = pg.verify(x)
+    assert report.is_equal
+    assert report.counts() == {"equal": 2}
+    for _ in range(3):
+        assert torch.equal(pg._graph_module(x), Small()(x))
+    assert set(devices(model)) <= {"meta", "cpu"}
+
+
+@pytest.mark.parametrize("way", SMALL)
+@torch.no_grad()
+def test_edited_graphs_run_between_the_hooks_and_are_patched(way: str, tmp_path: Path) -> None:
+    def subtract(graph_module: Any, module: nn.Module) -> None:
+        for node in graph_module.graph.nodes:
+            if node.target is torch.Tensor.add or node.name == "add":
+                node.target = torch.sub
+
+    x, edited = torch.rand(2, 4), Small()
+    model = SMALL[way](Small(), tmp_path)
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=subtract), x)
+    assert torch.equal(pg(x), edited.linear(x) * edited.scale - edited.shift)
+    edited.linear.weight[0] = 0
+    edited.scale *= 2
+    patches = {"linear.weight": ZeroPatch(slice=0), "scale": CustomPatch(lambda scale: scale * 2)}
+    with pg.patch(patches, strict=True):
+        assert torch.equal(pg(x), edited.linear(x) * edited.scale - edited.shift)

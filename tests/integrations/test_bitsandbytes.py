@@ -366,3 +366,19 @@ def test_graph_modules_run_the_quantized_module() -> None:
     assert report.is_equal
     assert report.counts() == {"equal": 1, "opaque": 1}
     assert torch.equal(pg._graph_module(X), expected)
+
+
+@each_kind
+@torch.no_grad()
+def test_edited_graphs_call_the_quantized_module(kind: str) -> None:
+    def triple(graph_module: Any, module: nn.Module) -> None:
+        for node in graph_module.graph.nodes:
+            if node.name == "mul":
+                node.args = (node.args[0], 3)
+
+    model = quantized(kind)
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=triple), X)
+    assert torch.equal(pg(X), quantized(kind).linear(X) * 3)
+    probe = ProbePatch()
+    with pg.patch({"linear.weight": [ZeroPatch(slice=0), probe]}, strict=True):
+        assert torch.equal(pg(X), plain(model, probe.activation) / 2 * 3)
