@@ -24,6 +24,16 @@ NAMES = {
         "to_follower",
         "said",
     ),
+    "03_quantized_and_offloaded": (
+        "accuracy_original",
+        "accuracy_quantized",
+        "accuracy_without_head",
+        "accuracy_offloaded_without_head",
+        "distance_quantized",
+        "distance_with",
+        "distance_with_all",
+        "same_weight",
+    ),
 }
 HEADS = [str((layer, head)) for layer in range(2) for head in range(4)]
 
@@ -95,3 +105,25 @@ def test_quickstart_attention_says_less_than_ablation() -> None:
     assert all(found["to_follower"][head] > 0.85 for head in HEADS[4:])
     assert all(found["to_follower"][head] < 0.1 for head in HEADS[:4])
     assert max(HEADS[4:], key=found["said"].get) == "(1, 3)"
+
+
+def test_quantized_model_keeps_its_skill_until_its_weight_is_patched() -> None:
+    found = run("03_quantized_and_offloaded")[1]
+    assert found["accuracy_quantized"] > 0.95
+    assert found["accuracy_quantized"] == pytest.approx(found["accuracy_original"], abs=0.03)
+    assert found["accuracy_without_head"] < 0.1
+
+
+def test_trained_weights_put_back_undo_the_quantization() -> None:
+    found = run("03_quantized_and_offloaded")[1]
+    assert found["distance_quantized"] > 0.1
+    assert found["distance_with_all"] < 1e-3
+    assert len(found["distance_with"]) == 8
+    best = min(found["distance_with"], key=found["distance_with"].get)
+    assert best.startswith("transformer.h_0.mlp.")
+
+
+def test_offloaded_model_is_patched_and_probed_like_one_in_memory() -> None:
+    found = run("03_quantized_and_offloaded")[1]
+    assert found["accuracy_offloaded_without_head"] < 0.1
+    assert found["same_weight"]
