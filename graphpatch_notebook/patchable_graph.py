@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
@@ -16,6 +17,7 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
 from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
+from graphpatch_notebook.execution.plain_fx import verified_fx_module
 from graphpatch_notebook.execution.plan import Callers, Entry
 from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphInterpreter, GraphModule, build_hierarchy
 from graphpatch_notebook.graph_modules.copies import copied_frame
@@ -182,6 +184,50 @@ class PatchableGraph(Module):
     def _refuse_patches(self) -> None:
         if contexts.innermost(self) is not None:
             raise GraphError("graphs are interpreted without patches: call run() of the interpreter outside of patch()")
+
+    def to_fx(
+        self,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        allow_doubts: bool = False,
+        any_size: bool = False,
+    ) -> fx.GraphModule:
+        """Returns the model, with the patches that are active, as nested `torch.fx.GraphModule`s.
+
+        For `torch.compile(..., fullgraph=True)`, `torch.export` and other tools that work on graphs. The modules have
+        the names that they have in the model and share its parameters and buffers; patches are modules in the graphs
+        (`patch_mul`), and what they hold is looked up in each run. Compilers cannot look into `RecordPatch`.
+
+        The graphs are a record of the run on the example inputs. What is returned gave, bit for bit, what this
+        `PatchableGraph` gives on `args` and `kwargs`, and raises on inputs that do not look like the example's. Nothing
+        is promised once the model is changed otherwise than by its weights.
+
+        Args:
+            args: Inputs to compare with, positional.
+            kwargs: Inputs to compare with, by keyword.
+            allow_doubts: Take graphs also where it is known that the model looked at values to find its way (these are
+                told in the error that you get without it).
+            any_size: Let inputs of other sizes in (of as many dimensions). Sizes that the model hands on as plain
+                numbers stay what they were: compare with the model on such inputs.
+
+        Raises:
+            GraphError: A part of the model has no graph, the graphs are in doubt, or they give other results.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+            >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.ones(1, 2))
+            >>> with pg.patch({"sub_0.linear": ZeroPatch()}):
+            ...     compiled = torch.compile(pg.to_fx((torch.ones(1, 2),)), fullgraph=True, backend="eager")
+            >>> compiled(torch.ones(1, 2)).tolist()
+            [[0.0, 0.0]]
+        """
+        context = contexts.innermost(self)
+        entries = context.prepared.entries if context is not None else ()
+        return verified_fx_module(
+            self._graph_module, entries, self, args, dict(kwargs or {}), allow_doubts=allow_doubts, any_size=any_size
+        )
 
     def _code_of(self, frame: Frame) -> str:
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from graphpatch_notebook import CustomPatch, PatchableGraph, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.patches import Patch
+from tests.zoo import AWKWARD, Case
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
 
@@ -61,3 +77,237 @@ def test_compiled_parts_are_captured_and_patched(build: Callable[[], nn.Module])
     with pg.patch({relu: ZeroPatch()}, strict=True):
         assert torch.equal(pg(X), plain.last(torch.zeros(2, 3)))
     assert torch.equal(pg(X), expected)
+
+
+# -- the hierarchy as plain fx modules ---------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        self.calls.add_(1)
+        hidden = self.norm(x).mul_(2)
+        hidden[:, 0] = 1
+        once = self.linear(hidden)
+        return self.linear(once) + self.calls, {"once": once}
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(3, 3)
+        self.head.weight = self.blocks[0].linear.weight
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x, extra = block(x)
+        return {"logits": self.head(x) * scale, "once": extra["once"]}
+
+
+def gpt2() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16, use_cache=False)
+    config.bos_token_id = config.eos_token_id = 0
+    return transformers.GPT2LMHeadModel(config).eval(), torch.randint(0, 32, (2, 5))
+
+
+@pytest.fixture(scope="module")
+def graph_of_gpt2() -> PatchableGraph:
+    model, ids = gpt2()
+    return PatchableGraph(model, ids)
+
+
+def gpt2_patches() -> dict[str, Patch[Any]]:
+    return {
+        "transformer.h_0.mlp.act.mul_3": ZeroPatch(slice=(..., slice(0, 8))),
+        "transformer.h_0.output": AddPatch(value=torch.linspace(-1, 1, 16)),
+        "transformer.h_1.attn.c_attn.weight": CustomPatch(lambda weight: weight * 2),
+        "transformer.h_1.attn.output|sub_0": ReplacePatch(value=0.5, slice=(0, 0)),
+        "output|logits": AddPatch(value=1.0, slice=(..., 0)),
+    }
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_patched_gpt2_compiles_as_one_graph(graph_of_gpt2: PatchableGraph, backend: str) -> None:
+    pg, ids = graph_of_gpt2, gpt2()[1]
+    patches, probe = gpt2_patches(), ProbePatch()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        with pg.patch({**patches, "transformer.h_1.mlp.c_fc.output": probe}):
+            expected, kept = pg(ids).logits, probe.activation
+            compiled = torch.compile(pg.to_fx((ids,), allow_doubts=True), fullgraph=True, backend=backend)
+        assert not torch.equal(expected, pg(ids).logits)
+        found = compiled(ids).logits
+        if backend == "inductor":
+            torch.testing.assert_close(found, expected)
+        else:
+            assert torch.equal(found, expected)
+            assert torch.equal(probe.activation, kept)
+        # What a patch holds is looked up in each run.
+        patches["transformer.h_0.output"].value = torch.ones(16)  # type: ignore[attr-defined]
+        with pg.patch(patches):
+            torch.testing.assert_close(compiled(ids).logits, pg(ids).logits)
+
+
+def test_exported_again(graph_of_gpt2: PatchableGraph) -> None:
+    pg, ids = graph_of_gpt2, gpt2()[1]
+
+    class Logits(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids).logits
+
+    with torch.no_grad(), pg.patch(gpt2_patches()):
+        program = torch.export.export(Logits(pg.to_fx((ids,), allow_doubts=True)), (ids,))
+        assert torch.equal(program.module()(ids), pg(ids).logits)
+
+
+def put_back(model: nn.Module, before: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before.get_buffer(name))
+
+
+def test_plain_modules_are_the_model_with_patches() -> None:
+    model = Stack()
+    pg = PatchableGraph(model, X)
+    probe, record = ProbePatch(), RecordPatch()
+    patches: dict[str, Any] = {
+        "x": AddPatch(value=0.5),
+        "blocks_0.norm.output": [probe, AddPatch(value=1.0)],
+        "blocks_0.hidden": AddPatch(value=2.0, slice=(0,)),  # written in place
+        "blocks_0.setitem": record,
+        "blocks_0.linear_0.linear": ZeroPatch(slice=(0,)),
+        "blocks_1.linear_1.output": AddPatch(value=3.0),
+        "blocks_1.output|sub_1.once": ZeroPatch(),
+        "blocks_1.calls": ReplacePatch(value=7.0),
+        "head.weight": CustomPatch(lambda weight: weight.T),
+        "output|logits": AddPatch(value=1.0),
+    }
+    patches = {path: patch for path, patch in patches.items() if path in pg.nodes}
+    assert len(patches) >= 9
+    before = copy.deepcopy(model)
+    with pg.patch(patches, strict=True):
+        plain = pg.to_fx((X,))
+        assert record.activations == []
+        assert probe.activation is None
+        assert all(torch.equal(value, before.get_buffer(name)) for name, value in model.named_buffers())
+        expected, state = pg(X), copy.deepcopy(model.state_dict())
+    assert isinstance(plain.get_submodule("blocks.0"), torch.fx.GraphModule)
+    put_back(model, before)
+    found = plain(X)
+    assert [len(record.activations), torch.equal(*record.activations)] == [2, True]
+    assert torch.equal(found["logits"], expected["logits"])
+    assert torch.equal(found["once"], expected["once"])
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    (found["logits"].sum()).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected["logits"].sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+def test_models_that_write_into_buffers_and_values_compile_as_one_graph() -> None:
+    model = Stack()
+    pg = PatchableGraph(model, X)
+    before = copy.deepcopy(model)
+    torch._dynamo.reset()
+    with pg.patch({"blocks_0.hidden": AddPatch(value=2.0, slice=(0,)), "blocks_1.linear_1.output": ZeroPatch()}):
+        compiled = torch.compile(pg.to_fx((X,)), fullgraph=True, backend="eager")
+        expected, state = pg(X), dict(model.named_buffers())
+        state = {name: value.clone() for name, value in state.items()}
+    put_back(model, before)
+    found = compiled(X)
+    assert torch.equal(found["once"], expected["once"])
+    assert torch.equal(found["logits"], expected["logits"])
+    assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
+
+
+def test_plain_modules_share_names_and_weights() -> None:
+    model = Stack()
+    plain = PatchableGraph(model, X).to_fx((X,))
+    theirs = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in plain.named_parameters():
+        assert parameter is theirs[name.replace("linear_call_1", "linear")]
+    assert plain.head.weight is model.blocks[0].linear.weight
+    assert set(model.state_dict()) <= set(plain.state_dict())
+    assert "blocks.0.calls" not in plain.state_dict()
+    assert type(plain).__name__ == "Stack"
+    with torch.no_grad():
+        model.head.bias.fill_(3.0)
+    assert torch.equal(plain.head.bias, torch.full((3,), 3.0))
+
+
+def test_exported_programs_as_plain_modules() -> None:
+    program = torch.export.export(Outer(), (X,))
+    pg = PatchableGraph.from_exported(program)
+    torch._dynamo.reset()
+    with pg.patch({"inner.relu": ZeroPatch(slice=(0,)), "inner.linear.weight": AddPatch(value=1.0)}, strict=True):
+        compiled = torch.compile(pg.to_fx((X,)), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(X), pg(X))
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > -100 else x
+
+
+class Drifting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global _drift  # noqa: PLW0603
+        _drift += 1
+        return x * _drift
+
+
+_drift = 0
+
+
+def test_graphs_that_cannot_stand_for_the_model_are_refused() -> None:
+    pg = PatchableGraph(Looking(), X)
+    with pytest.raises(GraphError, match=r"'<root>' reads a value into Python .*say allow_doubts=True"):
+        pg.to_fx((X,))
+    assert torch.equal(pg.to_fx((X,), allow_doubts=True)(X), pg(X))
+    with pytest.raises(GraphError, match="do not do what the model does on these inputs: output: .*'<root>' reads a"):
+        pg.to_fx((X - 100,), allow_doubts=True)
+    with pytest.raises(GraphError, match="do not do what the model does on these inputs: output: 6 of 6 values differ"):
+        PatchableGraph(Drifting(), X + 3).to_fx((X + 3,))
+    options = ExtractionOptions(classes_to_skip_compiling={Inner})
+    with pytest.raises(GraphError, match=r"cannot be written as one: 'inner': the options say to skip it"):
+        PatchableGraph(Outer(), options, X).to_fx((X,))
+
+
+def test_other_inputs_than_the_examples_are_refused() -> None:
+    pg = PatchableGraph(Stack(), X)
+    plain = pg.to_fx((X,))
+    for args, kwargs in [((X[:1],), {}), ((X.double(),), {}), ((X,), {"scale": 2.0}), (([X],), {})]:
+        with pytest.raises(GraphError, match="does not look like the one that this graph was made with"):
+            plain(*args, **kwargs)
+    model = Stack().eval()
+    pg, longer = PatchableGraph(model, X), torch.cat([X, X])
+    outer = PatchableGraph(Outer(), X)
+    assert torch.equal(outer.to_fx((longer,), any_size=True)(longer), outer(longer))
+    with pytest.raises(GraphError, match="do not do what the model does on these inputs: GraphError: the input 'x'"):
+        pg.to_fx((longer,))
+
+
+@pytest.mark.parametrize("case", AWKWARD, ids=[case.name for case in AWKWARD])
+def test_awkward_models_are_written_or_refused(case: Case) -> None:
+    example = case.example()
+    pg = PatchableGraph(case.build(), *example.args, **example.kwargs)
+    plain = None
+    with contextlib.suppress(GraphError):
+        plain = pg.to_fx(example.args, example.kwargs, allow_doubts=True)
+    assert plain is None or isinstance(plain, torch.fx.GraphModule)

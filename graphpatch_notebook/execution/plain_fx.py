@@ -1,0 +1,114 @@
+"""Plain fx modules of a patched model, compared with the patched model before anybody gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.graph_modules import GraphModule
+from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.graph_modules.plain_fx import listed_doubts, plain_fx_module
+from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.patches import Patch
+
+
+def verified_fx_module(
+    root: GraphModule,
+    entries: Sequence[Entry],
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    allow_doubts: bool,
+    any_size: bool,
+) -> fx.GraphModule:
+    """Returns the model as plain fx modules with the patches of `entries`, if that returns what `run` does.
+
+    Args:
+        root: The graph module of the whole model.
+        entries: The patches.
+        run: Runs the model with these patches.
+        args: Positional inputs to compare with.
+        kwargs: Inputs by keyword.
+        allow_doubts: Whether graphs will do of which it is known that other inputs may need others.
+        any_size: Whether the result takes inputs of other sizes.
+
+    Raises:
+        GraphError: There is no graph of some part, there are doubts, or the results differ.
+        Exception: Whatever the model raises on these inputs.
+    """
+    patched: dict[Any, list[Any]] = {}
+    for entry in entries:
+        patched.setdefault(entry.target.node, []).append((entry.target.dig, entry.patches))
+    result = plain_fx_module(root, patched, any_size=any_size)
+    doubts = listed_doubts(root)
+    if doubts and not allow_doubts:
+        raise GraphError(
+            f"the graphs are a record of one run, and the model may go another way with other inputs: {doubts}; if it "
+            "goes this way with all inputs that you have in mind, say allow_doubts=True"
+        )
+    with _unchanged(patch for entry in entries for patch in entry.patches):
+        problem = _problem(result, root, run, args, kwargs)
+    if problem is not None:
+        because = f"; it is known that the model {doubts}" if doubts else ""
+        raise GraphError(f"the graphs do not do what the model does on these inputs: {problem}{because}")
+    return result
+
+
+def _problem(
+    result: fx.GraphModule, root: GraphModule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """Returns how `result` differs from `run` on copies of the inputs, if it does."""
+    first, second = copied((args, kwargs)), copied((args, kwargs))
+    before = ModuleState(root.frame.module)
+    try:
+        expected = run(*first[0], **first[1])
+        after = {name: buffer.clone() for name, buffer in root.frame.module.named_buffers()}
+        before.restore()
+        had_gradients = torch.is_grad_enabled()
+        try:
+            value = result(*second[0], **second[1])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            leaves_gradients = torch.is_grad_enabled()
+            torch.set_grad_enabled(had_gradients)
+        if leaves_gradients != had_gradients:
+            return "they leave gradients switched on or off"
+        there = dict(root.frame.module.named_buffers())
+        return (
+            difference(value, expected, "output")
+            or difference(second, first, "inputs")
+            or difference({name: there[name] for name in after}, after, "buffers")
+        )
+    finally:
+        before.restore()
+
+
+@contextmanager
+def _unchanged(patches: Iterable[Patch[Any]]) -> Iterator[None]:
+    """Lets patches that keep what they see forget what they saw in the block."""
+    saved = [(patch, {name: _contents(value) for name, value in vars(patch).items()}) for patch in patches]
+    try:
+        yield
+    finally:
+        for patch, attributes in saved:
+            for name in vars(patch).keys() - attributes.keys():
+                delattr(patch, name)
+            for name, (value, contents) in attributes.items():
+                if isinstance(value, list):
+                    value[:] = contents
+                elif isinstance(value, dict):
+                    value.clear()
+                    value.update(contents)
+                patch.__dict__[name] = value
+
+
+def _contents(value: Any) -> tuple[Any, Any]:
+    return value, value.copy() if isinstance(value, (list, dict)) else None

@@ -1,0 +1,268 @@
+"""A hierarchy of plain `torch.fx.GraphModule`s, with patches as parts of the graphs: for compilers and exporters.
+
+    hidden = torch.relu(up)        ->    hidden = torch.relu(up)
+    mul = hidden * 2                     patch_hidden = self.patch_hidden(hidden)
+                                         mul = patch_hidden * 2
+
+The modules have the names that they have in the model, share its parameters and buffers, and know nothing of this
+package but for the patches. A graph is a record of one run: the graph of the whole checks that its inputs look like
+those of that run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+from torch.nn import Module
+
+from graphpatch_notebook.capture.custom_graphs import RECORD
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graph_modules.forms import Form
+from graphpatch_notebook.graph_modules.modules import CompiledGraphModule, GraphModule
+from graphpatch_notebook.graph_modules.targets import Container, printable
+from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.torch_compat import codegen_of
+from graphpatch_notebook.values import Key, ScalarSpec, replaced, take
+
+Patched = Mapping[Node, Sequence["tuple[tuple[Key, ...], Sequence[Patch[Any]]]"]]
+"""What is patched: for each node the places in its value, each with its patches, in order."""
+
+
+def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> fx.GraphModule:
+    """Returns the hierarchy from `root` down as plain modules, with patches woven in.
+
+    Args:
+        root: The graph module of the whole model.
+        patched: The patches.
+        any_size: Whether inputs of other sizes than the example's are let in.
+
+    Raises:
+        GraphError: There is no graph of some frame; the message names them all.
+    """
+    opaque = [graph for graph in _walk(root) if graph.frame.opaque_reason is not None]
+    if opaque:
+        listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
+        raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
+    return _Writer(root, patched).module(Form(root.frame, any_size=any_size))
+
+
+def _walk(graph: GraphModule) -> list[GraphModule]:
+    return [graph, *(below for callee in graph.callees() for below in _walk(callee))]
+
+
+class PatchedValue(Module):
+    """Returns what stands in for a value of the model, from its patches. What such a graph calls where one is patched.
+
+    Args:
+        patches: The patches, in order; what they hold is looked up in each run.
+        dig: The keys that lead from the value to what is patched in it.
+        is_written: Whether the value was written into a tensor that others hold, and so must be what stands in for it.
+        is_shown_copied: Whether patches that only look are shown a copy: the model writes into the value later.
+    """
+
+    def __init__(
+        self, patches: Sequence[Patch[Any]], dig: tuple[Key, ...], *, is_written: bool, is_shown_copied: bool
+    ) -> None:
+        super().__init__()
+        self.patches = list(patches)
+        self.dig = dig
+        self.is_written = is_written
+        self.is_shown_copied = is_shown_copied
+
+    def forward(self, value: Any) -> Any:
+        """Returns the patched value; containers on the way to it are copied, never written into."""
+        result = self._at(value, self.dig)
+        if self.is_written and result is not value:
+            value.copy_(result)
+            return value
+        return result
+
+    def _at(self, value: Any, dig: tuple[Key, ...]) -> Any:
+        if not dig:
+            return self._patched(value)
+        child = self._at(take(value, dig[0]), dig[1:])
+        if isinstance(value, Mapping) and hasattr(value, "__dataclass_fields__"):  # a `ModelOutput`, for compilers
+            return type(value)(**{**value, dig[0]: child})
+        return replaced(value, dig[0], child)
+
+    def _patched(self, value: Any) -> Any:
+        for patch in self.patches:
+            is_tensor = isinstance(value, Tensor)
+            if patch.observes_only:
+                patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
+            else:
+                value = patch.op(value.clone() if patch.requires_clone and is_tensor else value)
+        return value
+
+
+class _Writer:
+    """Writes the module of one frame, and those of the frames below it."""
+
+    def __init__(self, graph_module: GraphModule, patched: Patched) -> None:
+        assert isinstance(graph_module, CompiledGraphModule)
+        self._source = graph_module
+        self._frame: Frame = graph_module.frame
+        self._patched = patched
+        self._held: dict[str, Any] = {}
+        self._not_saved: list[str] = []
+        self._graph = fx.Graph()
+
+    def module(self, form: Form | None = None) -> fx.GraphModule:
+        """Returns the module; with a `form`, one that checks its inputs first."""
+        copies: dict[fx.Node, fx.Node] = {}
+        returned = self._graph.graph_copy(self._source.graph, copies)
+        if self._frame.custom_graph is not None:
+            returned = returned[0]  # type: ignore[index]  # such a graph hands out a one-element tuple
+        self._graph.set_codegen(codegen_of(self._source.graph))
+        output = self._graph.output(returned)
+        for old, new in copies.items():
+            self._hold(old, new)
+            record = old.meta.get(RECORD)
+            new.meta = {}
+            if isinstance(record, Node) and record.kind != "output":
+                self._weave(new, record)
+        with self._graph.inserting_before(output):
+            for dig, patches in self._patched.get(self._frame.output_node, ()):
+                output.args = (self._with_patched(output.args[0], dig, patches),)
+        _drop_unused_reads(copies)
+        if form is not None:
+            self._check(form, [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"])
+        self._graph.lint()
+        result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
+        for path in self._not_saved:
+            holder, _, name = path.rpartition(".")
+            result.get_submodule(holder)._non_persistent_buffers_set.add(name)
+        return result
+
+    # -- what the graph refers to --------------------------------------------------------------------------------------
+
+    def _hold(self, old: fx.Node, new: fx.Node) -> None:
+        """Puts what a node refers to where a plain module has it."""
+        record: Node | None = old.meta.get(RECORD)
+        if new.op == "call_module":
+            callee = _callee(self._source, record)
+            path = str(old.target if record is None else record.target)
+            if record is not None and record.call_index > 0:
+                path = f"{path}_call_{record.call_index}"
+            new.target = self._put(path, _Writer(callee, self._patched).module() if callee is not None else old)
+        elif new.op == "get_attr":
+            value = _value(self._source, str(old.target))
+            held = record if record is not None and record.kind in ("parameter", "buffer", "attribute") else None
+            new.target = self._put(str(old.target if held is None else held.target), value)
+            if isinstance(value, Tensor) and (held is None or not _is_saved(self._frame.module, held)):
+                self._not_saved.append(new.target)
+        elif new.op == "call_function":
+            new.target = _traceable(new.target)
+
+    def _put(self, path: str, value: Any) -> str:
+        if isinstance(value, fx.Node):  # a module that an edited graph calls, and of which there is no graph
+            value = _value(self._source, str(value.target))
+        safe = ".".join(map(_safe_name, path.split(".")))
+        if self._held.get(safe, value) is not value:
+            safe = unique_name(safe, self._held)
+        self._held[safe] = value
+        return safe
+
+    # -- patches -------------------------------------------------------------------------------------------------------
+
+    def _weave(self, node: fx.Node, record: Node) -> None:
+        last = value = _written(node, record)
+        for dig, patches in self._patched.get(record, ()):
+            with self._graph.inserting_after(node if last is value else last):
+                patched = self._call(value if record.is_in_place else last, dig, patches, record)
+            if not record.is_in_place:  # else the patched value was written into the tensor itself
+                last.replace_all_uses_with(patched, delete_user_cb=partial(operator.is_not, patched))
+            last = patched
+
+    def _call(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]], record: Node) -> fx.Node:
+        name = unique_name(f"patch_{_safe_name(record.name)}", self._held)
+        self._held[name] = PatchedValue(
+            patches, dig, is_written=record.is_in_place, is_shown_copied=record.is_mutated_later
+        )
+        return self._graph.create_node("call_module", name, (value,), name=name)
+
+    def _with_patched(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]]) -> Any:
+        """Returns how the output stands in the graph with patches on a part of it."""
+        if isinstance(value, fx.Node) or not dig:
+            return self._call(value, dig, patches, self._frame.output_node)
+        key, *rest = dig
+        if isinstance(value, dict):
+            return {k: self._with_patched(v, tuple(rest), patches) if k == key else v for k, v in value.items()}
+        return type(value)(
+            [self._with_patched(v, tuple(rest), patches) if i == key else v for i, v in enumerate(value)]
+        )
+
+    def _check(self, form: Form, placeholders: list[fx.Node]) -> None:
+        with self._graph.inserting_after(placeholders[-1]) if placeholders else self._graph.inserting_before():
+            self._held["check_inputs"] = form
+            self._graph.create_node("call_module", "check_inputs", tuple(placeholders), name="check_inputs")
+
+
+def _written(node: fx.Node, record: Node) -> fx.Node:
+    """Returns the node of the tensor that an in-place op wrote into; `x[i] = v` itself has no value."""
+    where = record.written_argument
+    if not record.is_in_place:
+        return node
+    value = node.args[where] if isinstance(where, int) else node.kwargs[where]
+    return value if isinstance(value, fx.Node) else node
+
+
+def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:
+    """Takes out what only told Python where to go in the recorded run: compilers cannot follow it."""
+    for old, new in reversed(copies.items()):
+        record: Node | None = old.meta.get(RECORD)
+        if record is None or record.kind != "op" or record.is_in_place or new.users:
+            continue
+        if isinstance(record.spec, ScalarSpec) and record.spec.value is not None:
+            new.graph.erase_node(new)
+
+
+def _callee(source: CompiledGraphModule, record: Any) -> GraphModule | None:
+    if not isinstance(record, Node) or record.frame is None:
+        return None
+    return next((callee for callee in source.callees() if callee.frame is record.frame), None)
+
+
+def _value(source: CompiledGraphModule, path: str) -> Any:
+    found: Any = source
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _is_saved(module: Module, record: Node) -> bool:
+    """Whether a tensor of the model stands in its state dict."""
+    holder, _, name = str(record.target).rpartition(".")
+    owner = module.get_submodule(holder)
+    return name in owner._parameters or (name in owner._buffers and name not in owner._non_persistent_buffers_set)
+
+
+def _traceable(target: Any) -> Callable[..., Any]:
+    """Returns a function that compilers can look into, for one of ours that they cannot."""
+    if isinstance(target, Container) and target.is_by_name and dataclasses.is_dataclass(target.type):
+        return printable(target.type)  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
+
+
+_TAKEN = frozenset(dir(fx.GraphModule({}, fx.Graph()))) | {"check_inputs"}
+
+
+def _safe_name(name: str) -> str:
+    """Returns a name that generated code can use, and that a `GraphModule` does not have already."""
+    text = re.sub(r"\W", "_", name)
+    return f"{text}_" if keyword.iskeyword(text) or text in _TAKEN else text
+
+
+def listed_doubts(root: GraphModule) -> str:
+    """Returns what speaks against the graphs on other inputs, frame by frame; empty where nothing does."""
+    found = ((graph.path or "<root>", doubt) for graph in _walk(root) for doubt in graph.frame.doubts)
+    return "; ".join(f"{path!r} {doubt}" for path, doubt in found)
