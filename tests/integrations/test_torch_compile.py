@@ -202,16 +202,16 @@ def test_plain_modules_are_the_model_with_patches() -> None:
         assert all(torch.equal(value, before.get_buffer(name)) for name, value in model.named_buffers())
         expected, state = pg(X), copy.deepcopy(model.state_dict())
     assert isinstance(plain.get_submodule("blocks.0"), torch.fx.GraphModule)
+    expected["logits"].sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
     put_back(model, before)
     found = plain(X)
     assert [len(record.activations), torch.equal(*record.activations)] == [2, True]
     assert torch.equal(found["logits"], expected["logits"])
     assert torch.equal(found["once"], expected["once"])
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    (found["logits"].sum()).backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    expected["logits"].sum().backward()
+    found["logits"].sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name])
 
