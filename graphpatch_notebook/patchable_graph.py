@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.replaced_modules import REASON, note_replaced_modules
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
@@ -36,7 +37,7 @@ _OF_THE_MODEL = (
     "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
     "share_memory state_dict to to_empty train type xpu zero_grad _apply"
 ).split()
-_OWN = {"_module", "_root_frame", "_options", "_hierarchy", "_derived", "_has_custom_graphs"}
+_OWN = {"_module", "_root_frame", "_options", "_hierarchy", "_derived", "_has_custom_graphs", "_replaced"}
 
 
 class PatchableGraph(Module):
@@ -119,6 +120,9 @@ class PatchableGraph(Module):
         state["_root_frame"] = root_frame
         state["_hierarchy"] = state["_derived"] = None
         state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
+        # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
+        is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
+        state["_replaced"] = {} if is_program else None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -134,6 +138,7 @@ class PatchableGraph(Module):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
+        self._notice_replaced_modules()
         return NodePath(self._root_frame, self._code_of)
 
     @property
@@ -144,6 +149,7 @@ class PatchableGraph(Module):
     @property
     def _graph_module(self) -> GraphModule:
         """The hierarchy of graph modules, callable like the model."""
+        self._notice_replaced_modules()
         if self.__dict__["_hierarchy"] is None:
             self.__dict__["_hierarchy"] = build_hierarchy(self._root_frame)
         return self.__dict__["_hierarchy"]  # type: ignore[no-any-return]
@@ -275,8 +281,14 @@ class PatchableGraph(Module):
 
         return PatchContext(activate)
 
+    def _notice_replaced_modules(self) -> None:
+        replaced = self.__dict__["_replaced"]
+        if replaced is not None and note_replaced_modules(self._root_frame, replaced):
+            self.__dict__["_hierarchy"] = self.__dict__["_derived"] = None
+
     def _current(self) -> Derived:
         """Returns what is derived from the records as they are now."""
+        self._notice_replaced_modules()
         derived: Derived | None = self.__dict__["_derived"]
         edits = self._graph_module.edits if self._has_own_graphs() else 0
         if derived is None or derived.edits != edits:

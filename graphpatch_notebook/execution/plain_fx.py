@@ -45,6 +45,10 @@ def verified_fx_module(
     """
     patched: dict[Any, list[Any]] = {}
     for entry in entries:
+        if entry.restriction is not None:
+            raise GraphError(
+                f"{entry.target.path!r}: a graph does not count steps, so steps= and positions= cannot be kept"
+            )
         patched.setdefault(entry.target.node, []).append((entry.target.dig, entry.patches))
     result = plain_fx_module(root, patched, any_size=any_size)
     doubts = listed_doubts(root)

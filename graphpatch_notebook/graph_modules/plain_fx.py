@@ -52,7 +52,11 @@ def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> f
     if opaque:
         listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
         raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
-    return _Writer(root, patched).module(Form(root.frame, any_size=any_size))
+    woven: set[Node] = set()
+    result = _Writer(root, patched, woven).module(Form(root.frame, any_size=any_size))
+    if missing := [node.name for node in patched if node not in woven]:
+        raise GraphError(f"these patched nodes do not stand in the graphs: {', '.join(map(repr, missing))}")
+    return result
 
 
 def _walk(graph: GraphModule) -> list[GraphModule]:
@@ -107,11 +111,12 @@ class PatchedValue(Module):
 class _Writer:
     """Writes the module of one frame, and those of the frames below it."""
 
-    def __init__(self, graph_module: GraphModule, patched: Patched) -> None:
+    def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node]) -> None:
         assert isinstance(graph_module, CompiledGraphModule)
         self._source = graph_module
         self._frame: Frame = graph_module.frame
         self._patched = patched
+        self._woven = woven
         self._held: dict[str, Any] = {}
         self._not_saved: list[str] = []
         self._graph = fx.Graph()
@@ -153,7 +158,8 @@ class _Writer:
             path = str(old.target if record is None else record.target)
             if record is not None and record.call_index > 0:
                 path = f"{path}_call_{record.call_index}"
-            new.target = self._put(path, _Writer(callee, self._patched).module() if callee is not None else old)
+            below = old if callee is None else _Writer(callee, self._patched, self._woven).module()
+            new.target = self._put(path, below)
         elif new.op == "get_attr":
             value = _value(self._source, str(old.target))
             held = record if record is not None and record.kind in ("parameter", "buffer", "attribute") else None
@@ -184,6 +190,7 @@ class _Writer:
             last = patched
 
     def _call(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]], record: Node) -> fx.Node:
+        self._woven.add(record)
         name = unique_name(f"patch_{_safe_name(record.name)}", self._held)
         self._held[name] = PatchedValue(
             patches, dig, is_written=record.is_in_place, is_shown_copied=record.is_mutated_later
