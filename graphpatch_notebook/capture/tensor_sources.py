@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ def find_source(module: Module, tensor: Tensor) -> Source | None:
     own = _held_by(module, tensor)
     if own is not None:
         return own
-    for path, submodule in module.named_modules():
+    for path, submodule in registered_modules(module):
         if submodule is not module and (found := _held_by(submodule, tensor)) is not None:
             return Source(found.kind, f"{path}.{found.attribute_path}")
     return None
@@ -72,6 +73,19 @@ def reachable_modules(root: Module) -> list[Module]:
     return list(found.values())
 
 
+def registered_modules(module: Module) -> Iterator[tuple[str, Module]]:
+    """Yields `module` and all modules in it, each with its shortest attribute path: that is what code writes."""
+    waiting = deque([("", module)])
+    seen: set[int] = set()
+    while waiting:
+        path, current = waiting.popleft()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield path, current
+        waiting.extend((f"{path}.{n}" if path else n, m) for n, m in current._modules.items() if m is not None)
+
+
 def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """Yields the modules that `module` holds in plain attributes, and lists, tuples and dicts of these."""
     for name, value in module.__dict__.items():
@@ -105,8 +119,8 @@ class AttributePaths:
     def _inside(self, module: Module) -> dict[int, str]:
         known = self._maps.get(id(module))
         if known is None:
-            known = self._maps[id(module)] = {id(child): path for path, child in module.named_modules()}
-            for prefix, holder in list(module.named_modules()):
+            known = self._maps[id(module)] = {id(child): path for path, child in registered_modules(module)}
+            for prefix, holder in registered_modules(module):
                 for name, child in unregistered_modules(holder):
                     known.setdefault(id(child), f"{prefix}.{name}" if prefix else name)
         return known

@@ -5,7 +5,6 @@ Only frames on the way to a patched value are seen at all, and only those with p
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,12 +19,13 @@ from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
 from graphpatch_notebook.capture.inputs import given_input, with_input
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import GraphPatchError, RepeatedCallWarning
+from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
 from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
+from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.execution.tracebacks import explain
@@ -73,8 +73,8 @@ class Run:
         self.missing: dict[int, str] = {}
         self.reached: set[int] = set()
         self._with_patched_inputs: set[int] = set()
-        self._awaiting_output: dict[int, list[FramePlan]] = {}
-        self._warned: set[int] = set()
+        self._awaiting_output: dict[int, list[tuple[int, FramePlan]]] = {}
+        self.repetitions = Repetitions()
         self._mode: LiveMode | None = None
         # Asked at the start: reentrant checkpointing itself switches gradients off.
         self.may_be_checkpointed = torch.is_grad_enabled()
@@ -93,6 +93,8 @@ class Run:
             self._count_step(module, args, kwargs)
         plan = self._plan_of(module)
         stack = self.stack
+        if self._awaiting_output:
+            self._drop_abandoned(module)
         stack.append(FrameRun(plan))
         try:
             if plan is None:
@@ -110,7 +112,7 @@ class Run:
         finally:
             stack.pop()
         if hooks_follow:
-            self._awaiting_output.setdefault(id(module), []).append(plan)
+            self._awaiting_output.setdefault(id(module), []).append((len(stack), plan))
             return output
         return self._apply(plan.output, output) if plan.output else output
 
@@ -144,6 +146,7 @@ class Run:
     def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies the patches on a module's inputs where its own hooks are to see them too."""
         plan, _ = self._next_plan(module)
+        self._with_patched_inputs.discard(id(module))  # of a call that another hook broke off
         if plan is None or not (plan.inputs or plan.watched_inputs) or plan.own_graph is not None:
             return None
         if self.steps is not None and len(self.stack) == 1:
@@ -155,9 +158,15 @@ class Run:
     def on_output(self, module: Module, output: Any) -> Any:
         """Applies the patches on a module's output, after the module's own hooks."""
         waiting = self._awaiting_output.get(id(module))
-        if not waiting:
+        if not waiting or waiting[-1][0] != len(self.stack):
             return output
-        return self._apply(waiting.pop().output, output)
+        return self._apply(waiting.pop()[1].output, output)
+
+    def _drop_abandoned(self, module: Module) -> None:
+        """Forgets earlier calls of `module` whose output never came: a hook of the model raised, and was handled."""
+        waiting = self._awaiting_output.get(id(module))
+        while waiting and waiting[-1][0] >= len(self.stack):
+            waiting.pop()
 
     def _plan_of(self, module: Module) -> FramePlan | None:
         """Returns the plan of the frame that begins now, and counts it."""
@@ -165,7 +174,7 @@ class Run:
         caller = self.stack[-1]
         caller.counts[id(module)] = index + 1
         if plan is None and index > 0 and caller.plan is not None:
-            self._warn_if_repeated(module, caller.plan.calls.get(id(module)))
+            self.repetitions.of_module(module, index, caller.plan.calls.get(id(module)))
         return plan
 
     def _next_plan(self, module: Module) -> tuple[FramePlan | None, int]:
@@ -173,37 +182,20 @@ class Run:
         caller = self.stack[-1]
         key = id(module)
         index = caller.counts.get(key, 0)
-        is_outermost = len(self.stack) == 1
-        if is_outermost and module is self.root:
-            return self.plan, index
-        if is_outermost and self.callers.has_one_frame(module):
-            return self._plan_without_caller(module), index
+        if len(self.stack) == 1:
+            if module is self.root:
+                return self.plan, index
+            if self.callers.has_one_frame(module):
+                return self._plan_without_caller(module), index
         by_index = caller.plan.calls.get(key) if caller.plan is not None else None
-        if by_index is not None:
-            return by_index.get(index), index
-        return (self._plan_without_caller(module) if is_outermost else None), index
+        return (None if by_index is None else by_index.get(index)), index
 
     def _plan_without_caller(self, module: Module) -> FramePlan | None:
-        """The plan of a module that is called from outside any frame, as by other methods of the model."""
-        frames = self.callers.frames_of(module)
-        if len(frames) != 1:
-            return None
-        return next((plan for plan in self.plan.walk() if plan.frame is frames[0]), None)
-
-    def _warn_if_repeated(self, module: Module, by_index: dict[int, FramePlan] | None) -> None:
-        if by_index is None:
-            return
-        call = next(iter(by_index.values())).frame.call
-        if call is None or call.call_count > 1 or id(module) in self._warned:
-            return
-        self._warned.add(id(module))
-        path = format_path(next(iter(by_index.values())).frame.path)
-        warnings.warn(
-            f"{path!r} was called once when it was captured, but is called again in this run: its patches apply to "
-            "the first call only; make the PatchableGraph with inputs that call it as often to patch each call",
-            RepeatedCallWarning,
-            stacklevel=2,
-        )
+        """The plan of a module that other methods of the model call from outside any frame: each of these calls."""
+        (frame,) = self.callers.frames_of(module)
+        by_index = self.plan.calls.get(id(module))
+        plans = self.plan.walk() if by_index is None else by_index.values()
+        return next((plan for plan in plans if plan.frame is frame), None)
 
     def _run(
         self,

@@ -18,6 +18,7 @@ from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries, SiteEntries
 from graphpatch_notebook.execution.python_stack import is_in_checkpoint
+from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
 
@@ -38,6 +39,7 @@ class PatchedRun(Protocol):
     fired: set[int]
     missing: dict[int, str]
     may_be_checkpointed: bool
+    repetitions: Repetitions
 
     def is_observed(self, entry: Entry, value: Any) -> bool:
         """Takes the short way for patches that only look at a tensor; says whether it was one."""
@@ -133,7 +135,10 @@ class LiveMode(TorchFunctionMode):
         key = id(by_occurrence)
         occurrence = frame.counts.get(key, 0)
         frame.counts[key] = occurrence + 1
-        return by_occurrence.get(occurrence)
+        entries = by_occurrence.get(occurrence)
+        if entries is None and occurrence >= len(by_occurrence):
+            self.run.repetitions.of_op(occurrence, by_occurrence)
+        return entries
 
     def _patched(self, entries: list[Entry], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for entry in entries:

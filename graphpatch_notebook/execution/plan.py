@@ -123,6 +123,11 @@ class FramePlan:
         """Whether ops are patched, here or below."""
         return any(plan.leaves for plan in self.walk())
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything is patched, here or below, or a graph runs in place of the module here."""
+        return self.own_graph is not None or any(plan.entries for plan in self.walk())
+
     def position_of(self, name: str) -> int:
         """Returns where a call gives the input `name` if it gives it by position; -1 where that is not so simple."""
         for position, parameter in enumerate(self.frame.parameters):

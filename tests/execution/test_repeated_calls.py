@@ -1,0 +1,537 @@
+"""Repeated calls: each is patched for itself, as if by a plain hook that counts the calls of its module."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExtractionOptions,
+    MultiplyInvokedModule,
+    PatchableGraph,
+    PatchNotFiredWarning,
+    RecordPatch,
+    RepeatedCallWarning,
+    ZeroPatch,
+)
+
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+class Twice(nn.Module):
+    """The module of the documentation: one call after the other, on one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.linear(x), self.linear(x + 1))
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        hidden = torch.tanh(self.linear(x) + state)
+        return hidden * 2
+
+
+class Loop(nn.Module):
+    """An RNN, as people write it by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+
+    def forward(self, x: Tensor, steps: int = 4) -> Tensor:
+        state = torch.zeros(2, 3)
+        for _ in range(steps):
+            state = self.cell(x, state)
+        return state
+
+    def unroll(self, x: Tensor, times: int) -> list[Tensor]:
+        return [self(x) for _ in range(times)]
+
+    def advance(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.cell(x, x)
+        return x
+
+
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module_dict = nn.ModuleDict(
+            {"foo": nn.Linear(3, 3), "bar": nn.ModuleDict({"baz": nn.Linear(3, 3), "qux": Twice()})}
+        )
+        self.module_list = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        bar = self.module_dict["bar"]
+        for _ in range(2):
+            x = bar["baz"](x) + 1
+        for layer in (*self.module_list, *self.module_list):
+            x = layer(x)
+        first, second = bar["qux"](self.module_dict["foo"](x))
+        return first - second
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.linear(x)
+        return x if depth == 0 else self(x, depth - 1) - self(x + 1, depth - 1)
+
+
+class RecursiveForward(Recursive):
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.linear(x)
+        return x if depth == 0 else self.forward(x, depth - 1) - self.forward(x + 1, depth - 1)
+
+
+class Mutual(nn.Module):
+    """Calls another one that calls it; both know each other by plain lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.others: list[nn.Module] = []
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        x = self.linear(x)
+        return self.others[0](x, depth - 1) + x if depth else x
+
+
+def mutual() -> Mutual:
+    one, other = Mutual(), Mutual()
+    one.others, other.others = [other], [one]
+    return one
+
+
+class Within(nn.Module):
+    def __init__(self, inner: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner = inner()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+class Shared(nn.Module):
+    """One module that several modules call, each several times, and their parent too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(3, 3)
+        self.first, self.second = Twice(), Twice()
+        self.first.linear = self.second.linear = self.own = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, x = self.first(self.own(x))
+        second, x = self.second(self.own(x) + first)
+        return self.own(x) - second
+
+
+class Directly(Twice):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.linear.forward(x), self.linear(x) - self.linear.forward(x + 1))
+
+
+class Retries(nn.Module):
+    """A call that raises, and whose error is handled, is a call like any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        try:
+            x = self.linear(x[:, :2])
+        except RuntimeError:
+            x = x * 2
+        return self.linear(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "twice": Twice,
+    "loop": Loop,
+    "containers": Containers,
+    "recursive": Recursive,
+    "recursive-forward": RecursiveForward,
+    "recursive-within": lambda: Within(Recursive),
+    "mutual": mutual,
+    "mutual-within": lambda: Within(mutual),
+    "shared": Shared,
+    "directly": Directly,
+    "retries": Retries,
+    "one-after-the-other": lambda: nn.Sequential(*[nn.Linear(3, 3)] * 3),
+    "within-within": lambda: Within(lambda: Within(Twice)),
+}
+
+
+def options(name: str, model: nn.Module) -> ExtractionOptions:
+    if name == "graphs":
+        return ExtractionOptions()
+    if name == "opaque":
+        return ExtractionOptions(skip_compilation=True)
+    return ExtractionOptions(classes_to_skip_compiling={type(m) for m in model.modules()} - {nn.Linear})
+
+
+def captured(name: str, option: str) -> PatchableGraph:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    return PatchableGraph(model, options(option, model), X)
+
+
+Edit = Callable[[Any], Any]
+
+
+@contextmanager
+def by_hand(edits: dict[tuple[int, int], tuple[Edit | None, Edit | None]], root: nn.Module) -> Iterator[None]:
+    """Edits the input and the output of calls, by the id of the module and the number of the call.
+
+    `forward` is wrapped, which is also seen where nobody calls the module by `__call__`.
+    """
+    counts: dict[int, int] = {}
+    held = [other for module in root.modules() for other in getattr(module, "others", ())]
+    modules = {id(module): module for top in (root, *held) for module in top.modules()}
+
+    def wrap(module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            number = counts.get(id(module), 0)
+            counts[id(module)] = number + 1
+            on_input, on_output = edits.get((id(module), number), (None, None))
+            result = forward(x if on_input is None else on_input(x), *args, **kwargs)
+            return result if on_output is None else on_output(result)
+
+        return wrapped
+
+    for module in modules.values():
+        module.__dict__["forward"] = wrap(module)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del module.__dict__["forward"]
+
+
+def numbered(pg: PatchableGraph) -> list[tuple[str, tuple[int, int]]]:
+    """The paths of all calls below the root, each with its module and which call of this module it is."""
+    counts: dict[int, int] = {}
+    found = []
+    attempts = 0
+    for frame in pg._root_frame.walk():
+        module = id(frame.module)
+        number = counts.get(module, 0)
+        if frame.call is not None and frame.call.call_index > number and isinstance(pg._module, Retries):
+            number = frame.call.call_index  # a call that raised has no frame
+            attempts += 1
+        counts[module] = number + 1
+        if frame.call is not None:
+            found.append((".".join(frame.path), (module, number)))
+    assert attempts == (1 if isinstance(pg._module, Retries) else 0)
+    return found
+
+
+def scaled(value: Any, factor: float) -> Any:
+    return tuple(v * factor for v in value) if isinstance(value, tuple) else value * factor
+
+
+def paths_of_output(pg: PatchableGraph, path: str) -> list[str]:
+    return [p for p in pg.nodes if p == f"{path}.output" or p.startswith(f"{path}.output|")]
+
+
+def first_input(pg: PatchableGraph, path: str) -> str:
+    return next(p for p in pg.nodes if p in (f"{path}.x", f"{path}.input"))
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("option", ["graphs", "opaque", "opaque-parents"])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_call_is_patched_for_itself(name: str, option: str) -> None:
+    pg = captured(name, option)
+    model = pg._module
+    plain = model(X)
+    for path, call in numbered(pg):
+        edit = lambda value: scaled(value, 3.0)  # noqa: E731
+        with by_hand({call: (None, edit)}, model):
+            expected = model(X)
+        assert not same(expected, plain), path
+        patch = {p: CustomPatch(edit) for p in paths_of_output(pg, path)}
+        with pg.patch(patch, strict=True):
+            assert same(pg(X), expected), path
+            assert same(pg(X), expected), path  # each forward counts from zero
+        with by_hand({call: (edit, None)}, model):
+            expected = model(X)
+        with pg.patch({first_input(pg, path): CustomPatch(edit)}, strict=True):
+            assert same(pg(X), expected), path
+    assert same(pg(X), plain)
+
+
+@pytest.mark.parametrize("option", ["graphs", "opaque", "opaque-parents"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_calls_at_once_each_in_its_own_way(name: str, option: str) -> None:
+    pg = captured(name, option)
+    edits: dict[tuple[int, int], tuple[Edit | None, Edit | None]] = {}
+    patches: dict[str, Any] = {}
+    for index, (path, call) in enumerate(numbered(pg)):
+        edits[call] = (None, lambda value, factor=0.5 + index: scaled(value, factor))
+        for p in paths_of_output(pg, path):
+            patches[p] = CustomPatch(lambda value, factor=0.5 + index: value * factor)
+    with by_hand(edits, pg._module):
+        expected = pg._module(X)
+    with pg.patch(patches, strict=True):
+        assert same(pg(X), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_and_parameters_of_each_call(name: str) -> None:
+    pg = captured(name, "graphs")
+    for path, call in numbered(pg):
+        if f"{path}.bias" not in pg.nodes:
+            continue
+        with by_hand({call: (None, lambda value: value * 3)}, pg._module):
+            expected = pg._module(X)
+        with pg.patch({f"{path}.linear": CustomPatch(lambda value: value * 3)}, strict=True):
+            assert same(pg(X), expected), path
+        bias = next(frame.module.bias for frame in pg._root_frame.walk() if id(frame.module) == call[0])
+        with by_hand({call: (None, lambda value, bias=bias: value - bias)}, pg._module):
+            expected = pg._module(X)
+        with pg.patch({f"{path}.bias": ZeroPatch()}, strict=True):
+            got = pg(X)
+        pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), path
+
+
+def test_the_names() -> None:
+    def calls(name: str) -> list[str]:
+        return [path for path, _ in numbered(captured(name, "graphs"))]
+
+    assert calls("twice") == ["linear_0", "linear_1"]
+    assert calls("containers") == [
+        "module_dict_bar_baz_0",
+        "module_dict_bar_baz_1",
+        "module_list_0_0",
+        "module_list_1_0",
+        "module_list_0_1",
+        "module_list_1_1",
+        "module_dict_foo",
+        "module_dict_bar_qux",
+        "module_dict_bar_qux.linear_0",
+        "module_dict_bar_qux.linear_1",
+    ]
+    assert calls("one-after-the-other") == ["sub_0_0", "sub_0_1", "sub_0_2"]
+    assert calls("retries") == ["linear_0", "linear_2"]
+    assert calls("shared") == [
+        "own_0", "first", "first.linear_0", "first.linear_1",
+        "own_1", "second", "second.linear_0", "second.linear_1", "own_2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["graphs", "opaque", "opaque-parents"])
+def test_the_graph_modules(option: str) -> None:
+    pg = captured("containers", option)
+    for holder in (pg._graph_module.module_dict.bar.baz, pg._graph_module.module_list[0]):
+        assert isinstance(holder, MultiplyInvokedModule)
+        assert len(holder) == 2
+    assert pg._graph_module.module_dict.bar.baz[1].path == "module_dict_bar_baz_1"
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+def by_loop(steps: int, model: Loop, x: Tensor = X) -> list[Tensor]:
+    """The states of each step, computed by hand."""
+    states, state = [], torch.zeros(2, 3)
+    for _ in range(steps):
+        state = torch.tanh(model.cell.linear(x) + state) * 2
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("option", ["graphs", "opaque", "opaque-parents"])
+def test_one_record_patch_records_a_loop_in_order(option: str) -> None:
+    model = Loop()
+    pg = PatchableGraph(model, options(option, model), X, steps=10)
+    record = RecordPatch()
+    outputs = [path for path in pg.nodes if re.fullmatch(r"cell_\d+\.output", path)]
+    assert outputs == [f"cell_{i}.output" for i in range(10)]
+    with pg.patch(dict.fromkeys(outputs, record)):
+        pg(X, steps=10)
+        assert same(tuple(record.activations), tuple(by_loop(10, model)))
+        pg(X + 1, steps=10)
+    assert same(tuple(record.activations), tuple(by_loop(10, model) + by_loop(10, model, X + 1)))
+
+
+def test_operations_in_a_loop_are_recorded_in_order() -> None:
+    pg = PatchableGraph(Scan(), X, steps=10)
+    record = RecordPatch()
+    paths = [path for path, node in pg.nodes.items() if node.op == "tanh"]
+    assert len(paths) == 10
+    with pg.patch(dict.fromkeys(paths, record)):
+        pg(X, steps=10)
+    expected, state = [], X
+    for _ in range(10):
+        state = torch.tanh(state + X)
+        expected.append(state)
+    assert same(tuple(record.activations), tuple(expected))
+
+
+@pytest.fixture
+def loop() -> PatchableGraph:
+    torch.manual_seed(0)
+    return PatchableGraph(Loop(), X, steps=3)
+
+
+def edited(loop: PatchableGraph, calls: set[int], steps: int) -> Tensor:
+    cell = loop._module.cell
+    with by_hand({(id(cell), call): (None, lambda value: value + 1) for call in calls}, loop._module):
+        return loop._module(X, steps=steps)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_fewer_calls_than_the_example_had(loop: PatchableGraph, steps: int) -> None:
+    patches = {f"cell_{i}.output": AddPatch(1.0) for i in range(3)}
+    with (
+        loop.patch(patches),
+        pytest.warns(PatchNotFiredWarning, match=r"'cell_2\.output': 'cell_2' was not called") as told,
+    ):
+        assert torch.equal(loop(X, steps=steps), edited(loop, {0, 1, 2}, steps))
+    assert f"{3 - steps} patches never fired" in str(told[0].message) or steps == 2
+
+
+@pytest.mark.parametrize("steps", [4, 7])
+def test_more_calls_than_the_example_had(loop: PatchableGraph, steps: int) -> None:
+    some = {"cell_0.output": AddPatch(1.0), "cell_2.linear.linear": AddPatch(0.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with loop.patch(some):  # these calls were meant, and no others
+            assert torch.equal(loop(X, steps=steps), edited(loop, {0}, steps))
+    every = {f"cell_{i}.output": AddPatch(1.0) for i in range(3)}
+    with (
+        loop.patch(every),
+        pytest.warns(RepeatedCallWarning, match=r"^'cell_0', 'cell_1', 'cell_2': this Cell was called 3 times") as told,
+    ):
+        assert torch.equal(loop(X, steps=steps), edited(loop, {0, 1, 2}, steps))
+    assert len(told) == 1
+
+
+def test_a_module_called_once_and_now_again(loop: PatchableGraph) -> None:
+    once = PatchableGraph(loop._module, X, steps=1)
+    with (
+        once.patch({"cell.output": AddPatch(1.0)}),
+        pytest.warns(RepeatedCallWarning, match="^'cell': this Cell was called once"),
+    ):
+        assert torch.equal(once(X, steps=2), edited(loop, {0}, 2))
+
+
+class Scan(nn.Module):
+    def forward(self, x: Tensor, steps: int = 3) -> Tensor:
+        state = x
+        for _ in range(steps):
+            state = torch.tanh(state + x)
+        return state
+
+
+@pytest.mark.parametrize("paths", [["state", "state_1", "state_2"], ["state", "state_2"]])
+def test_operations_in_a_loop_that_goes_on(paths: list[str]) -> None:
+    pg = PatchableGraph(Scan(), X)
+    expected = X
+    for name in ("state", "state_1", "state_2", "the fourth", "the fifth"):
+        expected = torch.tanh(expected + X) * (0 if name in paths else 1)
+    with pg.patch(dict.fromkeys(paths, ZeroPatch())):
+        if len(paths) < 3:
+            assert torch.equal(pg(X, steps=5), expected)
+            return
+        match = r"^'state', 'state_1', 'state_2': this tanh was reached 3 times when it was captured, but is reached"
+        with pytest.warns(RepeatedCallWarning, match=match) as told:
+            assert torch.equal(pg(X, steps=5), expected)
+        assert len(told) == 1
+        with pytest.warns(PatchNotFiredWarning, match="'state_2': its module ran, but did not come to this operation"):
+            pg(X, steps=2)
+
+
+def test_each_forward_of_a_method_counts_from_zero() -> None:
+    pg = PatchableGraph(Loop(), X)
+    with by_hand({(id(pg._module.cell), 1): (None, lambda value: value * 0)}, pg._module):
+        expected = pg._module(X)
+    record = RecordPatch()
+    with pg.patch({"cell_1.output": ZeroPatch(), "cell_3.state": record}, strict=True):
+        assert same(tuple(pg.unroll(X, 3)), (expected,) * 3)
+        assert torch.equal(pg(X), expected)
+    assert len(record.activations) == 4
+
+
+def test_a_module_that_a_method_calls_itself() -> None:
+    once = PatchableGraph(Loop(), X, steps=1)
+    cell = once._module.cell
+    handle = cell.register_forward_hook(lambda module, args, output: output + 1)
+    expected = once._module.advance(X, 3)
+    handle.remove()
+    with warnings.catch_warnings(), once.patch({"cell.output": AddPatch(1.0)}, strict=True):
+        warnings.simplefilter("error")
+        assert torch.equal(once.advance(X, 3), expected)
+        assert torch.equal(once.advance(X, 3), expected)
+
+
+def test_a_call_after_an_exception_counts_from_zero(loop: PatchableGraph) -> None:
+    expected = edited(loop, {1}, 3)
+    with loop.patch({"cell_1.output": AddPatch(1.0)}, strict=True):
+        for bad in (torch.ones(2, 5), torch.ones(5, 3)):  # the first cell fails; the second one does
+            with pytest.raises(RuntimeError, match="multiplied|must match"):
+                loop(bad, steps=3)
+            assert torch.equal(loop(X, steps=3), expected)
+
+
+def test_an_exception_within_a_method_leaves_nothing_behind() -> None:
+    """A hook of the module itself raises after its forward: the patch of that call must not meet the next one."""
+
+    class Handles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.is_failing = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                first = self.linear(x)
+            except ArithmeticError:
+                first = x
+            return self.linear(first)
+
+    model = Handles()
+
+    def fails(module: nn.Module, args: Any, output: Tensor) -> None:
+        if model.is_failing:
+            model.is_failing = False
+            raise ArithmeticError
+
+    model.linear.register_forward_hook(fails)
+    pg = PatchableGraph(model, X)
+    with pg.patch({"linear_0.output": ZeroPatch()}):
+        assert torch.equal(pg(X), model.linear(torch.zeros(2, 3)))
+        model.is_failing = True
+        with pytest.warns(PatchNotFiredWarning, match="'linear_0.output'"):
+            assert torch.equal(pg(X), model.linear(X))
