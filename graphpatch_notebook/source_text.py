@@ -33,6 +33,8 @@ def code_text(place: Place, code_of: Callable[[Frame], str]) -> CodeText:
         title, code = "Compiled code:", code_of(place.graph).strip("\n")
     else:
         title, code = "No compiled code:", f"{graph_class(place.graph)}, because {place.graph.opaque_reason}"
+    if place.graph.custom_failure is not None:
+        title = f"{title.removesuffix(':')} ({place.graph.custom_failure}):"
     if place.node is None:
         return CodeText(code if place.graph.opaque_reason is None else f"{title}\n{code}")
     return CodeText(f"Calling context:\n{_lines(place.node) or '(not known)'}\n{title}\n{code}")

@@ -113,6 +113,14 @@ def children(value: Any) -> list[tuple[Key, Any]] | None:
     return None
 
 
+def readable_children(value: Any) -> list[tuple[Key, Any]] | None:
+    """Returns the children of a container, or `None` where its own code fails when somebody looks inside."""
+    try:
+        return children(value)
+    except Exception:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class _DictKey:
     """A dictionary key that is no string."""
@@ -175,7 +183,7 @@ def describe(value: Any) -> ValueSpec:
         return TensorSpec(value.shape, value.dtype, value.device, name)
     if value is None or isinstance(value, _PLAIN):
         return ScalarSpec(_plain_number(value))
-    if (inside := children(value)) is not None:
+    if (inside := readable_children(value)) is not None:
         return ContainerSpec(type(value), tuple((key_text(k), k, describe(v)) for k, v in inside))
     return ObjectSpec(type(value).__name__)
 

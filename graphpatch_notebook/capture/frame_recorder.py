@@ -22,7 +22,7 @@ from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe
+from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, Module,
@@ -99,7 +99,7 @@ class FrameRecorder:
             return
         # Containers and objects are held for the length of the frame: many of them cannot be referenced weakly.
         self._values[id(value)] = ((lambda: value), Ref(node, dig))
-        for key, child in children(value) or ():
+        for key, child in readable_children(value) or ():
             self.register(child, node, (*dig, key))
 
     def _own(self, value: Any, node: Node) -> None:
@@ -108,7 +108,7 @@ class FrameRecorder:
             if (memory := memory_of(value)) is not None:
                 self.recorder.owners.setdefault(memory, []).append(node)
             return
-        for _, child in children(value) or ():
+        for _, child in readable_children(value) or ():
             self._own(child, node)
 
     def refs(self, value: Any) -> Any:

@@ -212,16 +212,19 @@ class Recorder(TorchFunctionMode):
             return invoke(forward, args, kwargs)
         record = frame.record
         try:
-            graph = extracted_graph(extract, module, record.parameters, record.attribute_path)
+            with self.mute():  # it may run the module, or parts of it
+                graph = extracted_graph(extract, module, record.parameters, record.attribute_path_from_root)
         except CaptureError:
             raise  # a graph that cannot stand for the module is the user's to mend, not to be passed over
         except Exception as failure:
             self.failures.append((record, failure))
+            record.custom_failure = f"its custom extraction function raised {type(failure).__name__}: {failure}"
             return invoke(forward, args, kwargs)
         bound = bind(signature_of(forward), args, kwargs)
         if bound is None:
             return invoke(forward, args, kwargs)  # the call itself is wrong: let `forward` say so
         frame.wants_ops = False
+        record.opaque_reason = None  # the options may say to skip modules of this class: this one has a graph
         return custom_frame_nodes(graph, record, bound)
 
     def _is_inside_op(self) -> bool:

@@ -203,6 +203,7 @@ class Frame:
             all (a value that came by a side channel). Each is a sentence.
         custom_graph: The graph that a custom extraction function returned.
         is_edited: Whether the user edited the graph of this frame, which is the module from then on.
+        custom_failure: Why such a function returned none.
         names: The nodes by name.
         following_sizes: What `execution.shapes` found out about this frame, once it was asked.
     """
@@ -219,6 +220,7 @@ class Frame:
     opaque_reason: str | None = None
     doubts: list[str] = field(default_factory=list)
     custom_graph: Any = None
+    custom_failure: str | None = None
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
     following_sizes: dict[int, set[int]] | None = None
@@ -232,6 +234,12 @@ class Frame:
     def has_own_graph(self) -> bool:
         """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
         return self.is_edited or self.custom_graph is not None
+
+    @property
+    def attribute_path_from_root(self) -> str:
+        """How the root's code would write the module, also before the names of the calls are fixed."""
+        above = "" if self.parent is None else self.parent.attribute_path_from_root
+        return f"{above}.{self.attribute_path}" if above else self.attribute_path
 
     @property
     def output_node(self) -> Node:

@@ -175,7 +175,7 @@ class Run:
         caller.counts[id(module)] = index + 1
         if plan is None and index > 0 and caller.plan is not None:
             self.repetitions.of_module(module, index, caller.plan.calls.get(id(module)))
-        return plan
+        return self.plan.custom.get(id(module)) if plan is None else plan
 
     def _next_plan(self, module: Module) -> tuple[FramePlan | None, int]:
         """Returns the plan of the next frame of `module`, and which call of it that is."""

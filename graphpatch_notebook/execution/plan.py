@@ -98,6 +98,7 @@ class FramePlan:
         entries: All entries of this frame.
         count: How many entries there are in this frame and below (of the root's plan only).
         own_graph: What runs the graph that is the module, if there is one.
+        custom: Custom graphs by the id of the module that each *is*, in all calls of it (of the root's plan only).
         graph_names: The keys of `graph`.
         restricted: Those of all entries that are for some steps or positions only (of the root's plan only).
     """
@@ -115,6 +116,7 @@ class FramePlan:
     entries: list[Entry] = field(default_factory=list)
     count: int = 0
     own_graph: CompiledGraphModule | None = None
+    custom: dict[int, FramePlan] = field(default_factory=dict)
     graph_names: frozenset[str] = frozenset()
     restricted: Sequence[Entry] = ()
 
@@ -125,8 +127,9 @@ class FramePlan:
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything is patched, here or below, or a graph runs in place of the module here."""
-        return self.own_graph is not None or any(plan.entries for plan in self.walk())
+        """Whether anything is patched, here or below, or an edited graph runs in place of the module in this frame."""
+        is_edited = self.own_graph is not None and self.frame.custom_graph is None
+        return is_edited or any(plan.entries for plan in self.walk())
 
     def position_of(self, name: str) -> int:
         """Returns where a call gives the input `name` if it gives it by position; -1 where that is not so simple."""
@@ -210,6 +213,9 @@ def make_plan(
     for plan in plans.values():
         plan.settle()
     result = plans[id(root)]
+    for graph in own_graphs:
+        if graph.frame.custom_graph is not None:
+            result.custom.setdefault(id(graph.frame.module), FramePlan(graph.frame, own_graph=graph))
     result.count = len(entries)
     result.restricted = [entry for entry in entries if entry.restriction is not None]
     return result

@@ -136,6 +136,8 @@ def signature(
         key = (input_key(args, kwargs), settings_key())
     except UnseenError as unseen:
         return None, Refusal(str(unseen))
+    except Exception as error:  # of the user's own containers
+        return None, Refusal(f"its inputs cannot be looked into ({type(error).__name__}: {error})")
     belief = graph_module.belief
     if belief.watch is None or belief.watch.sees_change() or len(belief.verdicts) >= _MOST_VERDICTS:
         belief.watch = Watch(graph_module.frame)

@@ -107,7 +107,8 @@ class GraphModule(Mirror):
     @property
     def reason(self) -> str | None:
         """Why there is no graph, or why the graph does not stand for the module; `None` where it may."""
-        return self._frame.opaque_reason
+        reasons = (self._frame.opaque_reason, self._frame.custom_failure)
+        return "; ".join(reason for reason in reasons if reason is not None) or None
 
     @property
     def has_own_graph(self) -> bool:
@@ -256,8 +257,8 @@ class CompiledGraphModule(GraphModule):
 
     @property
     def reason(self) -> str | None:
-        """Why the graph did not run when the module was last called; `None` where it ran."""
-        return self._belief.reason
+        """Why the graph did not run when the module was last called, or why it is no custom one; else `None`."""
+        return self._belief.reason or self._frame.custom_failure
 
     @property
     def belief(self) -> belief.Belief:

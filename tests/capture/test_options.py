@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +102,136 @@ def test_or_as_the_original_error() -> None:
     )
     with pytest.raises(LookupError, match="no graph today"):
         PatchableGraph(Outer().eval(), options, X)
+
+
+class Locked(Mapping[str, Tensor]):
+    """A container whose own code fails when somebody looks inside."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        raise PermissionError("locked")
+
+    def __iter__(self) -> Iterator[str]:
+        raise PermissionError("locked")
+
+    def __len__(self) -> int:
+        raise PermissionError("locked")
+
+
+class Twofold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, settings: Locked) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * 2, None
+
+
+class Uncapturable(nn.Module):
+    """A module that runs, but that cannot be recorded: one of its calls has an argument that nobody can look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("offset", torch.ones(3))
+        self.settings = [Locked()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Twofold.apply(self.linear(x), self.settings[0])
+        return self.linear(hidden) + self.offset
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module, count: int = 1) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(inner for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner in self.inner:
+            x = inner(x) * 3
+        return x
+
+
+@pytest.mark.parametrize("warn", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_module_that_cannot_be_captured_becomes_opaque(warn: bool, count: int) -> None:
+    model = Holder(Uncapturable(), count)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pg = PatchableGraph(model, ExtractionOptions(warn_on_compilation_failure=warn), X)
+    paths = ["inner_0"] if count == 1 else ["inner_0_0", "inner_0_1"]
+    expected = [f"{path!r} became an OpaqueGraphModule: PermissionError: locked" for path in paths]
+    assert [str(warning.message) for warning in told] == (expected if warn else [])
+    assert all(warning.category is CompilationWarning and warning.filename == __file__ for warning in told)
+    opaque = [module for module in pg._graph_module.modules() if isinstance(module, OpaqueGraphModule)]
+    assert [module.path for module in opaque] == paths
+    assert {module.reason for module in opaque} == {"PermissionError: locked"}
+    assert "because PermissionError: locked" in str(pg.graph[paths[0]]._code)
+    assert torch.equal(pg(X), model(X))
+    first = paths[0]
+    assert [path for path in pg.nodes if path.startswith(f"{first}.") and path.count(".") == 1] == [
+        f"{first}.x", f"{first}.offset", f"{first}.output",
+    ]  # fmt: skip
+    linear = model.inner[0].linear
+    patches = {f"{first}.linear_1.output": ZeroPatch(), f"{first}.offset": AddPatch(1.0)}
+    with pg.patch(patches, strict=True):
+        patched = pg(X)
+    by_hand = torch.full((2, 3), 6.0)
+    assert torch.equal(patched, by_hand if count == 1 else (linear(linear(by_hand) * 2) + 1) * 3)
+
+
+def test_or_the_original_error_is_raised() -> None:
+    model = Holder(Uncapturable())
+    before = dict(model.inner[0].__dict__)
+    for warn in (False, True):  # the error is the stronger of the two
+        options = ExtractionOptions(error_on_compilation_failure=True, warn_on_compilation_failure=warn)
+        with pytest.raises(PermissionError, match="^locked$"):
+            PatchableGraph(model, options, X)
+    assert model.inner[0].__dict__ == before
+
+
+@pytest.mark.parametrize("where", ["input", "output"])
+def test_what_cannot_be_looked_at_may_be_given_and_returned(where: str) -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor, settings: Any) -> tuple[Tensor, Any]:
+            return x * 2, (settings if where == "output" else None)
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor, settings: Any) -> Tensor:
+            return self.inner(x, settings)[0] + 1
+
+    model, locked = Outside(), Locked()
+    pg = PatchableGraph(model, X, locked)
+    assert torch.equal(pg(X, locked), model(X, locked))
+    with pg.patch({"inner.x": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(X, locked), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("allowed", [None, True, False])
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("warn", [False, True])
+def test_unused_submodules_in_all_combinations(allowed: bool | None, error: bool, warn: bool) -> None:
+    options = ExtractionOptions(
+        allow_unused_submodules=allowed, error_on_compilation_failure=error, warn_on_compilation_failure=warn
+    )
+    model = Outer().eval()
+    if allowed is False or (allowed is None and error):
+        message = (
+            "^the example inputs do not reach these submodules: unused; give inputs that do, or set "
+            "allow_unused_submodules=True$"
+        )
+        with pytest.raises(CaptureError, match=message):
+            PatchableGraph(model, options, X)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing failed: nothing to warn of
+        pg = PatchableGraph(model, options, X)
+    assert isinstance(pg._graph_module.unused, UnusedModule)
+    assert torch.equal(pg(X), model(X))
 
 
 def test_unused_submodules_are_fine_unless_errors_are_asked_for() -> None:

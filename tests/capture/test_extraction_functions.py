@@ -1,0 +1,194 @@
+"""Custom extraction functions in a captured model: where their graphs run, and what becomes of functions that fail."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CaptureError,
+    CompilationWarning,
+    CompiledGraphModule,
+    ExtractionOptions,
+    OpaqueGraphModule,
+    PatchableGraph,
+    RepeatedCallWarning,
+    ZeroPatch,
+)
+
+X = torch.ones(2, 3)
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, times: int = 1, is_late: bool = False) -> Tensor:
+        for _ in range(times):
+            x = self.scale(x)
+        x = self.linear(x)
+        return self.scale(x, 3.0) if is_late else x
+
+
+def tenfold(module: nn.Module) -> fx.Graph:
+    """A graph that does not do what the module does: so that it can be told which of them ran."""
+    graph = fx.Graph()
+    given, factor = graph.placeholder("x"), graph.placeholder("factor")
+    product = graph.call_function(operator.mul, (given, factor))
+    product.name = "product"
+    graph.output((graph.call_function(operator.mul, (product, 10)),))
+    return graph
+
+
+def options(function: Callable[[nn.Module], Any], **others: Any) -> ExtractionOptions:
+    return ExtractionOptions(custom_extraction_functions={Scale: function}, **others)
+
+
+def test_the_graph_is_the_module_patched_or_not() -> None:
+    model = Model()
+    pg = PatchableGraph(model, options(tenfold), X)
+    assert torch.equal(pg(X), model.linear(X * 20))
+    with pg.patch({"linear.output": AddPatch(1.0)}):
+        assert torch.equal(pg(X), model.linear(X * 20) + 1)
+    with pg.patch({"scale.product": ZeroPatch()}):
+        assert torch.equal(pg(X), model.linear(X * 0))
+    assert torch.equal(model(X), model.linear(X * 2))  # the model itself stays as it is
+
+
+def test_also_in_calls_that_the_example_did_not_have() -> None:
+    model = Model()
+    pg = PatchableGraph(model, options(tenfold), X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(pg(X, times=2), model.linear(X * 400))
+        assert torch.equal(pg(X, is_late=True), model.linear(X * 20) * 3 * 10)
+    with pg.patch({"scale.product": ZeroPatch()}), pytest.warns(RepeatedCallWarning, match="^'scale': this Scale"):
+        assert torch.equal(pg(X, is_late=True), model.linear(X * 0) * 3 * 10)
+
+
+def test_each_call_has_a_graph_and_names_of_its_own() -> None:
+    model = Model()
+    pg = PatchableGraph(model, options(tenfold), X, times=3)
+    assert [path for path in pg.nodes if path.endswith("product")] == [f"scale_{i}.product" for i in range(3)]
+    with pg.patch({"scale_1.product": AddPatch(1.0)}, strict=True):
+        assert torch.equal(pg(X, times=3), model.linear((X * 20 * 2 + 1) * 10 * 20))
+
+
+def test_a_function_may_trace_the_module_with_fx() -> None:
+    def traced(module: nn.Module) -> fx.Graph:
+        module(X)  # whatever it runs is no part of the model's run
+        graph = fx.symbolic_trace(module).graph
+        (output,) = graph.find_nodes(op="output")
+        output.args = (output.args,)
+        return graph
+
+    model = nn.Sequential(Model())
+    given = ExtractionOptions(custom_extraction_functions={Scale: traced})
+    pg = PatchableGraph(model, given, X)
+    assert [path for path in pg.nodes if ".scale." in path] == [
+        "sub_0.scale.x", "sub_0.scale.factor", "sub_0.scale.mul", "sub_0.scale.output",
+    ]  # fmt: skip
+    with pg.patch({"sub_0.scale.mul": ZeroPatch()}):
+        assert torch.equal(pg(X), model[0].linear(X * 0))
+
+
+def test_a_function_is_stronger_than_the_wish_to_skip() -> None:
+    model = Model()
+    for skipping in ({"skip_compilation": True}, {"classes_to_skip_compiling": {Scale}}):
+        pg = PatchableGraph(model, options(tenfold, **skipping), X)
+        assert torch.equal(pg(X), model.linear(X * 20))
+        with pg.patch({"scale.product": ZeroPatch()}):
+            assert torch.equal(pg(X), model.linear(X * 0))
+
+
+def test_subclasses_have_it_too_and_the_nearest_class_wins() -> None:
+    class Special(Scale):
+        pass
+
+    model = nn.Sequential(Special())
+    assert torch.equal(PatchableGraph(model, options(tenfold), X)(X), X * 20)
+    nearest = ExtractionOptions(custom_extraction_functions={nn.Module: fails, Scale: tenfold})
+    assert torch.equal(PatchableGraph(model, nearest, X)(X), X * 20)
+
+
+ERROR = LookupError("no graph today")
+
+
+def fails(module: nn.Module) -> fx.Graph:
+    raise ERROR
+
+
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("warn", [False, True])
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_a_function_that_raises(error: bool, warn: bool, is_skipped: bool) -> None:
+    skipped = {Scale} if is_skipped else set()
+    given = options(
+        fails, error_on_compilation_failure=error, warn_on_compilation_failure=warn, classes_to_skip_compiling=skipped
+    )
+    model = Model()
+    if error:  # the stronger of the two
+        with pytest.raises(LookupError) as caught:
+            PatchableGraph(model, given, X)  # a warning would be another error
+        assert caught.value is ERROR
+        assert "forward" not in model.scale.__dict__
+        return
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pg = PatchableGraph(model, given, X)
+    became = "became an OpaqueGraphModule" if is_skipped else "was captured without its custom graph"
+    expected = [f"'scale' {became}: LookupError: no graph today"] if warn else []
+    assert [str(warning.message) for warning in told] == expected
+    assert all(warning.category is CompilationWarning and warning.filename == __file__ for warning in told)
+    scale = pg._graph_module.scale
+    assert isinstance(scale, OpaqueGraphModule if is_skipped else CompiledGraphModule)
+    assert ("scale.mul" in pg.nodes) is not is_skipped
+    assert torch.equal(pg(X), model(X))
+    assert scale.reason.endswith("its custom extraction function raised LookupError: no graph today")
+    assert "raised LookupError: no graph today" in str(pg.graph.scale._code)
+    with pg.patch({"scale.output": ZeroPatch()}):
+        assert torch.equal(pg(X), model.linear(X * 0))
+
+
+def renamed(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("y"),))
+    return graph
+
+
+def unwrapped(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    given, _ = graph.placeholder("x"), graph.placeholder("factor")
+    graph.output(given)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (renamed, r"for Scale \('0.scale'\) must have .* in their order: x, factor; it has y; write graph.placeholder"),
+        (
+            unwrapped,
+            r"for Scale \('0.scale'\) must wrap the output in a one-element tuple; it has an output of x; write",
+        ),
+        (lambda module: 3, r"for Scale \('0.scale'\) must return a torch.fx.Graph, not int"),
+    ],
+)
+def test_graphs_that_cannot_stand_for_the_module_are_an_error_whatever_the_options(function: Any, message: str) -> None:
+    for others in ({}, {"warn_on_compilation_failure": True}, {"error_on_compilation_failure": True}):
+        with pytest.raises(CaptureError, match=message):
+            PatchableGraph(nn.Sequential(Model()), options(function, **others), X)
