@@ -95,7 +95,8 @@ class Run:
         stack = self.stack
         if self._awaiting_output:
             self._drop_abandoned(module)
-        stack.append(FrameRun(plan))
+        run = FrameRun(plan)  # `tracebacks` reads this variable, and `plan`
+        stack.append(run)
         try:
             if plan is None:
                 return invoke(forward, args, kwargs)
@@ -324,7 +325,10 @@ class Run:
         for entry in entries:
             if self.is_observed(entry, value):
                 continue
-            value = self.apply(entry, value)
+            # A call site may call modules and ops (`for f in (self.linear, torch.tanh)`): the patches' own torch calls
+            # must not be counted there.
+            with _NOTHING_TO_HIDE if self._mode is None else self.inside_one_node():
+                value = self.apply(entry, value)
         return value
 
     def is_observed(self, entry: Entry, value: Any) -> bool:

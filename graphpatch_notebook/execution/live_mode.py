@@ -71,7 +71,7 @@ class LiveMode(TorchFunctionMode):
     ) -> Any:
         entries = self._entries_at(sys._getframe(1))
         if entries is not None and entries.steps is not None:
-            result = self._opened(entries.steps, func, args, kwargs or {})
+            result = self.open_call(entries.steps, func, args, kwargs or {})
             return self._patched(entries, result, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if entries is None:
@@ -95,7 +95,9 @@ class LiveMode(TorchFunctionMode):
             result = apply(*args, **kwargs)
             return result if entries is None else self._patched(entries, result, args, kwargs)
 
-    def _opened(self, steps: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def open_call(
+        self, steps: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Runs a composite function step by step, with the patches on its `steps`."""
         decomposition = decomposition_of(func)
         if decomposition is None:  # the model calls another function here this time

@@ -19,14 +19,16 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.autograd_functions import TRANSPARENT
-from graphpatch_notebook.capture.records import Frame, Node, SourceLine, line_at
+from graphpatch_notebook.capture.records import Frame, Node, Ref, SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError, add_note, has_note
+from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
 from graphpatch_notebook.graph_modules.lazy_code import name_assigned_at
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_module_call
 
 _MOST, _MOST_PATCHED = 4, 6
+_OPENED = LiveMode.open_call.__code__
 _APPLY = Function.__dict__["apply"].__func__.__code__
 
 
@@ -41,6 +43,8 @@ class _Way:
         fx_name: The name of the node of a graph that runs.
         leaf: The innermost Python frame of the user's code.
         call: The arguments of the torch call that was made there, if any Python frame holds them.
+        counts: How often this frame called which module so far (by id), where the run saw it.
+        opened: The call sites down to a call that was opened into its steps: the last of these has this site itself.
     """
 
     frames: list[Frame]
@@ -49,23 +53,30 @@ class _Way:
     fx_name: str | None = None
     leaf: FrameType | None = None
     call: tuple[Any, dict[str, Any]] | None = None
+    counts: dict[int, int] = field(default_factory=dict)
+    opened: list[tuple[CodeType, int]] | None = None
 
     def enter(self, module: Module) -> None:
         """Goes down into a call of `module`."""
         calls = [n for frame in self.frames for n in frame.calls() if n.frame is not None and n.frame.module is module]
         here = [n for n in calls if n.site is not None and list(n.site.steps) == self.steps]
+        if id(module) in self.counts:  # the one that began last
+            here = [n for n in here or calls if n.call_index == self.counts[id(module)] - 1]
         self.frames = [n.frame for n in here or calls if n.frame is not None]
-        self.module, self.steps, self.fx_name = module, [], None
+        self.module, self.steps, self.fx_name, self.counts = module, [], None, {}
 
     def nodes(self) -> list[tuple[Frame, Node]]:
         """Returns the recorded ops that this may be."""
         if self.fx_name is not None:
             return [(frame, frame.names[self.fx_name]) for frame in self.frames if self.fx_name in frame.names]
+        return self._ops_at(self.steps) or (self._ops_at(self.opened) if self.opened is not None else [])
+
+    def _ops_at(self, steps: list[tuple[CodeType, int]]) -> list[tuple[Frame, Node]]:
         return [
             (frame, node)
             for frame in self.frames
             for node in frame.nodes
-            if node.kind == "op" and node.site is not None and list(node.site.steps) == self.steps
+            if node.kind == "op" and node.site is not None and list(node.site.steps) == steps
         ]
 
 
@@ -91,7 +102,9 @@ def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: 
 def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module: Module) -> Failure:
     way = _Way(list(frames), module)
     for python_frame, lasti in _entries(traceback):
-        if way.call is None:  # what a call does inside belongs to its one node
+        if python_frame.f_code is _OPENED:  # the steps of an opened call are nodes themselves
+            way.call, way.opened = None, list(way.steps)
+        if way.call is None:  # what any other call does inside belongs to its one node
             _follow(way, python_frame, lasti)
     candidates = [(frame, node) for frame, node in way.nodes() if node.element is None] or way.nodes()
     line = str(_line(way)) if way.steps else ""
@@ -104,7 +117,14 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
     names = [repr(format_path((*frame.path, node.name))) for frame, node in candidates]
     more = f" or {len(names) - _MOST} others" if len(names) > _MOST else ""
     what = f"{' or '.join(names[:_MOST])}{more} ({node.op})"
-    return Failure(what, line, now, arguments_at_capture(node), () if now else _locals_text(way))
+    at_capture = "" if way.opened is None and _is_last_step(node) else arguments_at_capture(node)
+    return Failure(what, line, now, at_capture, () if now else _locals_text(way))
+
+
+def _is_last_step(node: Node) -> bool:
+    """Whether the node is the last step of a call that capture opened, and stands for all of it."""
+    refs = (value for value in node.args if isinstance(value, Ref))
+    return any(ref.node.composite is not None and ref.node.composite is not node.composite for ref in refs)
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
@@ -124,6 +144,10 @@ def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
         way.fx_name, way.leaf = name, python_frame
     elif _is_call(python_frame):
         way.call = python_frame.f_locals["args"], python_frame.f_locals["kwargs"] or {}
+    elif code.co_name == "on_forward" and call_sites.is_own(code):
+        plan, run = python_frame.f_locals.get("plan"), python_frame.f_locals.get("run")
+        way.frames = way.frames if plan is None else [plan.frame]
+        way.counts = {} if run is None else run.counts
     elif is_module_call(code):
         way.enter(owner)  # type: ignore[arg-type]  # the `self` of `Module.__call__`
     elif call_sites.is_users(code):
@@ -151,7 +175,7 @@ def _frame_text(way: _Way) -> str:
 
 
 def _line(way: _Way) -> SourceLine:
-    code, offset = way.steps[-1]
+    code, offset = next((step for step in reversed(way.steps) if not call_sites.is_own(step[0])), way.steps[-1])
     return SourceLine(code.co_filename, line_at(code, offset), code.co_name)
 
 

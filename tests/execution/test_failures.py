@@ -128,7 +128,7 @@ def test_at_the_boundary_the_variables_are(pg: PatchableGraph) -> None:
     [
         ("inner", "'inner_1.linear.linear' (linear)"),
         ("direct", "'inner_0.linear.linear' (linear)"),
-        ("loop", "'cell_0.linear' or 'cell_1.linear' or 'cell_2.linear' (linear)"),
+        ("loop", "'cell_0.linear' or 'cell_1.linear' or 'cell_2.linear' (linear)"),  # a call that nobody watches
         ("uncaptured", "code of 'the model' (Outer)"),
     ],
 )
@@ -137,6 +137,16 @@ def test_the_node_is_found_in_frames_without_patches(pg: PatchableGraph, patches
     assert note.splitlines()[0] == f"graphpatch: raised by {node}"
     assert "(4, 5)" in note
     assert note.endswith(f"patched before: {next(iter(patches))!r} (CustomPatch)")
+
+
+@pytest.mark.parametrize("others", [[], ["cell_0.linear"], ["cell_2.linear", "start"]])
+def test_which_call_of_a_loop_it_was(others: list[str]) -> None:
+    pg = PatchableGraph(Outer(), X, "loop")
+    narrow = CustomPatch(lambda value: value[:, :2], any_shape=True)
+    note = run_broken(pg, {"cell_1.output": narrow, **dict.fromkeys(others, ProbePatch())}, X, "loop")
+    assert note.splitlines()[0] == "graphpatch: raised by 'cell_2.linear' (linear)"
+    note = run_broken(pg, {"cell_0.output": narrow, **dict.fromkeys(others, ProbePatch())}, X, "loop")
+    assert note.splitlines()[0] == "graphpatch: raised by 'cell_1.linear' (linear)"
 
 
 def test_the_call_of_an_autograd_function_is_the_node(pg: PatchableGraph) -> None:
@@ -191,18 +201,47 @@ def test_without_a_context_there_is_no_note(pg: PatchableGraph) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StopIteration(1), SystemExit(2), GeneratorExit()])
 def test_what_means_something_to_the_interpreter_is_passed_on_untouched(error: BaseException) -> None:
-    class Raises(nn.Module):
-        def forward(self, x: Tensor, is_raising: bool = False) -> Tensor:
-            x = x * 2
-            if is_raising:
-                raise error
-            return x
-
-    pg = PatchableGraph(Raises(), X)
-    with pg.patch({"x_1": ZeroPatch()}), pytest.raises(type(error)) as caught:
+    pg = PatchableGraph(Raises(error), X)
+    with pg.patch({"doubled": ZeroPatch()}), pytest.raises(type(error)) as caught:
         pg(X, True)
     assert caught.value is error
     assert not hasattr(error, "__notes__")
+
+
+class Raises(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor, is_raising: bool = False) -> Tensor:
+        doubled = x * 2
+        if is_raising:
+            raise self.error
+        return doubled
+
+
+def test_errors_that_take_no_notes() -> None:
+    class Old(RuntimeError):
+        """As all errors are before Python 3.11."""
+
+        @property
+        def add_note(self) -> None:  # type: ignore[override]
+            raise AttributeError
+
+    class Locked(Old):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "__notes__":
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    pg = PatchableGraph(Raises(Old("once")), X)
+    with pg.patch({"doubled": ZeroPatch()}):
+        note = failure(lambda: pg(X, True))
+    assert "code of 'the model' (Raises)" in note
+    assert "raise self.error" in note
+    pg = PatchableGraph(Raises(Locked("never")), X)
+    with pg.patch({"doubled": ZeroPatch()}), pytest.raises(Locked, match="^never$"):
+        pg(X, True)
 
 
 def test_errors_that_the_model_handles_are_none() -> None:
@@ -267,6 +306,51 @@ def test_nodes_of_custom_graphs_are_named() -> None:
     assert note.endswith("patched before: 'inner.total' (ZeroPatch)")
     with pg.patch({"inner.x": CustomPatch(breaks, any_shape=True)}):
         assert "raised by 'inner.called.linear' (linear)" in failure(lambda: pg(X))
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v) + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "cut", "expected"),
+    [
+        (
+            "transpose",  # a step
+            (slice(0, 5), slice(None)),
+            ["'dot_products' (matmul)", "(1, 2, 4, 8), Tensor(1, 2, 5, 4)", "(1, 2, 4, 8), Tensor(1, 2, 8, 4)"],
+        ),
+        (
+            "attn_pattern",  # the last step is the call itself
+            (slice(0, 3),),
+            [
+                "'scaled_dot_product_attention' (matmul)",
+                "(1, 2, 4, 3), Tensor(1, 2, 4, 8)",
+                "(1, 2, 4, 4), Tensor(1, 2, 4, 8)",
+            ],
+        ),
+    ],
+)
+def test_the_steps_of_an_opened_call_are_named(path: str, cut: Any, expected: list[str]) -> None:
+    q = torch.ones(1, 2, 4, 8)
+    pg = PatchableGraph(Attention(), ExtractionOptions(decompose=["scaled_dot_product_attention"]), q, q, q)
+    lines = run_broken(pg, {path: CustomPatch(lambda value: value[(..., *cut)], any_shape=True)}, q, q, q).splitlines()
+    node, now, captured = expected
+    assert lines[0] == f"graphpatch: raised by {node}"
+    assert lines[2:5] == [
+        "    return nn.functional.scaled_dot_product_attention(q, k, v) + 1",
+        f"  arguments: Tensor{now}",
+        f"  arguments at capture: Tensor{captured}",
+    ]
+
+
+def test_a_call_that_was_not_opened_this_time_is_named_whole() -> None:
+    q = torch.ones(1, 2, 4, 8)
+    pg = PatchableGraph(Attention(), ExtractionOptions(decompose=["scaled_dot_product_attention"]), q, q, q)
+    lines = run_broken(pg, {"q": CustomPatch(lambda value: value[..., :3], any_shape=True)}, q, q, q).splitlines()
+    assert lines[0] == "graphpatch: raised by 'scaled_dot_product_attention' (matmul)"
+    assert lines[3] == "  variables there: q=Tensor(1, 2, 4, 3), k=Tensor(1, 2, 4, 8), v=Tensor(1, 2, 4, 8)"
 
 
 def test_in_gpt2() -> None:

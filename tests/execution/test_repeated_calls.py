@@ -359,6 +359,31 @@ def test_the_graph_modules(option: str) -> None:
     assert pg._graph_module.module_dict.bar.baz[1].path == "module_dict_bar_baz_1"
 
 
+def test_modules_and_functions_at_one_call_site() -> None:
+    class Pipeline(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for function in (self.linear, torch.tanh, self.linear, torch.tanh):
+                x = function(x)
+            return x
+
+    pg = PatchableGraph(Pipeline(), X)
+    linear = pg._module.linear
+    first, second = (path for path, node in pg.nodes.items() if node.op == "tanh")
+    patches = {
+        "linear_0.output": CustomPatch(lambda value: (value * 2).reshape(value.shape)),
+        "linear_1.input": CustomPatch(lambda value: value - value.mean()),
+        first: CustomPatch(lambda value: value + 1),
+        second: CustomPatch(lambda value: value * 5),
+    }
+    inner = torch.tanh(linear(X) * 2) + 1
+    with pg.patch(patches, strict=True):
+        assert torch.equal(pg(X), torch.tanh(linear(inner - inner.mean())) * 5)
+
+
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 
