@@ -7,6 +7,7 @@ decompositions.py   the steps of composite functions, for those that the options
 call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
 sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
 custom_graphs.py    graphs of custom extraction functions
+packed_weights.py   weights that modules hold quantized, and what they stand for; bitsandbytes_weights.py: those kinds
 """
 
 from __future__ import annotations

@@ -181,7 +181,10 @@ class GraphModule(Mirror):
 
 @final
 class OpaqueGraphModule(GraphModule):
-    """A module without a graph: the options say to skip it, or it could not be captured. Runs the module itself."""
+    """A module without a graph. Runs the module itself.
+
+    The options say to skip it, it could not be captured, or its weight is quantized; `reason` tells.
+    """
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module."""

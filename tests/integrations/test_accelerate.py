@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerate import cpu_offload_with_hook, disk_offload
+from accelerate.big_modeling import attach_layerwise_casting_hooks
 from accelerate.hooks import remove_hook_from_module
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -288,6 +289,21 @@ def test_whole_models_that_the_user_sends_back() -> None:
         with pg.patch({"transformer.h_0.ln_2.weight": AddPatch(1)}, strict=True):
             assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
         hook.offload()
+
+
+@torch.no_grad()
+def test_weights_that_hooks_cast() -> None:
+    models = [llama(), llama()]
+    for model in models:
+        attach_layerwise_casting_hooks(model, storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    model, edited = models
+    path, dtypes = "model.layers_1.mlp.down_proj.weight", [parameter.dtype for parameter in model.parameters()]
+    pg, plain = PatchableGraph(model, INPUT_IDS), PatchableGraph(llama(), INPUT_IDS)
+    assert list(pg.nodes) == list(plain.nodes)
+    edited.get_parameter(attribute_path(path))[0] = 0
+    with pg.patch({path: ZeroPatch(slice=0)}, strict=True):
+        assert torch.equal(pg(INPUT_IDS).logits, edited(INPUT_IDS).logits)
+    assert [parameter.dtype for parameter in model.parameters()] == dtypes
 
 
 @torch.no_grad()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import Tensor, nn
 
 from graphpatch_notebook import (
@@ -382,3 +384,42 @@ def test_edited_graphs_call_the_quantized_module(kind: str) -> None:
     probe = ProbePatch()
     with pg.patch({"linear.weight": [ZeroPatch(slice=0), probe]}, strict=True):
         assert torch.equal(pg(X), plain(model, probe.activation) / 2 * 3)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(2, 64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,eio->...eo", x, self.up)
+
+
+@torch.no_grad()
+def test_parameters_that_are_unpacked_whenever_they_are_read() -> None:
+    model = Experts()
+    replace_parameter_4bit(model, "up")
+    pg, probe = PatchableGraph(model, X), ProbePatch()
+    with pg.patch({"parametrizations_up.output": [ZeroPatch(slice=0), probe]}, strict=True):
+        patched = pg(X)
+    assert probe.activation.shape == (2, 64, 32)
+    assert not patched[..., 0, :].any()
+    assert torch.equal(patched[..., 1, :], model(X)[..., 1, :])
+
+
+@torch.no_grad()
+def test_two_threads_patch_the_same_quantized_weight() -> None:
+    pg = PatchableGraph(quantized("nf4"), X)
+    probe = ProbePatch()
+    with pg.patch({"linear.weight": probe}):
+        pg(X)
+    expected = [plain(pg._module, probe.activation * factor) for factor in range(4)]
+
+    def runs(factor: int) -> list[Tensor]:
+        with torch.no_grad(), pg.patch({"linear.weight": CustomPatch(lambda weight: weight * factor)}):
+            return [pg(X) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for results, right in zip(pool.map(runs, range(4)), expected, strict=True):
+            assert all(torch.equal(result, right) for result in results)

@@ -145,3 +145,27 @@ def test_the_other_nodes_are_patched_as_ever(case: Case) -> None:
     with pg.patch({f"{case.path}.output": ZeroPatch()}, strict=True):
         assert torch.equal(pg(IDS).logits, model(IDS).logits)
         assert torch.equal(generated(pg), generated(model))
+
+
+@torch.no_grad()
+def test_checkpoints_that_were_saved_quantized(case: Case, tmp_path: Path) -> None:
+    case.load().save_pretrained(tmp_path / "quantized")
+    probes = []
+    for load in (case.load, lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "quantized").eval()):
+        pg, probe = PatchableGraph(load(), IDS), ProbePatch()
+        with pg.patch({f"{case.path}.weight": probe}, strict=True):
+            pg(IDS)
+        assert pg.nodes[f"{case.path}.weight"].dtype == torch.float32
+        probes.append(probe)
+    torch.testing.assert_close(*[probe.activation for probe in probes])
+
+
+@torch.no_grad()
+def test_copies_patch_their_own_weights(case: Case) -> None:
+    pg = PatchableGraph(case.load(), IDS)
+    copied = copy.deepcopy(pg)
+    expected = pg(IDS).logits
+    with copied.patch({f"{case.path}.weight": ZeroPatch()}, strict=True):
+        assert not torch.equal(copied(IDS).logits, expected)
+        assert torch.equal(pg(IDS).logits, expected)
+    assert torch.equal(copied(IDS).logits, expected)
