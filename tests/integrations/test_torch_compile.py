@@ -289,6 +289,29 @@ def test_graphs_that_cannot_stand_for_the_model_are_refused() -> None:
         PatchableGraph(Outer(), options, X).to_fx((X,))
 
 
+def test_patches_that_no_graph_can_hold_are_refused() -> None:
+    pg = PatchableGraph(Outer(), X)
+    with (
+        pg.patch({"inner.relu": ZeroPatch(steps=0)}),
+        pytest.raises(GraphError, match="'inner.relu': a graph does not count steps"),
+    ):
+        pg.to_fx((X,))
+
+
+def test_attention_patterns_are_patched_in_plain_modules() -> None:
+    query = torch.linspace(-1, 1, 8).view(1, 2, 4)
+    pg = PatchableGraph(Attention(), ExtractionOptions(decompose=["scaled_dot_product_attention"]), query)
+    pattern = next(path for path in pg.nodes if "softmax" in path or path.endswith("pattern"))
+    with pg.patch({pattern: ZeroPatch(slice=(..., 0))}, strict=True):
+        plain = pg.to_fx((query,), allow_doubts=True)
+        assert torch.equal(plain(query), pg(query))
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
 def test_other_inputs_than_the_examples_are_refused() -> None:
     pg = PatchableGraph(Stack(), X)
     plain = pg.to_fx((X,))

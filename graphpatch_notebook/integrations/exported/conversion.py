@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, fx
-from torch.export.unflatten import InterpreterModuleDispatcher, UnflattenedModule
+from torch.export.unflatten import UnflattenedModule
 from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.integrations.exported.groups import (
@@ -21,6 +21,7 @@ from graphpatch_notebook.integrations.exported.groups import (
     base_name,
     children_by_name,
     graph_in,
+    is_dispatcher,
     is_unflattened,
     variants_in,
 )
@@ -75,8 +76,8 @@ class Converter:
             for variant in group.variants:
                 self._groups[id(variant)] = group
             for child in children:
-                if isinstance(child, InterpreterModuleDispatcher):
-                    group.turns = [group.number(variant) for variant in child.call_modules()]
+                if is_dispatcher(child):
+                    group.turns = [group.number(variant) for variant in variants_in(child)]
             for variant in new:
                 self._collect(variant)
 
@@ -145,7 +146,7 @@ class Converter:
         if not is_unflattened(callee):
             return
         group = self._groups[id(variants_in(callee)[0])]
-        number = None if isinstance(callee, InterpreterModuleDispatcher) else group.number(callee)
+        number = None if is_dispatcher(callee) else group.number(callee)
         node.target = ".".join(map(base_name, target.split(".")))
         node.meta[CALLED] = (group, number)
         if group.is_by_name:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
@@ -24,7 +24,7 @@ from graphpatch_notebook.integrations.exported.groups import Group, at
 from graphpatch_notebook.integrations.exported.modules import ExportedModule
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import STRUCTURE_FUNCTIONS
-from graphpatch_notebook.values import ScalarSpec, leaves
+from graphpatch_notebook.values import ObjectSpec, ScalarSpec, describe, leaves
 
 _RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "op": 4, "constant": 4}
 _TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -110,7 +110,9 @@ def _record(fx_node: fx.Node, frame: Frame, values: ExampleValues) -> Node:
     if fx_node.op == "placeholder":
         kind, op = "input", target
     elif fx_node.op == "get_attr":
-        kind, op, spec = _kind(frame.module, target), target, spec_of(at(frame.module, target))
+        held = at(frame.module, target)
+        kind, op = _kind(frame.module, target), target
+        spec = describe(held) if isinstance(held, Tensor) else ObjectSpec(type(held).__name__)
     elif callable(fx_node.target):
         op, target = function_name(fx_node.target), fx_node.name
     return Node(kind=kind, op=op, target=target, spec=spec, base_name=fx_node.name, site=_site(fx_node))

@@ -7,12 +7,20 @@ import re
 from typing import Any
 
 from torch import fx
-from torch.export.unflatten import InterpreterModule, InterpreterModuleDispatcher, UnflattenedModule
+from torch.export.unflatten import InterpreterModule, UnflattenedModule
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import parts_of
+
+try:
+    from torch.export.unflatten import InterpreterModuleDispatcher
+except ImportError:  # older versions of torch do not unflatten repeated calls of modules with preserved signatures
+
+    class InterpreterModuleDispatcher(Module):  # type: ignore[no-redef]
+        """What these versions never make."""
+
 
 _POSITIONAL_ARGUMENT = "_positional_arg_"
 _CALL_NAME = re.compile(r"(.+)@\d+")
@@ -121,6 +129,11 @@ def graph_in(variant: Module) -> fx.Graph | None:
 def variants_in(child: Module) -> list[Module]:
     """Returns the modules that a child of an unflattened module stands for."""
     return list(child.call_modules()) if isinstance(child, InterpreterModuleDispatcher) else [child]
+
+
+def is_dispatcher(child: Module) -> bool:
+    """Whether a child of an unflattened module stands for several, which take turns."""
+    return isinstance(child, InterpreterModuleDispatcher)
 
 
 def is_unflattened(child: Module) -> bool:
