@@ -38,15 +38,18 @@ class ExtractionOptions:
 
     Attention patterns: fused attention never shows its weights. With `decompose=["scaled_dot_product_attention"]`, a
     call of it shows its steps: `dot_products`, `attn_scores` (scaled), `attn_bias` (the mask), `masked_scores`, and
-    `attn_pattern`, the softmax. Its result keeps the name that it has anyway, and so does everything else.
+    `attn_pattern`, the softmax (in half precision all of these are float32, and `attn_pattern_1` is the pattern in the
+    model's dtype). Its result keeps the name that it has anyway, and so does everything else.
     `"multi_head_attention_forward"` shows the steps of torch's own code under the variables of that code: with
     `need_weights=True` the pattern is what `softmax` made, the second of the `attn_output_weights`; otherwise it calls
     `scaled_dot_product_attention` in turn, so ask for both.
 
     A call takes its steps one by one only where a patch stands on one of them, be it a probe; all other calls run
-    fused, also where their result is patched. The result of the steps then equals that of the fused kernel within
-    rounding: 1e-5 in float32 (absolute and relative), 1e-12 in float64, 4e-3 in float16, 3e-2 in bfloat16 for inputs
-    around one; dropout draws other numbers. Graphs that hold steps never run in place of their module for that reason.
+    fused, also where their result is patched. During the capture, all calls take their steps. The result of the steps
+    equals that of the fused kernel within rounding: 1e-5 in float32 (absolute and relative), 1e-12 in float64, 4e-3 in
+    float16, 3e-2 in bfloat16 for inputs around one; dropout draws other numbers. The steps hold the whole pattern in
+    memory, (batch, heads, queries, keys), as eager attention does. Graphs with such steps never run in place of their
+    module, unless they are edited: they equal it within rounding only.
 
     Example:
         >>> ExtractionOptions(skip_compilation=True).skip_compilation

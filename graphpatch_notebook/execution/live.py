@@ -235,9 +235,9 @@ class Run:
             self._mode = None
 
     @contextmanager
-    def inside_one_node(self, steps: FramePlan | None = None) -> Iterator[None]:
-        """For the length of the block, nothing that comes up is one of the plan's values, but for these `steps`."""
-        self.stack.append(FrameRun(steps))
+    def inside_one_node(self, inside: FramePlan | None = None) -> Iterator[None]:
+        """For the length of the block, nothing that comes up is one of the plan's values, but those of `inside`."""
+        self.stack.append(FrameRun(inside))
         try:
             yield
         finally:
@@ -364,6 +364,10 @@ class Run:
         if not steps.admits(entry):
             raise HeldBackError
         return apply_entry(entry, value, steps)
+
+    def may_apply(self, entry: Entry) -> bool:
+        """Whether an entry may have an effect at the current step of a generation."""
+        return entry.restriction is None or self.steps is None or self.steps.admits(entry)
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,11 @@ class PatchedRun(Protocol):
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
 
-    def inside_one_node(self, steps: FramePlan | None = None) -> AbstractContextManager[None]:
-        """For the length of the block, nothing that comes up is one of the plan's values, but for these `steps`."""
+    def may_apply(self, entry: Entry) -> bool:
+        """Whether an entry may have an effect at the current step of a generation."""
+
+    def inside_one_node(self, inside: FramePlan | None = None) -> AbstractContextManager[None]:
+        """For the length of the block, nothing that comes up is one of the plan's values, but those of `inside`."""
 
 
 class LiveMode(TorchFunctionMode):
@@ -70,8 +73,8 @@ class LiveMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         entries = self._entries_at(sys._getframe(1))
-        if entries is not None and entries.steps is not None:
-            result = self.open_call(entries.steps, func, args, kwargs or {})
+        if entries is not None and entries.inside is not None:
+            result = self.open_call(entries.inside, func, args, kwargs or {})
             return self._patched(entries, result, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if entries is None:
@@ -96,18 +99,19 @@ class LiveMode(TorchFunctionMode):
             return result if entries is None else self._patched(entries, result, args, kwargs)
 
     def open_call(
-        self, steps: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, inside: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a composite function step by step, with the patches on its `steps`."""
+        """Runs a composite function step by step, with the patches that stand `inside`."""
         decomposition = decomposition_of(func)
-        if decomposition is None:  # the model calls another function here this time
+        active = [entry for entry in inside.entries if self.run.may_apply(entry)]
+        if decomposition is None or not active:  # the model may call another function here this time
             return func(*args, **kwargs)
         refusal = decomposition.refusal(args, kwargs)
         if refusal is not None:
             why = f"{decomposition.name} cannot be decomposed in this call: {refusal}"
-            self.run.missing.update((id(entry), why) for entry in steps.entries)
+            self.run.missing.update((id(entry), why) for entry in inside.entries)
             return func(*args, **kwargs)
-        with self.run.inside_one_node(steps), self:  # the mode is off in its own handler
+        with self.run.inside_one_node(inside), self:  # the mode is off in its own handler
             return decomposition.make_steps()(*args, **kwargs)
 
     def _entries_at(self, leaf: FrameType) -> SiteEntries | None:

@@ -64,14 +64,14 @@ class SiteEntries(list[Entry]):
     """The entries on what is called at one call site, at one occurrence.
 
     Attributes:
-        steps: What is patched inside of it: then the call is opened into its steps. Nothing else opens it.
+        inside: What is patched inside of it: then the call is opened into its steps. Nothing else opens it.
     """
 
-    __slots__ = ("steps",)
+    __slots__ = ("inside",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: FramePlan | None = None
+        self.inside: FramePlan | None = None
 
 
 OpEntries: TypeAlias = "dict[int, SiteEntries]"
@@ -166,10 +166,10 @@ class FramePlan:
         if call is None:
             return self
         at_call = self._inside(call.outer, entry)._at(call.site, call.occurrence)
-        if at_call.steps is None:
-            at_call.steps = FramePlan(self.frame)
-        at_call.steps.entries.append(entry)
-        return at_call.steps
+        if at_call.inside is None:
+            at_call.inside = FramePlan(self.frame)
+        at_call.inside.entries.append(entry)
+        return at_call.inside
 
     def _at(self, site: Site, occurrence: int) -> SiteEntries:
         (code, offset), *above = reversed(site.steps)

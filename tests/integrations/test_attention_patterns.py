@@ -199,6 +199,20 @@ def test_generation_with_a_cache(family: Family, call: str) -> None:
 
 
 @torch.no_grad()
+def test_calls_stay_fused_at_the_steps_that_no_patch_is_for() -> None:
+    fused, _ = FAMILIES[0].models()
+    pg = PatchableGraph(fused, OPTIONS, input_ids=IDS)
+    kwargs = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = fused.generate(IDS, **kwargs)
+    record = RecordPatch(steps=2)
+    with pg.patch({FAMILIES[0].pattern: [record, ZeroPatch(slice=(slice(None), 1), steps=2)]}):
+        found = pg.generate(IDS, **kwargs)
+    assert [tuple(pattern.shape) for pattern in record.activations] == [(3, HEADS, 1, 9)]
+    assert all(map(torch.equal, found.logits[:2], expected.logits[:2]))
+    assert not torch.allclose(found.logits[2], expected.logits[2], **TOLERANCE)
+
+
+@torch.no_grad()
 def test_heads_that_transformers_packs_are_not_mistaken_for_others() -> None:
     """A padded decoding step of grouped heads has them as rows: the name holds the patterns in another form there."""
     fused, _ = FAMILIES[1].models()
