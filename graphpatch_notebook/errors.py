@@ -122,5 +122,9 @@ class LiveFallbackWarning(GraphPatchWarning):
     """A graph was refused for these inputs, so the original module ran instead."""
 
 
+class EditedGraphWarning(GraphPatchWarning):
+    """A graph that somebody edited holds for the example's branches and flags, and may be given others."""
+
+
 class UnverifiedGraphWarning(GraphPatchWarning):
     """A graph was interpreted that is not known to equal the model's own code on such inputs."""

@@ -92,6 +92,9 @@ class FrameRecorder:
     def register(self, value: Any, node: Node, dig: tuple[Key, ...] = ()) -> None:
         """Notes that `value`, and what it contains, comes from `node`."""
         if isinstance(value, Tensor):
+            if node.kind == "input" and (other := self._lookup(value)) is not None:
+                same = ((other.node.target, other.dig), (node.target, dig))
+                self.record.same_inputs = (*self.record.same_inputs, same)
             self._values[id(value)] = (weakref.ref(value), Ref(node, dig))
             self._own(value, node)
             return

@@ -183,6 +183,10 @@ class InputParameter:
     default: Any
 
 
+InputPlace: TypeAlias = "tuple[str, tuple[Key, ...]]"
+"""A place in the inputs of a frame: a parameter of `forward`, and what leads from its value to the one meant."""
+
+
 @dataclass(slots=True, eq=False)
 class Frame:
     """One invocation of one module.
@@ -197,6 +201,8 @@ class Frame:
         output: What `forward` returned, with a `Ref` for each value that has a node.
         training: The module's `training` flag at capture.
         hooks: The ids of the forward hooks and pre-hooks that the module had.
+        same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records know
+            it by the second only.
         opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
@@ -217,6 +223,7 @@ class Frame:
     output: Any = None
     training: bool = False
     hooks: frozenset[int] = frozenset()
+    same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
     opaque_reason: str | None = None
     doubts: list[str] = field(default_factory=list)
     custom_graph: Any = None

@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
+from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
@@ -152,6 +153,10 @@ class FramePlan:
         if node.kind == "output":
             self.output.append(entry)
         elif self.own_graph is not None:
+            changes = not all(patch.observes_only for patch in entry.patches)
+            problem = self.own_graph.input_problem(node) if node.kind == "input" and changes else None
+            if problem is not None:
+                raise PatchMapError(f"{entry.target.path!r} {problem}; patch the nodes in the graph that use its value")
             self.graph.setdefault(node.name, []).append(entry)
         elif node.kind == "input":
             self.inputs.setdefault(node.target, []).append(entry)

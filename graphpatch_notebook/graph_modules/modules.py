@@ -25,11 +25,13 @@ from torch import fx
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList
 
+from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import belief, interpretation, live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import FrameReference, PackedGraph
+from graphpatch_notebook.graph_modules.edited_form import EditedForm, warn_of_doubts
 from graphpatch_notebook.graph_modules.edited_records import update_records
 from graphpatch_notebook.graph_modules.hooks import call_with_hooks
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
@@ -211,6 +213,7 @@ class CompiledGraphModule(GraphModule):
 
     _built: BuiltGraph | None
     _generated: dict[frozenset[str], GeneratedCode]
+    _form: EditedForm | None
     _aliases: dict[str, Any]
     _belief: belief.Belief
 
@@ -219,6 +222,7 @@ class CompiledGraphModule(GraphModule):
         state = self.__dict__
         state["_built"] = None
         state["_generated"] = {}
+        state["_form"] = None
         state["_aliases"] = {}
         state["_belief"] = belief.Belief()
         hierarchy.has_own_graphs |= frame.custom_graph is not None
@@ -239,14 +243,36 @@ class CompiledGraphModule(GraphModule):
         """Says that the graph was edited: from now on it is the module, and its code is generated anew when needed.
 
         Raises:
-            RuntimeError: The graph is not well formed.
+            RuntimeError: The graph is not well formed, or needs what is no longer there.
+
+        Warns:
+            EditedGraphWarning: The module may do something else on other inputs than the example's.
         """
         self.graph.lint()
+        self._check_constants()
         self._generated.clear()
+        if self._frame.custom_graph is None:
+            if not self._frame.is_edited:
+                warn_of_doubts(self._frame)
+            self.__dict__["_form"] = EditedForm(self._frame, self.graph)
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
         self._hierarchy.has_own_graphs = True
         self._hierarchy.edits += 1
+
+    def _check_constants(self) -> None:
+        for name, get in self._build().constants.items():
+            is_used = any(node.op == "get_attr" and node.target == name for node in self.graph.nodes)
+            if is_used and get() is None:
+                raise GraphError(self._why_gone(name))
+
+    def _why_gone(self, name: str) -> str:
+        nodes = (node for node in self.graph.nodes if node.op == "get_attr" and node.target == name)
+        what = next((str(node.meta[RECORD].spec) for node in nodes if RECORD in node.meta), "a value")
+        return (
+            f"the graph of {self.path or '<root>'!r} ({type(self._original_module).__name__}) uses an object ({what}) "
+            "that was there only while the model was captured: this graph cannot run; those below it may"
+        )
 
     @property
     def code(self) -> str:
@@ -272,6 +298,10 @@ class CompiledGraphModule(GraphModule):
     def has_own_graph(self) -> bool:
         """Whether the graph *is* the module: it was edited, or a custom extraction function made it."""
         return self._frame.has_own_graph
+
+    def input_problem(self, node: Node) -> str | None:
+        """Returns why an input cannot be patched in this graph, which was edited, if so."""
+        return None if self._form is None else self._form.input_problem(node)
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph, or the module."""
@@ -313,6 +343,8 @@ class CompiledGraphModule(GraphModule):
             kwargs: The keyword arguments.
         """
         is_record = self._frame.custom_graph is None
+        if self._form is not None:
+            self._form.check(args, kwargs)
         function = self._code(names).function
         # The graph of a custom extraction function is written over the user's module, others over this one.
         owner = self if is_record else self._original_module
@@ -350,7 +382,7 @@ class CompiledGraphModule(GraphModule):
         if built is not None and name in built.constants:
             value = built.constants[name]()
             if value is None:
-                raise GraphError(f"a tensor that the graph of {self.path or 'the root'!r} uses no longer exists")
+                raise GraphError(self._why_gone(name))
             return value
         return super().__getattr__(name)
 
@@ -382,6 +414,7 @@ class CompiledGraphModule(GraphModule):
         state = super().__getstate__()
         # Code is generated anew where it is needed, graphs that are only records are built anew.
         state["_generated"] = {}
+        state["_form"] = None
         state["_built"] = PackedGraph.of(self._build()) if self._frame.is_edited else None
         state["_belief"] = belief.Belief()
         return state
@@ -392,6 +425,8 @@ class CompiledGraphModule(GraphModule):
             built = self.__dict__["_built"] = packed.unpacked(self._frame)
             if self._frame.custom_graph is not None:
                 self._frame.custom_graph = built.graph
+            else:
+                self.__dict__["_form"] = EditedForm(self._frame, built.graph)
 
 
 def _run(

@@ -19,7 +19,7 @@ def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], Non
     Where it edited the graph, the edited graph is the module from then on; where it did not, nothing changes.
 
     Raises:
-        CaptureError: An edited graph is not well formed.
+        CaptureError: An edited graph is not well formed, or needs what is no longer there.
         Exception: Whatever `function` raises.
     """
     for callee in graph_module.callees():
@@ -36,5 +36,5 @@ def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], Non
         frame = graph_module.frame
         raise CaptureError(
             f"the postprocessing function left the graph of {format_path(frame.path) or '<root>'!r} "
-            f"({type(frame.module).__name__}) not well formed: {error}"
+            f"({type(frame.module).__name__}) not fit to run: {error}"
         ) from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.errors import CaptureError, GraphError, UnknownPathError
+from graphpatch_notebook.errors import CaptureError, EditedGraphWarning, GraphError, PatchMapError, UnknownPathError
 from graphpatch_notebook.graph_modules import code_generations
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -194,7 +194,7 @@ def test_graphs_that_are_not_well_formed_are_an_error(model: Model) -> None:
             hidden = node_called(graph_module.graph, "hidden")
             hidden.args = (node_called(graph_module.graph, "add"),)
 
-    with pytest.raises(CaptureError, match="graph of 'first' .Block. not well formed: .*before it has been defined"):
+    with pytest.raises(CaptureError, match="graph of 'first' .Block. not fit to run: .*before it has been defined"):
         PatchableGraph(model, ExtractionOptions(postprocessing_function=wrong), X)
 
 
@@ -289,3 +289,118 @@ def test_errors_name_the_node_and_the_users_line(model: Model) -> None:
     note = "\n".join(caught.value.__notes__)
     assert "raised by 'second.add' (add)" in note
     assert "return x + self.down(hidden)" in note
+
+
+# -- what an edited graph leaves out -------------------------------------------------------------------------------
+
+
+class Options(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, negate: bool = False, scale: float = 2.0, **more: Any
+    ) -> Tensor:
+        x = nn.functional.dropout(self.linear(x), 0.5, self.training) * scale
+        x = x if mask is None else x * mask
+        x = x + more["shift"] if "shift" in more else x
+        return -x if negate else x
+
+
+def double(graph_module: Any, module: nn.Module) -> None:
+    if graph_module.path == "":
+        output = node_called(graph_module.graph, "output")
+        with graph_module.graph.inserting_before(output):
+            output.args = (graph_module.graph.call_function(operator.mul, (output.args[0], 2)),)
+
+
+def options_pg(*args: Any, **kwargs: Any) -> tuple[nn.Module, PatchableGraph]:
+    model = Options().eval()
+    return model, PatchableGraph(model, ExtractionOptions(postprocessing_function=double), *args, **kwargs)
+
+
+def test_other_tensors_are_fine() -> None:
+    model, pg = options_pg(X, X + 1, shift=X + 2)
+    y = torch.randn(5, 4)
+    for mask, shift in ((y + 1, y + 2), (y, y), (y[:1], y[:, :1])):
+        assert torch.equal(pg(y, mask, shift=shift), model(y, mask, shift=shift) * 2)
+
+
+def test_one_tensor_as_several_inputs_is_not_taken_for_two() -> None:
+    model, pg = options_pg(X, X, shift=X)
+    y = torch.randn(5, 4)
+    assert torch.equal(pg(y, y, shift=y), model(y, y, shift=y) * 2)
+    with pytest.raises(GraphError, match=r"a call in which 'mask' and 'more\|shift' were one tensor"):
+        pg(y, y, shift=y + 1)
+    with pytest.raises(PatchMapError, match="'mask' was one tensor with another input of the example"):
+        pg.patch({"mask": ZeroPatch()}).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"mask": X}, "'mask', which the example did not have"),
+        ({"shift": X}, r"'more\|shift', which the example did not have"),
+        ({"scale": 3.0}, "'scale', which the example had as 2.0"),
+    ],
+)
+def test_inputs_that_the_graph_leaves_out_are_an_error(given: dict[str, Any], what: str) -> None:
+    _, pg = options_pg(X)
+    for each in (pg, copy.deepcopy(pg)):
+        with pytest.raises(GraphError, match=f"graph of '<root>' .Options. leaves out the input {what}"):
+            each(X, **given)
+
+
+def test_patches_on_what_the_graph_has_in_it_are_an_error() -> None:
+    _, pg = options_pg(X)
+    with pytest.raises(PatchMapError, match=r"'scale' was float\(2.0\) in the example, and is so in the edited graph"):
+        pg.patch({"scale": ZeroPatch()}).__enter__()
+    probe = ProbePatch()
+    with pg.patch({"scale": probe}):
+        pg(X)
+    assert probe.activation == 2.0
+
+
+def test_flags_that_the_graph_has_in_it_are_warned_of_once() -> None:
+    model, pg = options_pg(X)
+    with pytest.warns(EditedGraphWarning, match="did with negate=False, also where negate=True is given"):
+        assert torch.equal(pg(X, negate=True), model(X) * 2)
+    assert torch.equal(pg(X, negate=True), model(X) * 2)
+
+
+def test_another_mode_is_an_error() -> None:
+    _, pg = options_pg(X)
+    with pytest.raises(GraphError, match="captured in eval mode, and the module is in train mode now; call pg.eval"):
+        pg.train()(X)
+
+
+def test_doubts_are_warned_of_when_the_graph_is_edited() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    with pytest.warns(EditedGraphWarning, match="'<root>' .Branch. does on all inputs what .* though it reads a value"):
+        PatchableGraph(Branch(), ExtractionOptions(postprocessing_function=double), X)
+
+
+def test_graphs_that_cannot_run_again_are_an_error_at_once() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.values: list[Tensor] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            cache.values.append(x)
+            return x * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, Cache())
+
+    with pytest.raises(CaptureError, match=r"'<root>' .Outer. uses an object .Cache. that was there only while"):
+        PatchableGraph(Outer(), ExtractionOptions(postprocessing_function=double), X)
