@@ -24,6 +24,8 @@ from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphInterpre
 from graphpatch_notebook.graph_modules.copies import copied_frame
 from graphpatch_notebook.graph_modules.postprocessing import postprocess
 from graphpatch_notebook.graph_modules.verification import VerificationReport, verify
+from graphpatch_notebook.integrations.generation_config import NAME as GENERATION_CONFIG
+from graphpatch_notebook.integrations.generation_config import copied_config, generating_with
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions
@@ -37,7 +39,9 @@ _OF_THE_MODEL = (
     "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
     "share_memory state_dict to to_empty train type xpu zero_grad _apply"
 ).split()
-_OWN = {"_module", "_root_frame", "_options", "_hierarchy", "_derived", "_has_custom_graphs", "_replaced"}
+_OWN = set(
+    "_module _root_frame _options _hierarchy _derived _has_custom_graphs _replaced _generation_config".split()
+)
 
 
 class PatchableGraph(Module):
@@ -119,6 +123,7 @@ class PatchableGraph(Module):
         state["_options"] = options
         state["_root_frame"] = root_frame
         state["_hierarchy"] = state["_derived"] = None
+        state["_generation_config"] = copied_config(module) if options.copy_transformers_generation_config else None
         state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
         # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
@@ -328,12 +333,16 @@ class PatchableGraph(Module):
     def __getattr__(self, name: str) -> Any:
         if name in _OWN or "_module" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        config = self.__dict__["_generation_config"]
+        if name == GENERATION_CONFIG and config is not None:
+            return config
         value = getattr(self._module, name)
         if inspect.ismethod(value) and value.__self__ is self._module:
+            function = generating_with(config, value) if name == "generate" and config is not None else value
 
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
-                return self._call(value, args, kwargs)
+                return self._call(function, args, kwargs)
 
             return method
         return value
@@ -343,6 +352,8 @@ class PatchableGraph(Module):
             raise AttributeError(f"{name!r} of a PatchableGraph cannot be set")
         if "_module" not in self.__dict__:
             super().__setattr__(name, value)
+        elif name == GENERATION_CONFIG and self.__dict__["_generation_config"] is not None:
+            self.__dict__["_generation_config"] = value
         else:
             setattr(self._module, name, value)
 
@@ -357,7 +368,8 @@ class PatchableGraph(Module):
         module = copy.deepcopy(self._module, memo)
         result = memo[id(self)] = self._of(module, copied_frame(self._root_frame, memo), self._options)
         # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
-        result.__dict__["_hierarchy"] = copy.deepcopy(self.__dict__["_hierarchy"], memo)
+        for name in ("_hierarchy", "_generation_config"):
+            result.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return result
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ tensors. So other threads, and the user, never see them. What the forward itself
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +26,12 @@ class StandIn:
     Args:
         module: The module.
         replacements: New tensors by attribute path (`weight`, `emb.weight`).
+        attributes: New plain attributes by name.
     """
 
-    def __init__(self, module: Module, replacements: dict[str, Tensor]) -> None:
+    def __init__(
+        self, module: Module, replacements: dict[str, Tensor], attributes: Mapping[str, Any] | None = None
+    ) -> None:
         self._original = module
         self._inner: list[StandIn] = []
         self.module: Module = object.__new__(type(module))
@@ -37,6 +40,7 @@ class StandIn:
         for registry in _REGISTRIES:
             state[registry] = type(state[registry])(state[registry])
         self.module.__dict__.update(state)
+        self.module.__dict__.update(attributes or {})
         self._put(replacements)
         self._remember()
 
@@ -120,11 +124,12 @@ class StandIn:
         self.module.__dict__[innermost_forward(original)] = call
         self._remember()
 
-    def hand_on_changes(self) -> None:
-        """Does to the module what the forward did to the stand-in."""
+    def hand_on_changes(self, but: Sequence[str] = ()) -> None:
+        """Does to the module what the forward did to the stand-in, all `but` the attributes of these names."""
         for inner in self._inner:
             inner.hand_on_changes()
-        _hand_on(self._before, self.module.__dict__, self._original.__dict__)
+        after = {name: value for name, value in self.module.__dict__.items() if name not in but}
+        _hand_on({name: self._before[name] for name in self._before if name not in but}, after, self._original.__dict__)
         for name, before in self._registered_before.items():
             _hand_on(before, self.module.__dict__[name], self._original.__dict__[name])
 

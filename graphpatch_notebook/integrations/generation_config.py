@@ -1,0 +1,47 @@
+"""A generation config of its own for the `PatchableGraph` of a transformers model, which need not be installed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.execution.stand_in import StandIn
+
+NAME = "generation_config"
+# Bound to the object that `generate` runs on: a model must not keep those of a stand-in.
+_BOUND = ("_compiled_call", "_last_compile_config")
+
+
+def copied_config(module: Module) -> Any:
+    """Returns a copy of a model's generation config; `None` where the model has none, or cannot generate."""
+    config = module.__dict__.get(NAME)
+    return copy.deepcopy(config) if callable(getattr(module, "generate", None)) else None
+
+
+def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `generate`, a method of a model, as it would be if `config` were the generation config of the model.
+
+    The model never sees `config`: where it differs from the model's, the method runs on a stand-in.
+    """
+
+    def generate_with(*args: Any, **kwargs: Any) -> Any:
+        module: Module = generate.__self__  # type: ignore[attr-defined]  # a bound method
+        if _are_equal(config, module.__dict__.get(NAME)):
+            return generate(*args, **kwargs)
+        stand_in = StandIn(module, {}, {NAME: config})
+        try:
+            return stand_in.bind(generate)(*args, **kwargs)
+        finally:
+            stand_in.hand_on_changes(but=_BOUND)
+
+    return generate_with
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(vars(one) == vars(other)))
+    except (RuntimeError, TypeError, ValueError):  # tensors among the values
+        return False

@@ -1,0 +1,133 @@
+"""The generation config of a `PatchableGraph` is its own, unless the options say otherwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, GenerationConfig
+
+from graphpatch_notebook import ExtractionOptions, PatchableGraph, RecordPatch, ZeroPatch
+from tests.zoo import CASES
+from tests.zoo.case import tokens
+
+IDS = tokens(2, 5).clamp(min=3)
+PATH = "transformer.h_0.mlp.output"
+
+
+def build() -> Any:
+    model: Any = next(case for case in CASES if case.name == "gpt2-sdpa").build()
+    model.generation_config.max_new_tokens = 5
+    model.generation_config.min_new_tokens = 5
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture
+def model() -> Any:
+    return build()
+
+
+@pytest.fixture
+def pg(model: Any) -> PatchableGraph:
+    return PatchableGraph(model, IDS)
+
+
+def test_a_change_is_its_own(model: Any, pg: PatchableGraph) -> None:
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
+    assert model.generation_config.max_new_tokens == 5
+    assert pg.generate(IDS).shape == (2, 8)
+    assert model.generate(IDS).shape == (2, 10)
+    assert torch.equal(pg.generate(IDS), model.generate(IDS)[:, :8])
+
+
+def test_a_change_of_the_models_does_not_reach_it(model: Any, pg: PatchableGraph) -> None:
+    model.generation_config.max_new_tokens = model.generation_config.min_new_tokens = 2
+    assert model.generate(IDS).shape == (2, 7)
+    assert pg.generate(IDS).shape == (2, 10)
+
+
+def test_untouched_it_is_the_models_run(model: Any, pg: PatchableGraph) -> None:
+    assert pg.generation_config is not model.generation_config
+    for settings in ({}, {"do_sample": True}, {"num_beams": 2}):
+        torch.manual_seed(0)
+        expected = model.generate(IDS, **settings)
+        torch.manual_seed(0)
+        assert torch.equal(expected, pg.generate(IDS, **settings))
+
+
+def test_another_config_as_if_it_were_the_models(model: Any, pg: PatchableGraph) -> None:
+    """Also what it leaves open: nothing of the model's own config comes in."""
+    config = GenerationConfig(max_new_tokens=4, do_sample=True, temperature=2.0)
+    pg.generation_config = config
+    torch.manual_seed(0)
+    found = pg.generate(IDS)
+    assert model.generation_config.max_new_tokens == 5
+    other = build()
+    other.generation_config = copy.deepcopy(config)
+    torch.manual_seed(0)
+    assert torch.equal(other.generate(IDS), found)
+
+
+def test_arguments_come_first(pg: PatchableGraph) -> None:
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
+    assert pg.generate(IDS, max_new_tokens=4, min_new_tokens=4).shape == (2, 9)
+    assert pg.generate(IDS, generation_config=GenerationConfig(max_new_tokens=2, min_new_tokens=2)).shape == (2, 7)
+
+
+def test_patches_and_steps_with_a_config_of_its_own(model: Any, pg: PatchableGraph) -> None:
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
+    record = RecordPatch(steps="decoding")
+    with pg.patch({PATH: [ZeroPatch(), record]}):
+        found = pg.generate(IDS)
+    handle = model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+    assert torch.equal(found, model.generate(IDS)[:, :8])
+    handle.remove()
+    assert len(record.activations) == 2
+
+
+def test_the_model_is_left_as_it_was(model: Any, pg: PatchableGraph) -> None:
+    before = dict(model.__dict__)
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
+    pg.generate(IDS)
+    pg.generation_config.cache_implementation = "static"
+    pg.generation_config.compile_config = CompileConfig(backend="eager", fullgraph=False)
+    pg.generation_config.compile_config._compile_all_devices = True
+    pg.generate(IDS)
+    assert {name for name in model.__dict__ if model.__dict__[name] is not before.get(name)} <= {
+        "_previous_max_cache_length"
+    }
+
+
+def test_the_models_own_if_asked(model: Any) -> None:
+    pg = PatchableGraph(model, ExtractionOptions(copy_transformers_generation_config=False), IDS)
+    assert pg.generation_config is model.generation_config
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 2
+    assert model.generate(IDS).shape == pg.generate(IDS).shape == (2, 7)
+
+
+def test_copies_keep_theirs(pg: PatchableGraph) -> None:
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 3
+    copied = copy.deepcopy(pg)
+    pg.generation_config.max_new_tokens = pg.generation_config.min_new_tokens = 2
+    assert copied.generate(IDS).shape == (2, 8)
+    assert pg.generate(IDS).shape == (2, 7)
+
+
+def test_models_that_do_not_generate() -> None:
+    class Configured(nn.Linear):
+        generation_config = "mine"
+
+        def generate(self, x: Tensor) -> str:
+            return self.generation_config
+
+    model = Configured(2, 2)
+    pg = PatchableGraph(model, torch.ones(1, 2))
+    assert pg.generate(torch.ones(1, 2)) == "mine"
+    pg.generation_config = "yours"
+    assert model.generation_config == "yours"
+    with pytest.raises(AttributeError):
+        _ = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2)).generation_config
