@@ -1,0 +1,145 @@
+"""transformers: whatever the example had (labels, masks, flags, caches), every call gives what the model gives."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import CustomPatch, PatchableGraph, PatchNotFiredWarning
+from tests.zoo import CASES, Case
+from tests.zoo.case import tokens
+from tests.zoo.values import bit_equal
+
+BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
+# The laws run each of these on all its calls, captured with the plainest inputs. Here the example is another one.
+EXAMPLES = {
+    "gpt2-eager": ("labels", "left_padding", "everything", "cache_step"),
+    "llama-eager": ("cache_chunk_padded", "embeds"),
+    "llama-sdpa": ("tuple", "cache_static"),
+    "bert-eager": ("right_padding", "labels", "everything"),
+    "bert-sdpa": ("embeds",),
+    "t5-eager": ("labels", "cache_step"),
+    "bart-sdpa": ("padding", "tuple"),
+    "vit-eager": ("labels", "everything"),
+    "vit-sdpa": ("tuple",),
+}
+each_example = pytest.mark.parametrize(
+    ("name", "example"), [(name, e) for name, all_ in EXAMPLES.items() for e in all_]
+)
+
+
+def identity() -> CustomPatch:
+    return CustomPatch(custom_op=lambda value: value, requires_clone=False, any_shape=True)
+
+
+@functools.cache
+def model_and_reference(name: str) -> tuple[nn.Module, nn.Module]:
+    return BY_NAME[name].build(), BY_NAME[name].build()
+
+
+@each_example
+def test_every_call_whatever_the_example_had(name: str, example: str) -> None:
+    case = BY_NAME[name]
+    model, reference = model_and_reference(name)
+    call = case.calls(reference)[example]
+    pg = PatchableGraph(model, *call.args, **call.kwargs)
+    patches = {path: identity() for path in pg.nodes}
+    with torch.no_grad(), warnings.catch_warnings():
+        # Other calls take other branches.
+        warnings.simplefilter("ignore", PatchNotFiredWarning)
+        expected = {key: other.run(reference) for key, other in case.calls(reference).items()}
+        unpatched = {key: other.run(pg) for key, other in case.calls(reference).items()}
+        with pg.patch(patches):
+            patched = {key: other.run(pg) for key, other in case.calls(reference).items()}
+    for key, output in expected.items():
+        assert type(output) is type(unpatched[key]) is type(patched[key]), key
+        assert bit_equal(output, unpatched[key]) is None, key
+        assert bit_equal(output, patched[key]) is None, key
+
+
+def test_outputs_hold_what_was_asked_for() -> None:
+    """That the comparison above compares something: the flags do change what comes back."""
+    model, reference = model_and_reference("gpt2-eager")
+    pg = PatchableGraph(model, input_ids=tokens(3, 7))
+    ids = tokens(2, 5)
+    with pg.patch({path: identity() for path in pg.nodes if "mlp" in path}):
+        plain = pg(ids)
+        assert plain.loss is None
+        assert plain.hidden_states is None
+        assert plain.past_key_values.get_seq_length() == 5
+        full = pg(ids, labels=ids, output_hidden_states=True, output_attentions=True, use_cache=False)
+        assert full.past_key_values is None
+        assert len(full.hidden_states) == 3
+        assert len(full.attentions) == 2
+        assert isinstance(full.loss, Tensor)
+        assert isinstance(pg(ids, return_dict=False), tuple)
+    assert torch.equal(full.loss, reference(ids, labels=ids).loss)
+
+
+def test_a_patch_reaches_the_hidden_states_and_the_loss() -> None:
+    model, reference = model_and_reference("gpt2-eager")
+    pg = PatchableGraph(model, input_ids=tokens(3, 7), labels=tokens(3, 7))
+    ids = tokens(2, 5)
+    handle = reference.get_submodule("transformer.h.0").register_forward_hook(_halved)
+    try:
+        expected = reference(ids, labels=ids, output_hidden_states=True)
+    finally:
+        handle.remove()
+    halve = CustomPatch(custom_op=lambda t: t * 0.5)
+    with pg.patch({"transformer.h_0.output": halve}):
+        found = pg(ids, labels=ids, output_hidden_states=True)
+    assert bit_equal(expected.loss, found.loss) is None
+    assert bit_equal(expected.logits, found.logits) is None
+    assert bit_equal(expected.hidden_states, found.hidden_states) is None
+
+
+def _halved(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 0.5 if isinstance(output, Tensor) else (output[0] * 0.5, *output[1:])
+
+
+@pytest.mark.parametrize("name", ["gpt2-eager", "llama-sdpa"])
+def test_a_cache_goes_from_a_patched_call_to_the_next(name: str) -> None:
+    """The cache that a call fills is the user's object, and holds what the patched call put there."""
+    model, reference = model_and_reference(name)
+    pg = PatchableGraph(model, input_ids=tokens(3, 7))
+    layer = "transformer.h" if name == "gpt2-eager" else "model.layers"
+    handle = reference.get_submodule(f"{layer}.0.mlp").register_forward_hook(_halved)
+    try:
+        expected = _two_calls(reference)
+    finally:
+        handle.remove()
+    with pg.patch({f"{layer}_0.mlp.output": CustomPatch(custom_op=lambda t: t * 0.5)}):
+        found = _two_calls(pg)
+    assert bit_equal(expected, found) is None
+
+
+def _two_calls(model: Any) -> list[Any]:
+    with torch.no_grad():
+        first = model(tokens(2, 6), use_cache=True)
+        cache = first.past_key_values
+        second = model(tokens(2, 2, seed=1), past_key_values=cache, use_cache=True)
+    assert second.past_key_values is cache
+    return [
+        first.logits,
+        second.logits,
+        *(layer.keys for layer in cache.layers),
+        *(layer.values for layer in cache.layers),
+    ]
+
+
+def test_gradients_of_the_loss() -> None:
+    model, reference = model_and_reference("bert-eager")
+    ids = tokens(2, 5)
+    pg = PatchableGraph(model, input_ids=tokens(3, 7))
+    reference(ids, labels=ids).loss.backward()
+    with pg.patch({path: identity() for path in pg.nodes if "intermediate" in path}):
+        pg(ids, labels=ids).loss.backward()
+    pairs = zip(reference.parameters(), model.parameters(), strict=True)
+    assert all(bit_equal(a.grad, b.grad) is None for a, b in pairs)
+    for module in (model, reference):
+        module.zero_grad()
