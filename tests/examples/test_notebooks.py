@@ -24,6 +24,7 @@ NAMES = {
         "to_follower",
         "said",
     ),
+    "02_generation": ("baseline", "right", "right_without_one", "least"),
     "03_quantized_and_offloaded": (
         "accuracy_original",
         "accuracy_quantized",
@@ -127,3 +128,25 @@ def test_offloaded_model_is_patched_and_probed_like_one_in_memory() -> None:
     found = run("03_quantized_and_offloaded")[1]
     assert found["accuracy_offloaded_without_head"] < 0.1
     assert found["same_weight"]
+
+
+def test_generation_finds_when_each_head_is_needed() -> None:
+    found = run("02_generation")[1]
+    assert found["baseline"] > 0.98
+    right = {name.removeprefix("without "): shares for name, shares in found["right"].items()}
+    assert max(right["0.3, all steps"] + right["0.3, prefill"] + right["1.3, all steps"]) < 0.1
+    assert min(right["0.3, decoding"]) > 0.98
+    _, first, others = right["1.3, prefill"]
+    assert first < 0.1
+    assert others > 0.6
+    _, first, others = right["1.3, decoding"]
+    assert first > 0.98
+    assert others < 0.1
+
+
+def test_generation_finds_the_one_step_that_needs_a_position() -> None:
+    found = run("02_generation")[1]
+    shares = found["right_without_one"]
+    assert min(shares[:10]) > 0.98
+    assert shares[10] < 0.05
+    assert found["least"] > 0.9
