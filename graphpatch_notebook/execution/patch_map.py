@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,10 +61,22 @@ def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problem
 
 def _entry(root: Frame, target: Target, patch: Patch[Any], problems: list[str]) -> Entry:
     try:
+        _check_fields(type(patch))
         return Entry(target, (patch,), restriction_of(root, target, patch))
     except ValueError as problem:
         problems.append(f"{target.path!r}: {type(patch).__name__}: {problem}")
         return Entry(target, (patch,))
+
+
+def _check_fields(kind: type[Patch[Any]]) -> None:
+    """Raises a `ValueError` if a class of patches has a field of its own that would be taken for another."""
+    for name in ("steps", "positions", "position_dim"):
+        if inspect.getattr_static(kind, name) is not inspect.getattr_static(Patch, name) or (
+            kind.__dataclass_fields__[name] is not Patch.__dataclass_fields__[name]
+        ):
+            raise ValueError(
+                f"every patch has a field {name!r}, which this class defines anew: rename that of the class"
+            )
 
 
 def _problems(target: Target, patches: Any) -> list[str]:

@@ -82,6 +82,8 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
             "positions are known for models that take input_ids or inputs_embeds, and were captured with them; use "
             "slice= to choose a part of the value"
         )
+    if given is not None and not -len(shape) <= given < len(shape):
+        raise ValueError(f"position_dim={given} is out of range for the value recorded here, of shape {shape}")
     encoder, encoder_length = encoder_of(root), _encoder_length(root)
     is_inside = encoder is not None and _is_within(target.frame, encoder)
     lengths = {True: encoder_length} if is_inside else {False: length, True: encoder_length}

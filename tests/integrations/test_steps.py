@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    Patch,
     PatchableGraph,
     PatchMapError,
     PatchNotFiredError,
@@ -511,6 +513,75 @@ def test_all_problems_in_one_error() -> None:
     message = "(?s)3 problems.*steps must be.*a parameter has no positions.*nowhere"
     with pytest.raises(PatchMapError, match=message), pg.patch(patches):
         pass
+
+
+def test_a_dimension_out_of_range_whatever_the_shape() -> None:
+    _, pg = captured("gpt2-sdpa")
+    patches = {"transformer.h_0.mlp.output": ZeroPatch(positions=1, position_dim=4, any_shape=True)}
+    with pytest.raises(PatchMapError, match="position_dim=4 is out of range"), pg.patch(patches):
+        pass
+
+
+def test_classes_with_such_fields_of_their_own_are_refused() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class AtPositions(Patch[Any]):
+        positions: list[int] = dataclasses.field(default_factory=list)
+
+        def op(self, original_output: Any) -> Any:
+            return original_output
+
+    @dataclasses.dataclass(kw_only=True)
+    class WithSteps(ZeroPatch):
+        steps: int = 3
+
+    _, pg = captured("gpt2-sdpa")
+    for patch, name in ((AtPositions(positions=[1]), "positions"), (WithSteps(), "steps")):
+        message = f"every patch has a field '{name}', which this class defines anew"
+        with pytest.raises(PatchMapError, match=message), pg.patch({"transformer.h_0.mlp.output": patch}):
+            pass
+
+
+def test_threads_count_their_own_steps() -> None:
+    _, pg = captured("gpt2-sdpa")
+    path = PATHS["gpt2-sdpa"][1]
+    records: dict[int, RecordPatch] = {}
+
+    def generate(step: int) -> None:
+        records[step] = RecordPatch(steps=step)
+        for _ in range(3):
+            with pg.patch({path: records[step]}):
+                generated(pg, new=4)
+
+    threads = [threading.Thread(target=generate, args=[step]) for step in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [value.shape[1] for value in records[0].activations] == [LENGTH] * 3
+    assert [value.shape[1] for value in records[2].activations] == [1] * 3
+
+
+def test_a_prefill_in_chunks() -> None:
+    """Each chunk is a step; positions are what they are."""
+    _, pg = captured("llama-eager")
+    path = PATHS["llama-eager"][1]
+    whole, chunks, steps = RecordPatch(positions=[1, 4, 8]), RecordPatch(positions=[1, 4, 8]), RecordPatch(steps=[0, 1])
+    with pg.patch({path: whole}):
+        generated(pg)
+    with pg.patch({path: [chunks, steps]}):
+        generated(pg, prefill_chunk_size=3)
+    assert [value.shape[1] for value in steps.activations] == [3, 3]
+    torch.testing.assert_close(torch.cat(whole.activations, 1), torch.cat(chunks.activations, 1))
+
+
+def test_embeddings_instead_of_tokens() -> None:
+    _, pg = captured("llama-eager")
+    path = PATHS["llama-eager"][1]
+    embeds = pg.get_input_embeddings()(prompt()["input_ids"])
+    record = RecordPatch(positions=[2, LENGTH])
+    with torch.no_grad(), pg.patch({path: record}):
+        pg.generate(inputs_embeds=embeds, max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
+    assert [value.shape[1] for value in record.activations] == [1, 1]
 
 
 def test_steps_and_positions_of_a_patch_stay() -> None:
