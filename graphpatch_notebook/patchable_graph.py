@@ -39,9 +39,7 @@ _OF_THE_MODEL = (
     "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
     "share_memory state_dict to to_empty train type xpu zero_grad _apply"
 ).split()
-_OWN = set(
-    "_module _root_frame _options _hierarchy _derived _has_custom_graphs _replaced _generation_config".split()
-)
+_OWN = set("_module _root_frame _options _hierarchy _derived _has_custom_graphs _replaced _generation_config".split())
 
 
 class PatchableGraph(Module):
