@@ -252,7 +252,8 @@ class PatchableGraph(Module):
 
         Several patches on one path run in order. Contexts nest and add up: patches of inner ones run after those of
         outer ones. A context holds for the thread (or task) that entered it. Calls of the original model are never
-        affected, and after the block the model is as it was.
+        affected, and after the block the model is as it was. Patches with `steps` or `positions` have their effect at
+        some steps of a generation, or positions of the sequence, only: see `Patch`.
 
         Args:
             patch_map: From node paths (strings or `NodePath`s) to a patch or a list of patches.
