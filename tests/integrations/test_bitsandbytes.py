@@ -11,6 +11,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import Tensor, nn
 
@@ -423,3 +424,15 @@ def test_two_threads_patch_the_same_quantized_weight() -> None:
     with ThreadPoolExecutor(4) as pool:
         for results, right in zip(pool.map(runs, range(4)), expected, strict=True):
             assert all(torch.equal(result, right) for result in results)
+
+
+@each_kind
+@torch.no_grad()
+def test_hooks_of_accelerate_lie_around_the_patched_weight(kind: str) -> None:
+    model = quantized(kind)
+    for module in list(model.modules()):
+        add_hook_to_module(module, ModelHook())
+    pg, probe = PatchableGraph(model, X), ProbePatch()
+    with pg.patch({"linear.weight": [ZeroPatch(slice=0), probe]}, strict=True):
+        assert torch.equal(pg(X), plain(model, probe.activation))
+    assert torch.equal(pg(X), quantized(kind)(X))
