@@ -222,8 +222,8 @@ class Run:
     def _invoke(
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls `forward`: under the mode of this run, and all that it calls too, if ops are patched in it."""
-        if not plan.leaves or self._mode is not None:
+        """Calls `forward`: under the mode of this run, and all that it calls too, if it needs that."""
+        if self._mode is not None or not plan.needs_mode:
             return invoke(forward, args, kwargs)
         self._mode = mode = LiveMode(self)
         outer = apply_observer.set(mode)

@@ -58,6 +58,8 @@ class Entry:
             self.watch = self.patches[0].op
 
 
+# Without gradients, in eval mode, these do not call what is in them, but for where a function mode is on.
+_FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -131,6 +133,16 @@ class FramePlan:
         """Whether anything is patched, here or below, or an edited graph runs in place of the module in this frame."""
         is_edited = self.own_graph is not None and self.frame.custom_graph is None
         return is_edited or any(plan.entries for plan in self.walk())
+
+    @property
+    def needs_mode(self) -> bool:
+        """Whether this frame runs under the function mode: its ops are patched, or what its fused kernel skips."""
+        if self.leaves or not isinstance(self.frame.module, _FUSED):
+            return bool(self.leaves)
+        below = [plan for by_index in self.calls.values() for plan in by_index.values()]
+        if isinstance(self.frame.module, torch.nn.TransformerEncoder):  # its layers themselves are called
+            return any(plan.leaves or plan.calls for plan in below)
+        return bool(below)
 
     def position_of(self, name: str) -> int:
         """Returns where a call gives the input `name` if it gives it by position; -1 where that is not so simple."""
@@ -230,13 +242,17 @@ def _keep(frame: Frame, plans: dict[int, FramePlan], callers: Callers) -> None:
     """Plans `frame`, and the frames above it as far as they are needed to tell it.
 
     A module that is called once in the whole capture is told by the call itself. Should it come up more often in a
-    run, it counts as called again, whichever of the modules above it was.
+    run, it counts as called again, whichever of the modules above it was. Modules that may run fused are always kept.
     """
     while id(frame) not in plans:
         plans[id(frame)] = FramePlan(frame)
-        if frame.parent is None or callers.has_one_frame(frame.module):
+        is_told = callers.has_one_frame(frame.module)
+        above = frame.parent
+        while above is not None and is_told and not isinstance(above.module, _FUSED):
+            above = above.parent
+        if above is None:
             return
-        frame = frame.parent
+        frame = above
 
 
 def _attach(plan: FramePlan, plans: dict[int, FramePlan]) -> None:

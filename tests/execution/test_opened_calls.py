@@ -336,13 +336,15 @@ def test_self_and_cross_attention_do_not_mix_names_up() -> None:
         assert torch.equal(pg(X, memory, memory)[0], module(X, memory, memory)[0])
 
 
-def test_a_transformer_encoder_layer() -> None:
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_a_transformer_encoder_layer(has_grad: bool) -> None:
     layer = seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     pg = PatchableGraph(layer, BOTH, X, src_key_padding_mask=PADDING)
     probe = ProbePatch()
-    with pg.patch({"self_attn.attn_pattern": probe}):
+    expected = layer(X, src_key_padding_mask=PADDING)
+    with torch.set_grad_enabled(has_grad), pg.patch({"self_attn.attn_pattern": probe}):
         found = pg(X, src_key_padding_mask=PADDING)
-    torch.testing.assert_close(found, layer(X, src_key_padding_mask=PADDING), **TOLERANCE)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
     weights = layer.self_attn(X, X, X, key_padding_mask=PADDING, average_attn_weights=False)[1]  # type: ignore[operator]
     assert probe.activation is not None
     torch.testing.assert_close(probe.activation, weights, **TOLERANCE)
