@@ -14,7 +14,7 @@ GraphPatchError
 GraphPatchWarning(UserWarning)
 ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
 ├── PatchNotFiredWarning                  a patch never fired during a call
-├── RepeatedCallWarning                   a module was called more often than when it was captured
+├── RepeatedCallWarning                   a patched module or op came up more often than when it was captured
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
@@ -103,7 +103,7 @@ class PatchNotFiredWarning(GraphPatchWarning):
 
 
 class RepeatedCallWarning(GraphPatchWarning):
-    """A patched module was called more often in one frame than when it was captured."""
+    """A module or an op came up more often in one frame than when it was captured, and all of that was patched."""
 
 
 class CheckpointWarning(GraphPatchWarning):

@@ -26,7 +26,9 @@ class ExtractionOptions:
             `UnusedModule`). `None` means: fine, unless `error_on_compilation_failure` asks for errors.
         custom_extraction_functions: For modules of these classes (or of subclasses of them), a function from the
             module to an `fx.Graph` that *is* the module from then on. Its placeholders carry the names of `forward`'s
-            parameters, its output is wrapped in a one-element tuple, and the names of its nodes are kept.
+            parameters, its output is wrapped in a one-element tuple, and the names of its nodes are kept: a graph for
+            which this is not so is a `CaptureError`. Where the function raises, the module is captured as any other
+            (or opaque, if the options say to skip it), as the two options above say of failures.
         postprocessing_function: Called with each `CompiledGraphModule` and the module that it was captured from, inner
             ones first. May edit `graph_module.graph` in place (and give the graph module tensors and modules of its own
             for that): the edited graph *is* the module from then on, in every call of the `PatchableGraph`.

@@ -28,6 +28,7 @@ from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
 from graphpatch_notebook.execution.steps import StepCount, Steps
+from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_in_backward, runs_hooks
 
@@ -183,6 +184,10 @@ def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwa
             return function(*args, **kwargs)
         with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply():
             return function(*args, **kwargs)
+    except Exception as error:
+        if run.fired:  # else it has nothing to do with patches: a method refuses its arguments, say
+            explain(error, run.root, [run.plan.frame], run.changed_so_far())
+        raise
     finally:
         observer.reset(token)
 

@@ -108,7 +108,7 @@ class Run:
         except Exception as error:
             if len(stack) == 2:  # the outermost frame: the traceback shows the whole way down from here
                 frames = self.callers.frames_of(module) if plan is None else [plan.frame]
-                explain(error, module, frames, self._changed_so_far())
+                explain(error, module, frames, self.changed_so_far())
             raise
         finally:
             stack.pop()
@@ -117,7 +117,7 @@ class Run:
             return output
         return self._apply(plan.output, output) if plan.output else output
 
-    def _changed_so_far(self) -> list[str]:
+    def changed_so_far(self) -> list[str]:
         """Returns in words the patches that were applied in this run so far, but for those that only look."""
         fired = (entry for plan in self.plan.walk() for entry in plan.entries if id(entry) in self.fired)
         return [

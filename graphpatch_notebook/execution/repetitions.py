@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.errors import RepeatedCallWarning
 from graphpatch_notebook.execution.plan import Entry, FramePlan
+from graphpatch_notebook.graph_modules.belief import level_of_caller
 from graphpatch_notebook.paths import format_path
 
 
@@ -53,5 +54,5 @@ def _warn(paths: Sequence[str], what: str, verb: str, count: int) -> None:
         "more often in this run: there is no patch on the calls after that; make the PatchableGraph with inputs that "
         "come to it as often to patch each call",
         RepeatedCallWarning,
-        stacklevel=4,
+        stacklevel=level_of_caller(),
     )

@@ -84,7 +84,7 @@ def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: 
     """Adds to an error that a patched run met a note that names the node, unless it says already where it comes from.
 
     Args:
-        error: The error, caught around a call of `module`.
+        error: The error, caught around a call of `module`, or of a method of it.
         module: The module.
         frames: The captured frames that this call may be.
         patched: What was patched in this run before, in words.
@@ -149,6 +149,8 @@ def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
         way.frames = way.frames if plan is None else [plan.frame]
         way.counts = {} if run is None else run.counts
     elif is_module_call(code):
+        if owner is way.module and not way.steps:  # where the way begins
+            return
         way.enter(owner)  # type: ignore[arg-type]  # the `self` of `Module.__call__`
     elif call_sites.is_users(code):
         is_direct = code.co_name == "forward" and isinstance(owner, Module) and owner is not way.module

@@ -303,12 +303,12 @@ def reporting() -> Iterator[None]:
         warnings.warn(
             f"{graphs} not believed for these inputs, so the original modules run instead:{lines}{more}",
             LiveFallbackWarning,
-            stacklevel=_level_of_caller(),
+            stacklevel=level_of_caller(),
         )
 
 
-def _level_of_caller() -> int:
-    """Returns the `stacklevel` at which a warning names the line that called the graph module."""
+def level_of_caller() -> int:
+    """Returns the `stacklevel` at which a warning, given by the caller of this, names a line of the user's code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back

@@ -193,6 +193,49 @@ def test_the_error_stays_the_users(pg: PatchableGraph) -> None:
     assert last[0] == last[1]
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+    def encode(self, x: Tensor, shift: Tensor = X, is_plain: bool = False) -> Tensor:
+        if x.dim() > 2:
+            raise ValueError("too deep")
+        up = self.up(x)
+        return self.down(up) if is_plain else up + shift
+
+
+def test_errors_in_other_methods() -> None:
+    pg = PatchableGraph(Encoder(), X)
+    with pg.patch({"up.output": CustomPatch(lambda value: value[:, :2], any_shape=True)}):
+        note = failure(lambda: pg.encode(X, is_plain=True))
+        assert note.splitlines()[0] == "graphpatch: raised by 'down.linear' (linear)"
+        assert note.endswith("patched before: 'up.output' (CustomPatch)")
+        lines = failure(lambda: pg.encode(X)).splitlines()
+        assert lines[0] == "graphpatch: raised by code of 'the model' (Encoder)"
+        assert lines[2] == "    return self.down(up) if is_plain else up + shift"
+        with pytest.raises(ValueError, match="^too deep$"):  # before anything was patched
+            pg.encode(X[None])
+
+
+def test_errors_in_hooks_of_the_model() -> None:
+    def fails(module: nn.Module, args: Any, output: Tensor) -> None:
+        raise ArithmeticError("in a hook")
+
+    pg = PatchableGraph(Encoder(), X)
+    for module in (pg._module, pg._module.down):
+        handle = module.register_forward_hook(fails)
+        with pg.patch({"up.output": ZeroPatch()}):
+            note = failure(lambda: pg(X), ArithmeticError)
+        handle.remove()
+        path = "'the model' (Encoder)" if module is pg._module else "'down' (Linear)"
+        assert note.splitlines()[0] == f"graphpatch: raised by code of {path}"
+        assert 'raise ArithmeticError("in a hook")' in note
+
+
 def test_without_a_context_there_is_no_note(pg: PatchableGraph) -> None:
     with pytest.raises(RuntimeError) as caught:
         pg(BROKEN, "inner")

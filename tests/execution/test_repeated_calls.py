@@ -461,6 +461,7 @@ def test_more_calls_than_the_example_had(loop: PatchableGraph, steps: int) -> No
     ):
         assert torch.equal(loop(X, steps=steps), edited(loop, {0, 1, 2}, steps))
     assert len(told) == 1
+    assert told[0].filename == __file__  # the line of the loop
 
 
 def test_a_module_called_once_and_now_again(loop: PatchableGraph) -> None:

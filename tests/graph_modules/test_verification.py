@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpatch_notebook import ExtractionOptions, PatchableGraph
+from graphpatch_notebook import ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.graph_modules.verification import FrameReport
 from tests.graph_modules.models import Normed
 from tests.zoo.values import same_state, snapshot
@@ -194,6 +194,17 @@ def test_inputs_that_the_model_writes_into_are_not_written_into() -> None:
     given = X.clone()
     assert PatchableGraph(InPlace(), X.clone()).verify(given).is_equal
     assert torch.equal(given, X)
+
+
+def test_patches_are_none_of_its_business() -> None:
+    pg = PatchableGraph(Parent().eval(), OPTIONS, X)
+    outside = pg.verify(X)
+    probe = ProbePatch()
+    with pg.patch({"norm.norm.output": ZeroPatch(), "unreached.linear": probe}):
+        assert pg.verify(X) == outside
+        assert probe.activation is None
+        pg(X)
+        assert probe.activation is not None
 
 
 class Alive:
