@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.capture.replaced_modules import REASON, note_replaced_modules
+from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
@@ -39,7 +39,7 @@ _OF_THE_MODEL = (
     "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
     "share_memory state_dict to to_empty train type xpu zero_grad _apply"
 ).split()
-_OWN = set("_module _root_frame _options _hierarchy _derived _has_custom_graphs _replaced _generation_config".split())
+_OWN = set("_module _root_frame _options _hierarchy _derived _has_custom_graphs _called _generation_config".split())
 
 
 class PatchableGraph(Module):
@@ -125,7 +125,7 @@ class PatchableGraph(Module):
         state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
         # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
-        state["_replaced"] = {} if is_program else None
+        state["_called"] = CalledModules(root_frame) if is_program else None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -286,8 +286,8 @@ class PatchableGraph(Module):
         return PatchContext(activate)
 
     def _notice_replaced_modules(self) -> None:
-        replaced = self.__dict__["_replaced"]
-        if replaced is not None and note_replaced_modules(self._root_frame, replaced):
+        called: CalledModules | None = self.__dict__["_called"]
+        if called is not None and called.notice_others():
             self.__dict__["_hierarchy"] = self.__dict__["_derived"] = None
 
     def _current(self) -> Derived:

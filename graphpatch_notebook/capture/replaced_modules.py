@@ -18,34 +18,43 @@ from graphpatch_notebook.values import ScalarSpec, ValueSpec, describe
 REASON = "it was put in the place of the module that the graph was made with"
 
 
-def note_replaced_modules(root: Frame, originals: dict[Node, Frame]) -> bool:
-    """Looks at what the custom graphs from `root` down call now, and brings the frames of these calls up to date.
+class CalledModules:
+    """The modules that the custom graphs from a root frame down call, as long as nobody puts others there."""
 
-    Args:
-        root: The root frame.
-        originals: The frames of calls whose module was replaced: they come back with their modules. Written to.
+    def __init__(self, root: Frame) -> None:
+        self._root = root
+        self._originals: dict[Node, Frame] = {}
+        self._calls = self._found()
 
-    Returns:
-        Whether there was anything to be done.
-    """
-    has_changed = False
-    for frame in list(root.walk()):
-        for call in frame.calls() if frame.custom_graph is not None else ():
-            module = _called(frame.module, str(call.target))
+    def _found(self) -> list[tuple[Frame, Node, list[str]]]:
+        frames = [frame for frame in self._root.walk() if frame.custom_graph is not None]
+        return [(frame, call, str(call.target).split(".")) for frame in frames for call in frame.calls()]
+
+    def notice_others(self) -> bool:
+        """Brings the frames of calls whose module was replaced up to date; says whether there were any.
+
+        The frames of modules that are back where they were come back with them.
+        """
+        replaced = False
+        for frame, call, names in self._calls:
+            module = _called(frame.module, names)
             if call.frame is None or module is None or module is call.frame.module:
                 continue
-            original = originals.setdefault(call, call.frame)
+            original = self._originals.setdefault(call, call.frame)
             call.frame = original if module is original.module else _frame(module, call, frame)
             call.op = type(module).__name__
-            has_changed = True
-    return has_changed
+            replaced = True
+        if replaced:
+            self._calls = self._found()
+            self.notice_others()  # a frame that came back may hold others that were replaced meanwhile
+        return replaced
 
 
-def _called(module: Module, path: str) -> Module | None:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found if isinstance(found, Module) else None
+def _called(module: Module, names: list[str]) -> Module | None:
+    found: Module | None = module
+    for name in names:
+        found = found._modules.get(name) if found is not None else None
+    return found
 
 
 def _frame(module: Module, call: Node, parent: Frame) -> Frame:
