@@ -161,13 +161,22 @@ class _Writer:
             below = old if callee is None else _Writer(callee, self._patched, self._woven).module()
             new.target = self._put(path, below)
         elif new.op == "get_attr":
-            value = _value(self._source, str(old.target))
+            value = self._value_of(old)
             held = record if record is not None and record.kind in ("parameter", "buffer", "attribute") else None
             new.target = self._put(str(old.target if held is None else held.target), value)
             if isinstance(value, Tensor) and (held is None or not _is_saved(self._frame.module, held)):
                 self._not_saved.append(new.target)
         elif new.op == "call_function":
             new.target = _traceable(new.target)
+
+    def _value_of(self, node: fx.Node) -> Any:
+        try:
+            return _value(self._source, str(node.target))
+        except GraphError as error:
+            raise GraphError(
+                f"{error}: it came from outside, as a value in a cache does; make the PatchableGraph with inputs "
+                "that do without (transformers: use_cache=False)"
+            ) from None
 
     def _put(self, path: str, value: Any) -> str:
         if isinstance(value, fx.Node):  # a module that an edited graph calls, and of which there is no graph

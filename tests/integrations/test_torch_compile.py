@@ -289,6 +289,36 @@ def test_graphs_that_cannot_stand_for_the_model_are_refused() -> None:
         PatchableGraph(Outer(), options, X).to_fx((X,))
 
 
+def test_graphs_that_hold_on_to_a_cache_are_refused() -> None:
+    model, ids = gpt2()
+    model.config.use_cache = True
+    with pytest.raises(GraphError, match=r"make the PatchableGraph with inputs that do without .*use_cache=False"):
+        PatchableGraph(model, ids).to_fx((ids,), allow_doubts=True)
+
+
+def test_edited_and_custom_graphs_are_written_as_they_are() -> None:
+    model = Outer()
+    pg = PatchableGraph(model, X)
+    edited = pg._graph_module.inner
+    relu = next(node for node in edited.graph.nodes if node.target is torch.relu)
+    relu.target = torch.sigmoid
+    edited.recompile()
+    expected = model.last(torch.sigmoid(model.inner.linear(X)) * 2)
+    assert torch.equal(pg.to_fx((X,))(X), expected)
+
+    def without_relu(module: nn.Module) -> torch.fx.Graph:
+        graph = torch.fx.Graph()
+        linear = graph.call_module("linear", (graph.placeholder("x"),))
+        graph.output((graph.call_function(torch.mul, (linear, 3)),))
+        return graph
+
+    options = ExtractionOptions(custom_extraction_functions={Inner: without_relu})
+    pg = PatchableGraph(model, options, X)
+    with pg.patch({"inner.linear.linear": AddPatch(value=1.0), "inner.mul": AddPatch(value=1.0)}, strict=True):
+        plain = pg.to_fx((X,))
+    assert torch.equal(plain(X), model.last((model.inner.linear(X) + 1) * 3 + 1))
+
+
 def test_patches_that_no_graph_can_hold_are_refused() -> None:
     pg = PatchableGraph(Outer(), X)
     with (
