@@ -111,7 +111,7 @@ class CheckpointWarning(GraphPatchWarning):
 
 
 class DecompositionWarning(GraphPatchWarning):
-    """A call of a function that `ExtractionOptions.decompose` names cannot be opened: it stays one node."""
+    """A function that `ExtractionOptions.decompose` names is not called, or in a way that stays one node."""
 
 
 class AliasedPatchWarning(GraphPatchWarning):

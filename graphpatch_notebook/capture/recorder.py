@@ -43,6 +43,7 @@ class Recorder(TorchFunctionMode):
         self.owners: dict[int, list[Node]] = {}
         self.root_frame: Frame | None = None
         self.decompositions = chosen(options.decompose)
+        self.has_opened = False
         self.unopened: dict[tuple[str, str], Frame] = {}
         self.failures: list[tuple[Frame, BaseException]] = []
         self.muted = 0
@@ -85,6 +86,7 @@ class Recorder(TorchFunctionMode):
             self.unopened.setdefault((decomposition.name, str(refusal)), frame.record)
             return result
         call = CompositeCall(decomposition.name, site, frame.count(site), frame.composite)
+        self.has_opened = True
         if not decomposition.is_exact:
             frame.doubt(_ROUNDS.format(name=decomposition.name))
         with frame.inside(call), self:  # the mode is off in its own handler

@@ -152,6 +152,17 @@ def test_a_call_that_cannot_be_opened_stays_one_node_with_a_warning(name: str) -
     assert bit_equal(pg(*tensors, **kwargs), expected) is None
 
 
+def test_a_model_that_calls_none_of_the_functions_is_told_of() -> None:
+    options = ExtractionOptions(decompose=["scaled_dot_product_attention", "multi_head_attention_forward"])
+    match = "does not call scaled_dot_product_attention nor multi_head_attention_forward on these inputs"
+    with pytest.warns(DecompositionWarning, match=match):
+        PatchableGraph(nn.Linear(2, 2), options, torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PatchableGraph(nn.Linear(2, 2), torch.ones(2))
+        PatchableGraph(Attention(), options, *arguments("none", torch.float32)[0])
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("function", [F.scaled_dot_product_attention, F.multi_head_attention_forward])
 def test_nested_tensors_are_refused(function: Callable[..., Any]) -> None:
