@@ -92,7 +92,10 @@ def _apply_patch_at(indices: list[int], dim: int, patch: Patch[Any], target: Tar
         patch.op(value.index_select(dim, index))
         return value
     patched = _checked(_apply_patch(patch, target, value), patch, target, value)
-    return value if patched is value else value.index_copy(dim, index, patched.index_select(dim, index))
+    if patched is value:
+        return value
+    # A clone keeps the strides: the last bits of what the model computes next may depend on them.
+    return value.clone().index_copy_(dim, index, patched.index_select(dim, index))
 
 
 def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor) -> Tensor:

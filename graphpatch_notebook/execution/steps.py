@@ -121,7 +121,7 @@ class Steps:
         step.past = self._past(args, kwargs)
         inputs = {name: self._input(name, args, kwargs) for name in (*DECODER_TOKENS, *TOKENS, "encoder_outputs")}
         step.length = _length_among(token_inputs(self._root), inputs)
-        step.batch = next((len(given) for given in inputs.values() if isinstance(given, Tensor)), 1)
+        step.batch = next((len(given) for given in inputs.values() if isinstance(given, Tensor) and given.dim()), 1)
         step.encoder_length = _length_among(("encoder_outputs", *TOKENS), inputs)
         before = self._begun[-1] if self._begun else step
         if step.past == 0 and (step.length or 0) < (before.length or 0):

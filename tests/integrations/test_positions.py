@@ -11,9 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphpatch_notebook import PatchableGraph, PatchMapError, PatchShapeError, RecordPatch
+from graphpatch_notebook import (
+    AliasedPatchWarning,
+    CustomPatch,
+    PatchableGraph,
+    PatchMapError,
+    PatchShapeError,
+    RecordPatch,
+)
+from graphpatch_notebook.resolution import resolve
 from tests.zoo import CASES
 from tests.zoo.case import tokens
+from tests.zoo.values import bit_equal
 
 LENGTH, NEW = 7, 4
 EARLY, LATE = 2, LENGTH + 1  # one position of the prompt, and one that a decoding step computes
@@ -80,3 +89,56 @@ def test_positions_with_and_without_a_cache(name: str) -> None:
             torch.testing.assert_close(found, expected[1], rtol=1e-3, atol=1e-4, msg=f"{path}, position {LATE}")
             compared += 1
     assert compared > len(paths) / 2
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-sdpa", "llama-eager", "deepseek-v3-eager", "bert-eager", "t5-eager", "whisper-sdpa"]
+)
+def test_patches_that_change_nothing_at_some_positions(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    model = case.build()
+    call, same_call = case.example(), case.example()
+    pg = PatchableGraph(model, *case.example().args, **case.example().kwargs)
+    patches = {path: CustomPatch(custom_op=torch.clone, positions=[0, 2]) for path in with_positions(pg)}
+    assert len(patches) > len(pg.nodes) / 4
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", AliasedPatchWarning)  # DeepSeek fills views in later
+        paths = [path for path in patches if not is_filled_later(pg, path)]
+        with pg.patch({path: patches[path] for path in paths}):
+            found = same_call.run(pg)
+        assert bit_equal(call.run(model), found) is None
+
+
+def is_filled_later(pg: PatchableGraph, path: str) -> bool:
+    """Whether a patch on this node cuts a view off from the tensor that the model fills in through it."""
+    return resolve(pg._root_frame, path).node.is_view_filled_later
+
+
+def test_an_example_with_labels_only() -> None:
+    """The decoder's tokens are the labels, shifted."""
+    case = next(case for case in CASES if case.name == "t5-sdpa")
+    pg = PatchableGraph(case.build(), input_ids=tokens(3, 11), labels=tokens(3, 7))
+    record = RecordPatch(positions=3)
+    with torch.no_grad(), pg.patch({"decoder.block_0.layer_0.SelfAttention.q.output": [record, RecordPatch()]}):
+        pg(input_ids=tokens(3, 10), labels=tokens(3, 5))
+    assert [value.shape for value in record.activations] == [(3, 1, 48)]
+
+
+def test_an_encoder_of_sounds() -> None:
+    """Whisper halves the length of what it hears before its encoder's layers; its example has 30 frames."""
+    case = next(case for case in CASES if case.name == "whisper-sdpa")
+    call = case.example()
+    pg = PatchableGraph(case.build(), **call.kwargs)
+    whole, record = RecordPatch(), RecordPatch(positions=[0, 14])
+    with torch.no_grad(), pg.patch({"model.encoder.layers_0.fc1.output": [whole, record]}):
+        call.run(pg)
+    assert whole.activations[0].shape[1] == 15
+    assert torch.equal(record.activations[0], whole.activations[0][:, [0, 14]])
+    message = (
+        r"no dimension of its shape \(3, 48, 30\) has the size of the example's sequence, 7 tokens and an encoder's 15"
+    )
+    with (
+        pytest.raises(PatchMapError, match=message),
+        pg.patch({"model.encoder.conv1.output": RecordPatch(positions=1)}),
+    ):
+        pass
