@@ -29,7 +29,11 @@ from graphpatch_notebook.errors import (
     PatchShapeError,
     PatchValueError,
     RepeatedCallWarning,
+    SerializationError,
+    StoredFormError,
     UnknownPathError,
+    UnstoredFrameError,
+    UnstoredFrameWarning,
     UnverifiedGraphWarning,
 )
 from graphpatch_notebook.graph_modules import (
@@ -87,7 +91,11 @@ __all__ = [
     "RecordPatch",
     "RepeatedCallWarning",
     "ReplacePatch",
+    "SerializationError",
+    "StoredFormError",
     "UnknownPathError",
+    "UnstoredFrameError",
+    "UnstoredFrameWarning",
     "UnusedModule",
     "UnverifiedGraphWarning",
     "ZeroPatch",

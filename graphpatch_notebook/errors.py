@@ -9,7 +9,10 @@ GraphPatchError
 ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
 ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
 ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
-└── GraphError(RuntimeError)              a graph cannot be built, or cannot stand for its module
+├── GraphError(RuntimeError)              a graph cannot be built, or cannot stand for its module
+└── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
+    ├── UnstoredFrameError(RuntimeError)  a loaded graph was called where the file has no graph
+    └── StoredFormError                   a loaded graph was given inputs of a form that it is no record of
 
 GraphPatchWarning(UserWarning)
 ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
@@ -19,6 +22,7 @@ GraphPatchWarning(UserWarning)
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 ├── LiveFallbackWarning                   a graph was refused, the original module ran instead
+├── UnstoredFrameWarning                  some frames were not stored in a file
 └── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
 """
 
@@ -90,6 +94,18 @@ class GraphError(GraphPatchError, RuntimeError):
     """A graph cannot be built, or cannot stand for its module."""
 
 
+class SerializationError(GraphPatchError, ValueError):
+    """A graph cannot be saved, or a file cannot be loaded: nothing of it ran."""
+
+
+class UnstoredFrameError(SerializationError, RuntimeError):
+    """A loaded graph came to a module whose graph is not in the file, and which has no model to run instead."""
+
+
+class StoredFormError(SerializationError):
+    """A loaded graph was called with inputs, or in a mode, that it is no record of; nothing ran."""
+
+
 class GraphPatchWarning(UserWarning):
     """Base class of every warning that this package gives."""
 
@@ -128,3 +144,7 @@ class EditedGraphWarning(GraphPatchWarning):
 
 class UnverifiedGraphWarning(GraphPatchWarning):
     """A graph was interpreted that is not known to equal the model's own code on such inputs."""
+
+
+class UnstoredFrameWarning(GraphPatchWarning):
+    """Some frames could not be stored: a loaded graph needs the model for these."""

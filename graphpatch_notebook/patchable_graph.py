@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -14,7 +15,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
-from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
 from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
@@ -40,6 +41,7 @@ _OF_THE_MODEL = (
     "share_memory state_dict to to_empty train type xpu zero_grad _apply"
 ).split()
 _OWN = set("_module _root_frame _options _hierarchy _derived _has_custom_graphs _called _generation_config".split())
+_OWN |= {"_unstored"}
 
 
 class PatchableGraph(Module):
@@ -122,6 +124,7 @@ class PatchableGraph(Module):
         state["_root_frame"] = root_frame
         state["_hierarchy"] = state["_derived"] = None
         state["_generation_config"] = copied_config(module) if options.copy_transformers_generation_config else None
+        state["_unstored"] = {}
         state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
         # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
@@ -242,6 +245,68 @@ class PatchableGraph(Module):
         found = next(m for m in self._graph_module.modules() if isinstance(m, GraphModule) and m.frame is frame)
         assert isinstance(found, CompiledGraphModule)
         return found.code
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, file: str | os.PathLike[str], *, check: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()) -> None:
+        """Writes graphs, options, structure and weights to one file, without pickle: JSON in a safetensors file.
+
+        Before that, every graph is compared with the model, bit for bit, on inputs that are made up to look like the
+        example's, and for other sizes of these too. What does not hold is not stored, with an `UnstoredFrameWarning`
+        that says why; patches that are active have no part in it.
+
+        Args:
+            file: The name of the file.
+            check: Calls (arguments, keyword arguments) to compare graphs and model on, too: the loaded graph takes
+                inputs of their sizes. Needed where no inputs can be made up that the model can work with.
+
+        Raises:
+            SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls.
+
+        Example:
+            >>> import tempfile, torch
+            >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     pg.save(f"{folder}/linear.safetensors")
+            ...     loaded = PatchableGraph.load(f"{folder}/linear.safetensors")
+            >>> torch.equal(loaded(torch.ones(4, 2)), pg(torch.ones(4, 2)))
+            True
+        """
+        from graphpatch_notebook import serialization
+
+        unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
+        serialization.save(serialization.Source(self._graph_module, self._options, unpatched, self._of), file, check)
+
+    @classmethod
+    def load(
+        cls, file: str | os.PathLike[str], *, model: Module | None = None, allow: Iterable[str] = ()
+    ) -> PatchableGraph:
+        """Returns the `PatchableGraph` that `save` wrote to `file`, which needs none of the model's classes.
+
+        Nothing in the file is run, and nothing is imported that `allow` does not name. The result refuses calls that
+        its graphs are no record of: other flags, other inputs than the example had, sizes that were not checked.
+
+        Args:
+            file: The name of the file.
+            model: The model itself: runs the frames that could not be stored, and all calls that the graphs do not
+                hold for. Its weights are used; they must be those of the file.
+            allow: Names of functions and classes outside of torch that the graphs may use (`"mylib.my_op"`), or of
+                packages with all in them (`"mylib"`): loading imports these, so the code in them runs.
+
+        Raises:
+            SerializationError: The file was not written by `save`, is damaged, or uses names that are not allowed.
+        """
+        from graphpatch_notebook import serialization
+
+        loaded = serialization.load(file, model, allow)
+        result = cls._of(loaded.module, loaded.root, loaded.options)
+        result.__dict__["_unstored"] = loaded.unstored
+        return result
+
+    @property
+    def unstored(self) -> dict[str, str]:
+        """For the paths of frames that the file had no graph of, why not; empty where it was not loaded."""
+        return dict(self._unstored)
 
     # -- patching ------------------------------------------------------------------------------------------------------
 
@@ -366,10 +431,23 @@ class PatchableGraph(Module):
         # The model first: the records of the capture refer to it, not the other way round.
         module = copy.deepcopy(self._module, memo)
         result = memo[id(self)] = self._of(module, copied_frame(self._root_frame, memo), self._options)
+        result.__dict__["_unstored"] = dict(self._unstored)
         # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
         for name in ("_hierarchy", "_generation_config"):
             result.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return result
+
+    def __copy__(self) -> PatchableGraph:
+        result = self._of(self._module, self._root_frame, self._options)
+        result.__dict__["_unstored"] = dict(self._unstored)
+        result.__dict__["_hierarchy"] = self._graph_module
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise SerializationError(
+            "a PatchableGraph cannot be pickled, and so not be saved by torch.save: use pg.save(file) and "
+            "PatchableGraph.load(file); for the weights alone, torch.save(pg.state_dict(), file)"
+        )
 
     def __repr__(self) -> str:
         inside = repr(self._graph_module).replace("\n", "\n  ")

@@ -126,6 +126,11 @@ def _why_not_patchable(node: Node, path: str) -> str:
             f"{path!r} is a constant in the code of the model, not a value that its run makes; "
             "patch the node that uses it"
         )
+    if node.kind == "input":
+        return (
+            f"{path!r} was the same tensor as another input when this graph was captured, and the graph in the file "
+            "cannot tell them apart; patch the value where it is made, or make a PatchableGraph of the model"
+        )
     return (
         f"{path!r} is arithmetic on sizes, which happens in plain Python, out of sight of a patch; "
         "patch a tensor that is made from it"

@@ -194,3 +194,37 @@ STRUCTURE_FUNCTIONS = frozenset(
 
 `torch.utils._pytree`, `torch.fx._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
 """
+
+
+def native_namespaces() -> dict[str, object]:
+    """Returns the namespaces that hold torch's own operators: nothing else is in them. By names for them.
+
+    `torch._C._VariableFunctions`, `torch._C._nn`, ...: torch 2.0 to 2.13. Told by:
+    tests/serialization/test_functions.py.
+    """
+    names = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
+    found: dict[str, object] = {"torch": torch._C._VariableFunctions}
+    return found | {f"torch._C.{name}": getattr(torch._C, name) for name in names if hasattr(torch._C, name)}
+
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""What `torch.no_grad()` and the like call, and function modes see.
+
+`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Told by: tests/serialization/test_functions.py.
+"""
+
+
+assert_that = torch._assert
+"""What code that is to be traced calls in place of `assert`.
+
+`torch._assert`: torch 2.0 to 2.13. Told by: tests/serialization/test_functions.py.
+"""
+
+
+def overload_path(func: object) -> str | None:
+    """Returns the path in `torch.ops` of an operator (`aten.add.Tensor`); `None` where it is none.
+
+    `torch._ops.OpOverload`, `OpOverloadPacket`, of which `str` gives that path: torch 2.4 to 2.13. Told by:
+    tests/serialization/test_functions.py.
+    """
+    return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None

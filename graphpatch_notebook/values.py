@@ -131,6 +131,16 @@ class _DictKey:
         return str(self.key)
 
 
+def dict_key(key: Any) -> Key:
+    """Returns the key by which `children` calls what a dict holds at `key`."""
+    return key if isinstance(key, str) else _DictKey(key)
+
+
+def plain_dict_key(key: Key) -> Any:
+    """Returns what a dict calls the child that `children` calls `key`; other keys as they are."""
+    return key.key if isinstance(key, _DictKey) else key
+
+
 def take(value: Any, key: Key) -> Any:
     """Returns the child of `value` at `key`.
 

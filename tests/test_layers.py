@@ -32,10 +32,10 @@ LAYERS = [
     "failures",
     "graph_modules",
     "node_path",
+    "serialization",  # knows records and graphs only: what `PatchableGraph.save` and `load` are a thin cover of
     "execution",
     "integrations",  # the facade offers what they make
     "patchable_graph",
-    "serialization",
     "experiments",
     "notebook",
     "__init__",

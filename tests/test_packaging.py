@@ -14,7 +14,7 @@ import pytest
 import graphpatch_notebook
 
 README = Path(__file__).parents[1] / "README.md"
-HEAVY = ["IPython", "accelerate", "anywidget", "bitsandbytes", "ipywidgets", "traitlets", "transformers"]
+HEAVY = ["IPython", "accelerate", "anywidget", "bitsandbytes", "ipywidgets", "safetensors", "traitlets", "transformers"]
 
 
 def run_python(source: str) -> str:

@@ -31,6 +31,7 @@ from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules.targets import Container, Operand, written
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import is_overload
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, take
 
 OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
@@ -141,8 +142,13 @@ class _Builder:
             self._dug(node, dig)
 
     def _written(self, node: Node) -> fx.Node | None:
-        writes = node.is_in_place and getattr(node.target, "__name__", "") in ("__setitem__", "__set__", "__iset__")
-        return self._ref(node.args[0]) if writes and isinstance(node.args[0], Ref) else None
+        """Returns the node of the tensor that an op wrote into which itself returns nothing."""
+        is_silent = getattr(node.target, "__name__", "") in ("__setitem__", "__set__", "__iset__")
+        if not node.is_in_place or not (is_silent or is_overload(node.target)):
+            return None
+        where = node.written_argument
+        wrote = node.args[where] if isinstance(where, int) else node.kwargs[where]
+        return self._ref(wrote) if isinstance(wrote, Ref) else None
 
     def _add(self, node: Node) -> None:
         name = _identifier(node.name)

@@ -402,6 +402,15 @@ class CompiledGraphModule(GraphModule):
         """Returns how the code reads what the user's module has at `path`."""
         return path if _is_writable(path) else self._alias(path, path)
 
+    def built(self) -> BuiltGraph:
+        """Returns the graph as it is now, with what its constants stand for."""
+        return self._build()
+
+    def path_meant(self, target: str) -> str:
+        """Returns the attribute path of the user's module that the code reads as `target`."""
+        alias = self._aliases.get(target)
+        return alias if isinstance(alias, str) else target
+
     def _alias(self, name: str, what: Any) -> str:
         text = "_" + "".join(letter if letter.isalnum() else "_" for letter in name)
         alias = unique_name(text, {*self._aliases, *dir(self)})

@@ -1,0 +1,276 @@
+"""The form of the calls that a loaded graph holds for: it is a record of one run, and must not pass for another.
+
+A graph has the flags, the branches and the absent inputs of the example in it. So all of these must be as they were;
+sizes may differ as far as the graph was found to equal the model for other ones when it was saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture.inputs import bind
+from graphpatch_notebook.capture.records import Frame, InputParameter
+from graphpatch_notebook.serialization.classes import class_text
+from graphpatch_notebook.serialization.reading import Item
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ObjectSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    children,
+    describe,
+)
+
+Dimension: TypeAlias = "int | str"
+"""A size that is fixed, or the name of one that may differ."""
+
+_EMPTY = inspect.Parameter.empty
+_REPAIR = (
+    "make the PatchableGraph with such inputs and save it again, or give the model that runs all calls that the graph "
+    "does not cover: PatchableGraph.load(file, model=model)"
+)
+
+
+def input_specs(frame: Frame) -> list[tuple[str, ValueSpec]]:
+    """Returns the inputs of a frame by parameter, with what they were."""
+    return [(str(node.target), node.spec) for node in frame.inputs()]
+
+
+def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:
+    """Yields the tensors in an input, each with what it is called in messages."""
+    if isinstance(spec, TensorSpec):
+        yield name, spec
+    elif isinstance(spec, ContainerSpec):
+        for text, _, child in spec.children:
+            yield from tensor_leaves(f"{name}.{text}" if "|" in name else f"{name}|{text}", child)
+
+
+def given_values(parameters: Sequence[InputParameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a call gives to each parameter, by name; `None` where it does not fit them."""
+    signature = inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters])
+    bound = bind(signature, args, kwargs)
+    if bound is None:
+        return None
+    defaults = {p.name: None if p.default is _EMPTY else p.default for p in parameters}
+    return {name: bound.get(name, default) for name, default in defaults.items()}
+
+
+@dataclass
+class Form:
+    """Which calls a stored graph holds for.
+
+    Attributes:
+        parameters: The parameters of `forward`.
+        specs: What the example gave to each.
+        dims: For each tensor among the inputs its sizes, by numbers or names.
+        ranges: For each name of a size the smallest and the largest that the graph was checked for.
+        same: For each tensor among the inputs which of them, the first, is the same object.
+        grad_modes: With gradients on or off: for which of these it was checked.
+        is_contiguous: Whether it holds for contiguous inputs only.
+        note: Why fixed sizes are fixed.
+    """
+
+    parameters: list[InputParameter]
+    specs: list[tuple[str, ValueSpec]]
+    dims: list[list[Dimension]]
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    same: list[int] = field(default_factory=list)
+    grad_modes: list[bool] = field(default_factory=list)
+    is_contiguous: bool = True
+    note: str = ""
+
+    @classmethod
+    def of_example(cls, frame: Frame) -> Form:
+        """Returns the form that only calls just like the example have."""
+        specs = input_specs(frame)
+        leaves = [spec for name, spec in specs for _, spec in tensor_leaves(name, spec)]
+        return cls(list(frame.parameters), specs, [list(spec.shape) for spec in leaves], same=list(range(len(leaves))))
+
+    def problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Returns why the graph does not hold for a call, with the repair, or `None` where it does."""
+        found = self._problem(args, kwargs)
+        return None if found is None else f"{found}; {_REPAIR}"
+
+    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        values = given_values(self.parameters, args, kwargs)
+        if values is None:
+            return f"the call does not fit forward({', '.join(p.name for p in self.parameters)})"
+        if torch.is_grad_enabled() not in self.grad_modes:
+            return f"the graph was not found equal to the model with gradients {_on(torch.is_grad_enabled())}"
+        if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+            return "the graph was saved without autocast"
+        tensors: list[tuple[str, Tensor]] = []
+        for name, spec in self.specs:
+            if (problem := _difference(name, spec, values.get(name), tensors)) is not None:
+                return problem
+        return self._size_problem(tensors) or self._memory_problem(tensors)
+
+    def _size_problem(self, tensors: list[tuple[str, Tensor]]) -> str | None:
+        sizes: dict[str, int] = {}
+        for (name, tensor), dims in zip(tensors, self.dims, strict=True):
+            for position, (size, dim) in enumerate(zip(tensor.shape, dims, strict=True)):
+                where = f"dimension {position} of {name!r}"
+                if isinstance(dim, int):
+                    if size != dim:
+                        return f"{where} is {size}, and the graph holds for {dim} only ({self.note or 'fixed'})"
+                    continue
+                if sizes.setdefault(dim, size) != size:
+                    return f"{where} is {size}, but was the same as a size that is {sizes[dim]} now"
+                least, most = self.ranges[dim]
+                if not least <= size <= most:
+                    return (
+                        f"{where} is {size}, and the graph was checked for {least} to {most} when it was saved "
+                        "(pg.save(file, check=[((inputs of that size,), {})]) checks others)"
+                    )
+        return None
+
+    def _memory_problem(self, tensors: list[tuple[str, Tensor]]) -> str | None:
+        objects = [id(tensor) for _, tensor in tensors]
+        for number, (name, tensor) in enumerate(tensors):
+            first = objects.index(objects[number])
+            if first != self.same[number]:
+                other = tensors[min(first, self.same[number])][0]
+                is_new = first != number
+                return f"{name!r} is {'' if is_new else 'not '}the same tensor as {other!r}, unlike when it was saved"
+            if self.is_contiguous and not tensor.is_contiguous():
+                return f"{name!r} is not contiguous in memory, and the graph holds for contiguous inputs only"
+        return None
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"
+
+
+def _difference(name: str, spec: ValueSpec, value: Any, tensors: list[tuple[str, Tensor]]) -> str | None:
+    """Returns how an input differs from the example's in more than sizes; adds the tensors in it to `tensors`."""
+    now = f"{name!r} is {_shown(value)}, and was {_shown_spec(spec)} when the graph was captured"
+    if isinstance(spec, TensorSpec):
+        if not isinstance(value, Tensor) or describe(value).__class__ is not TensorSpec:
+            return now
+        tensors.append((name, value))
+        is_same_kind = (
+            describe(value).type_name == spec.type_name  # type: ignore[union-attr]  # asked just above
+            and value.dtype == spec.dtype
+            and value.dim() == len(spec.shape)
+            and value.layout is torch.strided
+        )
+        if is_same_kind and value.device == spec.device:
+            return None
+        return f"{name!r} is on {value.device}, and was on {spec.device}" if is_same_kind else now
+    if isinstance(spec, (ObjectSpec, UnknownSpec)):
+        return f"{name!r} was an object ({spec}), and what is in that cannot be compared"
+    if isinstance(spec, ScalarSpec):
+        is_same = type(value) is type(spec.value) and (value == spec.value or repr(value) == repr(spec.value))
+        return None if is_same else now
+    return _container_difference(name, spec, value, tensors, now)
+
+
+def _container_difference(
+    name: str, spec: ContainerSpec, value: Any, tensors: list[tuple[str, Tensor]], now: str
+) -> str | None:
+    inside = children(value) if not isinstance(value, Tensor) else None
+    if inside is None or class_text(type(value)) != class_text(spec.type):
+        return now
+    if [key for key, _ in inside] != [key for _, key, _ in spec.children]:
+        return f"{now}: it holds {', '.join(str(key) for key, _ in inside) or 'nothing'} now"
+    for (text, _, child), (_, item) in zip(spec.children, inside, strict=True):
+        inner = f"{name}.{text}" if "|" in name else f"{name}|{text}"
+        if (problem := _difference(inner, child, item, tensors)) is not None:
+            return problem
+    return None
+
+
+def _shown(value: Any) -> str:
+    return _shown_spec(describe(value))
+
+
+def _shown_spec(spec: ValueSpec) -> str:
+    if isinstance(spec, TensorSpec):
+        return f"{spec} of {str(spec.dtype).removeprefix('torch.')}"
+    return repr(spec.value) if isinstance(spec, ScalarSpec) else str(spec)
+
+
+class Guard:
+    """Refuses calls of a loaded graph that it is no record of. A forward pre-hook of its root module.
+
+    Args:
+        form: The form of the calls that it holds for.
+        modules: The modules, as they were saved.
+    """
+
+    def __init__(self, form: Form, modules: Sequence[Module]) -> None:
+        self.form = form
+        self._modes = [(module, module.training) for module in modules]
+        self._dtypes = [
+            (registry, name, tensor.dtype)
+            for module in modules
+            for registry in (module._parameters, module._buffers)
+            for name, tensor in registry.items()
+            if tensor is not None
+        ]
+
+    def problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Returns why the graph does not hold for a call, with the repair, or `None` where it does."""
+        for module, training in self._modes:
+            if module.training is not training:
+                was, call = ("train", "train()") if training else ("eval", "eval()")
+                return f"{type(module).__name__} was in {was} mode when the graph was captured; call pg.{call}"
+        for registry, name, dtype in self._dtypes:
+            tensor = registry.get(name)
+            if tensor is None or tensor.dtype != dtype:
+                now = "gone" if tensor is None else f"of {tensor.dtype}"
+                return f"the tensor {name!r} was of {dtype} when the graph was captured, and is {now}"
+        return self.form.problem(args, kwargs)
+
+
+# -- as JSON -----------------------------------------------------------------------------------------------------------
+
+
+def encoded_form(form: Form) -> dict[str, Any]:
+    """Returns the JSON of a form, of which parameters and specs are those of the root frame."""
+    return {
+        "dims": form.dims,
+        "ranges": {name: list(bounds) for name, bounds in form.ranges.items()},
+        "same": form.same,
+        "grad_modes": form.grad_modes,
+        "is_contiguous": form.is_contiguous,
+        "note": form.note,
+    }
+
+
+def decoded_form(item: Item, frame: Frame) -> Form:
+    """Returns the form of the calls of the root frame.
+
+    Raises:
+        SerializationError: There is none, or it does not fit the frame.
+    """
+    fields = item.fields("dims", "ranges", "same", "grad_modes", "is_contiguous", "note")
+    form = Form.of_example(frame)
+    form.ranges = {}
+    for name, bounds in fields["ranges"].entries().items():
+        least, most = (bound.whole() for bound in bounds.items(2))
+        form.ranges[name] = (least, most)
+    form.dims = [
+        [_decoded_dim(part, size, form.ranges) for part, size in zip(dims.items(len(shape)), shape, strict=True)]
+        for dims, shape in zip(fields["dims"].items(len(form.dims)), form.dims, strict=True)
+    ]
+    form.same = [part.whole(0, number) for number, part in enumerate(fields["same"].items(len(form.same)))]
+    form.grad_modes = [mode.flag() for mode in fields["grad_modes"].items()]
+    form.is_contiguous = fields["is_contiguous"].flag()
+    form.note = fields["note"].text()
+    return form
+
+
+def _decoded_dim(item: Item, example: Any, ranges: dict[str, tuple[int, int]]) -> Dimension:
+    if type(item.value) is str:
+        return item.one_of(tuple(ranges))
+    return item.whole(example, example)

@@ -1,0 +1,231 @@
+"""Records of frames as JSON, and back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node, Site, SourceLine
+from graphpatch_notebook.serialization.graphs import is_identifier
+from graphpatch_notebook.serialization.reading import Item
+from graphpatch_notebook.serialization.specs import decoded_spec, encoded_spec
+from graphpatch_notebook.serialization.values import UnstorableError, decoded, encoded
+
+_FLAGS = ("is_plumbing", "is_live", "is_in_place", "is_mutated_later", "is_view_filled_later")
+_BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
+_EMPTY = inspect.Parameter.empty
+_LONGEST_LINE = 500
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredLine(SourceLine):
+    """A line of the user's code, with its text: the file that it is from need not be there."""
+
+    stored_text: str = ""
+
+    @property
+    def text(self) -> str:
+        """The line itself, without its indentation."""
+        return self.stored_text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredSite(Site):
+    """A call site of which only the lines are known."""
+
+    lines: tuple[SourceLine, ...] = ()
+
+    def source_lines(self) -> list[SourceLine]:
+        """Returns the user's source lines, outermost first."""
+        return list(self.lines)
+
+
+class LineTable:
+    """The lines of code that records refer to, each once."""
+
+    def __init__(self) -> None:
+        self.entries: list[list[Any]] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def number(self, line: SourceLine) -> int:
+        """Returns the number of `line`."""
+        entry = (line.file, line.line, line.function, line.text[:_LONGEST_LINE])
+        known = self._numbers.get(entry)
+        if known is None:
+            known = self._numbers[entry] = len(self.entries)
+            self.entries.append(list(entry))
+        return known
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def boundary(frame: Frame) -> list[Node]:
+    """Returns the nodes that a frame without a graph has."""
+    return [node for node in frame.nodes if node.kind in _BOUNDARY]
+
+
+def encoded_parameters(parameters: Iterable[InputParameter]) -> list[list[Any]]:
+    """Returns the JSON of the parameters of `forward`.
+
+    Raises:
+        UnstorableError: One of the defaults is an object.
+    """
+    result = []
+    for parameter in parameters:
+        default = [] if parameter.default is _EMPTY else [_default(parameter)]
+        result.append([parameter.name, int(parameter.kind), *default])
+    return result
+
+
+def _default(parameter: InputParameter) -> Any:
+    try:
+        return encoded(parameter.default)
+    except UnstorableError:
+        kind = type(parameter.default).__name__
+        raise UnstorableError(f"the default of its parameter {parameter.name!r} is an object ({kind})") from None
+
+
+def encoded_nodes(
+    nodes: Sequence[Node], frames: dict[int, int], lines: LineTable, unpatchable: Sequence[Node] = ()
+) -> list[dict[str, Any]]:
+    """Returns the JSON of records.
+
+    Args:
+        nodes: The records.
+        frames: The numbers of frames, by id.
+        lines: Where the lines of code are written.
+        unpatchable: Those whose values no patch could change alone.
+    """
+    return [_encoded_node(node, frames, lines, is_live=node.is_live and node not in unpatchable) for node in nodes]
+
+
+def _encoded_node(node: Node, frames: dict[int, int], lines: LineTable, *, is_live: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {"kind": node.kind, "name": node.name, "op": node.op, "spec": encoded_spec(node.spec)}
+    if node.kind not in ("op", "constant", "output"):
+        entry["target"] = str(node.target)
+    if node.site is not None:
+        entry["lines"] = [lines.number(line) for line in node.site.source_lines()]
+    flags = [name for name in _FLAGS if (is_live if name == "is_live" else getattr(node, name))]
+    if flags != ["is_live"]:
+        entry["flags"] = flags
+    if node.is_in_place:
+        entry["written_argument"] = node.written_argument
+    if node.kind == "call" and node.frame is not None:
+        entry |= {"frame": frames[id(node.frame)], "call_index": node.call_index, "call_count": node.call_count}
+    return entry
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def decoded_lines(item: Item) -> list[SourceLine]:
+    """Returns the lines of code that records refer to."""
+    found: list[SourceLine] = []
+    for entry in item.items():
+        file, line, function, text = entry.items(4)
+        found.append(StoredLine(file.text(), line.whole(), function.text(), text.text()))
+    return found
+
+
+def decoded_parameters(item: Item) -> list[InputParameter]:
+    """Returns the parameters of `forward`."""
+    result = []
+    for entry in item.items():
+        parts = entry.items()
+        if not 2 <= len(parts) <= 3 or not is_identifier(parts[0].text()):
+            raise entry.error("there should be the name of a parameter, its kind, and perhaps its default")
+        kind = inspect._ParameterKind(parts[1].whole(0, 4))
+        result.append(InputParameter(parts[0].text(), kind, decoded(parts[2]) if len(parts) == 3 else _EMPTY))
+    try:
+        inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in result])
+    except ValueError as error:
+        raise item.error(f"no function has such parameters: {error}") from None
+    return result
+
+
+def decoded_nodes(item: Item, frame: Frame, lines: Sequence[SourceLine]) -> dict[int, Node]:
+    """Adds the records in `item` to `frame`, and returns those that call, by the number of the frame they call."""
+    calls: dict[int, Node] = {}
+    sites: dict[tuple[int, ...], Site] = {}
+    for entry in item.items():
+        fields = entry.fields(
+            "kind", "name", "op", "spec",
+            optional=("target", "lines", "flags", "written_argument", "frame", "call_index", "call_count"),
+        )  # fmt: skip
+        node = Node(
+            kind=fields["kind"].one_of(get_args(Kind)),  # type: ignore[arg-type]  # it is one of them
+            op=fields["op"].text(), target=None, spec=decoded_spec(fields["spec"]), name=fields["name"].text(),
+            base_name=fields["name"].text(),
+        )  # fmt: skip
+        if not node.name or node.name in frame.names:
+            raise fields["name"].error(f"a node cannot be called {node.name[:60]!r}")
+        node.target = fields["target"].text() if "target" in fields else _target(node)
+        if "lines" in fields:
+            numbers = tuple(number.whole(0, len(lines) - 1) for number in fields["lines"].items())
+            node.site = sites.setdefault(numbers, StoredSite((), tuple(lines[number] for number in numbers)))
+        _read_flags(fields, node)
+        if "frame" in fields:
+            number = fields["frame"].whole()
+            if node.kind != "call" or number in calls:
+                raise fields["frame"].error("only a call has a frame, and each call its own")
+            calls[number] = node
+            node.call_index, node.call_count = _calls(entry, fields)
+        frame.nodes.append(node)
+        frame.names[node.name] = node
+    return calls
+
+
+def _target(node: Node) -> Any:
+    return _no_value if node.kind == "constant" else node.name
+
+
+def _no_value() -> None:
+    """What is known of the object that a constant was."""
+
+
+def _read_flags(fields: dict[str, Item], node: Node) -> None:
+    if "flags" in fields:
+        flags = {flag.one_of(_FLAGS) for flag in fields["flags"].items()}
+        for name in _FLAGS:
+            setattr(node, name, name in flags)
+    if node.is_in_place and "written_argument" in fields:
+        written = fields["written_argument"]
+        node.written_argument = written.text() if type(written.value) is str else written.whole(0, 1000)
+
+
+def _calls(entry: Item, fields: dict[str, Item]) -> tuple[int, int]:
+    if "call_index" not in fields or "call_count" not in fields:
+        raise entry.error("there should be the index and the count of the call")
+    count = fields["call_count"].whole(1)
+    return fields["call_index"].whole(0, count - 1), count
+
+
+def check_nodes(frame: Frame, item: Item) -> None:
+    """Refuses records of a frame that cannot be those of one: its inputs first, its output last.
+
+    Raises:
+        SerializationError: They cannot.
+    """
+    kinds = [node.kind for node in frame.nodes]
+    inputs = [node for node in frame.nodes if node.kind == "input"]
+    names = {parameter.name for parameter in frame.parameters}
+    if kinds.count("output") != 1 or kinds[-1] != "output":
+        raise item.error("a frame has one output, which is its last node")
+    if not {node.target for node in inputs} <= names or len({node.target for node in inputs}) != len(inputs):
+        raise item.error("each input of a frame is a parameter of forward")
+    if any((node.kind == "call") != (node.frame is not None) for node in frame.nodes):
+        raise item.error("each call has a frame")
+
+
+def check_repeats(frame: Frame, item: Item) -> None:
+    """Refuses calls of one module that are not numbered as they follow each other."""
+    seen: dict[int, set[int]] = {}
+    for node in frame.calls():
+        assert node.frame is not None
+        indices = seen.setdefault(id(node.frame.module), set())
+        if node.call_index in indices:
+            raise item.error(f"two calls of one module in a frame have the number {node.call_index}")
+        indices.add(node.call_index)

@@ -1,0 +1,193 @@
+"""`load`: from a file to a model of plain modules, and records whose graphs are these modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.serialization.document import SCHEMA
+from graphpatch_notebook.serialization.forms import Guard, decoded_form
+from graphpatch_notebook.serialization.frame_reader import FrameReader
+from graphpatch_notebook.serialization.frames import decoded_lines
+from graphpatch_notebook.serialization.module_reader import ModuleReader
+from graphpatch_notebook.serialization.modules import LoadedRoot
+from graphpatch_notebook.serialization.names import Allowed
+from graphpatch_notebook.serialization.reading import Item, parsed
+from graphpatch_notebook.serialization.reattaching import check_weights, originals_of
+from graphpatch_notebook.serialization.tensors import StoredTensor, made_tensors
+from graphpatch_notebook.serialization.values import decoded
+
+METADATA_KEY = "graphpatch_notebook"
+"""The key in the metadata of a safetensors file under which the document is."""
+
+_FIELDS = ("schema", "written_by", "torch", "options", "form", "frames", "modules", "tensors", "lines")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read from a file.
+
+    Attributes:
+        module: The root module.
+        root: The root frame.
+        options: How the graph was captured.
+        unstored: For the paths of frames of which the file has no graph, why not.
+    """
+
+    module: Module
+    root: Frame
+    options: ExtractionOptions
+    unstored: dict[str, str]
+
+
+def load(file: str | os.PathLike[str], model: Module | None, allow: Iterable[str]) -> Loaded:
+    """Reads a file. What `PatchableGraph.load` says holds."""
+    if model is not None and not isinstance(model, Module):
+        raise TypeError(f"model is to be a torch.nn.Module, not {type(model).__name__}")
+    allowed = Allowed(allow)
+    path = Path(file)
+    text, contents = _read(path)
+    try:
+        content = parsed(text, path.name)
+        fields = _checked_fields(content)
+        entries = [StoredTensor.read(item) for item in fields["tensors"].items()]
+        originals = None if model is None else originals_of(fields, model)
+        tensors = made_tensors(entries, contents)
+        return _assembled(content, tensors, originals, allowed, path.name)
+    except RecursionError:
+        raise SerializationError(f"{path.name}: it is nested too deeply") from None
+
+
+def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
+    """Returns what `load` would make of a document in this very process, over the modules that it is of."""
+    return _assembled(Item(content, "the graph"), tensors, originals, _Everything(), "the graph", is_guarded=False)
+
+
+class _Everything(Allowed):
+    """Allows all names: those of a document that was made in this process."""
+
+    def covers(self, name: str) -> bool:
+        """Says yes."""
+        return True
+
+
+def guard_of(module: Module) -> Guard | None:
+    """Returns what watches the calls of a loaded graph whose root is `module`; `None` for other modules."""
+    return module.__dict__.get("guard") if isinstance(module, LoadedRoot) else None
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _read(file: Path) -> tuple[str, dict[str, Tensor]]:
+    """Returns the document and the tensors in a file; nothing in it is run."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {str(file)!r}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            text = (opened.metadata() or {}).get(METADATA_KEY)
+            if text is None:
+                raise SerializationError(
+                    f"{file.name} holds tensors, but no graph; pg.save(file) writes files with both"
+                )
+            return text, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, SerializationError):
+            raise
+        raise SerializationError(
+            f"{file.name} is no file that pg.save(file) wrote, or it is damaged: {error}; files of torch.save and "
+            "pickles are never read, as these run code"
+        ) from error
+
+
+def _checked_fields(content: Item) -> dict[str, Item]:
+    if type(content.value) is dict and type(content.value.get("schema")) is int and content.value["schema"] != SCHEMA:
+        schema, version = content.value["schema"], str(content.value.get("written_by"))[:40]
+        which = f"{version} or newer" if schema > SCHEMA else f"{version}"
+        raise content.error(
+            f"it is of schema {schema}, and this version reads schema {SCHEMA}: graphpatch-notebook {which} reads it"
+        )
+    fields = content.fields(*_FIELDS)
+    fields["schema"].whole(SCHEMA, SCHEMA)
+    fields["written_by"].text()
+    fields["torch"].text()
+    return fields
+
+
+# -- what is in it -----------------------------------------------------------------------------------------------------
+
+
+def _assembled(
+    content: Item,
+    tensors: Sequence[Tensor],
+    originals: Mapping[int, Module] | None,
+    allowed: Allowed,
+    file: str,
+    *,
+    is_guarded: bool = True,
+) -> Loaded:
+    fields = _checked_fields(content)
+    frames = fields["frames"].items()
+    if not frames:
+        raise fields["frames"].error("there is no frame")
+    live = {module for module, is_stored in map(_module_of, frames) if not is_stored}
+    root = _module_of(frames[0])[0]
+    if originals is not None and is_guarded:
+        check_weights(fields, originals, tensors, live)
+    modules = ModuleReader(fields["modules"], tensors, originals or {}, live, root).modules
+    reader = FrameReader(fields["frames"], modules, decoded_lines(fields["lines"]), allowed)
+    options = decoded_options(fields["options"])
+    first = reader.frames[0]
+    if first.opaque_reason is None and is_guarded:
+        form = decoded_form(fields["form"], first)
+        allowed.check(file)
+        watched = {id(frame.module): frame.module for frame in reader.frames if frame.opaque_reason is None}
+        assert isinstance(first.module, LoadedRoot)
+        model = None if originals is None else originals[root]
+        first.module.set_guard(Guard(form, list(watched.values())), model)
+    allowed.check(file)
+    unstored = {format_path(f.path): f.opaque_reason for f in reader.frames if f.opaque_reason is not None}
+    return Loaded(first.module, first, options, unstored)
+
+
+def _module_of(item: Item) -> tuple[int, bool]:
+    """Returns the number of the module of a frame, and whether the frame is stored."""
+    if type(item.value) is not dict or not {"module", "unstored"} <= item.value.keys():
+        raise item.error("there should be a frame")
+    entries = item.entries()
+    return entries["module"].whole(), entries["unstored"].is_null
+
+
+def decoded_options(item: Item) -> ExtractionOptions:
+    """Returns options; what they held of functions and classes is gone, and so are options of other versions."""
+    fields = item.fields("kept", "dropped")
+    for text in fields["dropped"].entries().values():
+        text.text()
+    known = {option.name: option for option in dataclasses.fields(ExtractionOptions)}
+    default = ExtractionOptions()
+    values: dict[str, Any] = {}
+    for name, entry in fields["kept"].entries().items():
+        if name not in known:
+            continue
+        before = getattr(default, name)
+        is_set = type(entry.value) is dict and list(entry.value) == ["set"]
+        value = {t.text() for t in entry.entries()["set"].items()} if is_set else decoded(entry)
+        if isinstance(before, (set, frozenset)) and is_set:
+            value = type(before)(value)
+        if before is not None and type(value) is not type(before):
+            raise entry.error(f"there should be a {type(before).__name__}")
+        values[name] = value
+    return ExtractionOptions(**values)

@@ -1,0 +1,307 @@
+"""`save`: checks the graphs of a model against it, and writes those that hold to one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
+from graphpatch_notebook.graph_modules import GraphModule
+from graphpatch_notebook.graph_modules.snapshots import copied
+from graphpatch_notebook.graph_modules.verification import verify
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.serialization import sizes
+from graphpatch_notebook.serialization.document import Builds, Document, Reasons, document, note_unstorable, with_form
+from graphpatch_notebook.serialization.forms import Form, given_values, tensor_leaves
+from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
+from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, compared, makers
+from graphpatch_notebook.serialization.value_reads import has_only_reads
+from graphpatch_notebook.serialization.values import UnstorableError
+from graphpatch_notebook.values import children
+
+
+@dataclass(frozen=True)
+class Source:
+    """The graph that is to be saved.
+
+    Attributes:
+        graph_module: Its hierarchy of graph modules.
+        options: How it was captured.
+        call: Runs it as a user does, without patches.
+        runnable: Returns what runs a model with the graphs of a root frame.
+    """
+
+    graph_module: GraphModule
+    options: ExtractionOptions
+    call: Callable[..., Any]
+    runnable: Callable[[Module, Frame, ExtractionOptions], Callable[..., Any]]
+
+    @property
+    def root(self) -> Frame:
+        """The root frame."""
+        return self.graph_module.frame
+
+    @property
+    def builds(self) -> Builds:
+        """What gives the graphs of its frames."""
+        return Builds(self.graph_module)
+
+
+def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
+    """Writes a graph to `file`. What `PatchableGraph.save` says holds."""
+    where = _checked_file(file)
+    _check_calls(check)
+    calls: list[Call] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
+    reasons = Reasons(source.root)
+    note_unstorable(source.root, source.builds, reasons)
+    reasons.settle()
+    found = _checked(source, reasons, calls)
+    _warn(where, reasons, found.content["options"]["dropped"])
+    _write(where, found)
+
+
+def _checked_file(file: Any) -> Path:
+    if not isinstance(file, (str, os.PathLike)):
+        raise TypeError(f"pg.save writes to a file on disk: give its name, not {type(file).__name__}")
+    return Path(file)
+
+
+def _check_calls(check: Sequence[Any]) -> None:
+    for call in check:
+        parts = call if isinstance(call, tuple) and len(call) == 2 else (None, None)
+        if not isinstance(parts[0], (tuple, list)) or not isinstance(parts[1], dict):
+            raise TypeError("check is a list of calls, each a tuple of arguments and a dict: check=[((x,), {})]")
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Document:
+    """Returns the document of all graphs that hold, with the form of the calls that they hold for."""
+    root = source.root
+    known = guard_of(root.module)
+    if known is not None:  # it was loaded: there is no model to compare it with
+        return with_form(document(root, source.builds, source.options, reasons), known.form)
+    if reasons.of(root) is not None:
+        return document(root, source.builds, source.options, reasons)
+    first, maker = _first_call(source, check)
+    _verify(source, reasons, first)
+    reasons.settle()
+    found = document(root, source.builds, source.options, reasons)
+    if reasons.of(root) is not None:
+        return found
+    form = Form.of_example(root)
+    trial = _Trial(source, found)
+    problem = trial.find_modes(form, first)
+    if problem is not None and (doubtful := [f for f in root.walk() if f.doubts and reasons.of(f) is None]):
+        for frame in doubtful:
+            reasons.add(frame, "; ".join(frame.doubts))
+        reasons.settle()
+        if reasons.of(root) is None:
+            found = document(root, source.builds, source.options, reasons)
+            trial = _Trial(source, found)
+            problem = trial.find_modes(form, first)
+    if problem is not None:
+        reasons.add(root, f"compared with the model on inputs like the example's: {problem}")
+        return document(root, source.builds, source.options, reasons)
+    if maker is not None:
+        trial.find_sizes(form, maker)
+    trial.check(form, check)
+    return with_form(found, form)
+
+
+def _verify(source: Source, reasons: Reasons, call: Call) -> None:
+    """Compares the graph of each frame with its module; those that read values are compared as a whole only."""
+    frames = {format_path(frame.path): frame for frame in source.root.walk()}
+    mode = torch.is_grad_enabled()
+    refused = _refused(source, call, mode)
+    if "" in refused:  # it may have been captured without gradients
+        refused = min(refused, _refused(source, call, not mode), key=len)
+    for path, reason in refused.items():
+        # Below graphs that are their module, only the whole can be compared.
+        if not has_only_reads(frames[path]) and not _is_below_own_graph(frames[path]):
+            reasons.add(frames[path], reason)
+    reasons.settle()
+
+
+def _is_below_own_graph(frame: Frame) -> bool:
+    return frame.parent is not None and (frame.parent.has_own_graph or _is_below_own_graph(frame.parent))
+
+
+def _refused(source: Source, call: Call, with_gradients: bool) -> dict[str, str]:
+    with torch.set_grad_enabled(with_gradients):
+        reports = verify(source.graph_module, *copied(call))
+    return {
+        report.path: report.reason or "the inputs that it was checked with do not reach it"
+        for report in reports
+        if report.status not in ("equal", "own graph", "opaque")
+    }
+
+
+def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | None]:
+    """Returns the call that the graphs are checked with first, and what makes others like it."""
+    model = source.root.module
+    problem = ""
+    found: tuple[Call, Maker] | None = None
+    for maker in makers(source.root):
+        try:
+            call = maker.call()
+            compared(model, source.call, source.call, call)
+            found = call, maker
+            break
+        except UnstorableError as error:
+            problem = str(error)
+            break
+        except ModelRaisesError as error:
+            problem = f"{type(model).__name__} raises {error}"
+    form = Form.of_example(source.root)
+    # Made-up inputs are all different objects: the caller's are the example's form if some of them are the same.
+    if check and (found is None or _same_objects(form, check[0]) != form.same):
+        return check[0], found[1] if found is not None else None
+    if found is None:
+        raise SerializationError(
+            "the graph cannot be compared with the model on inputs that are made up to look like the example's: "
+            f"{problem}; give inputs to compare them with: pg.save(file, check=[((x,), {{}})])"
+        )
+    return found
+
+
+class _Trial:
+    """Runs what a document holds next to the model."""
+
+    def __init__(self, source: Source, found: Document) -> None:
+        loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
+        self._model = source.root.module
+        self._call = source.call
+        self._graph = source.runnable(loaded.module, loaded.root, source.options)
+
+    def compare(self, call: Call) -> str | None:
+        """Returns in what graph and model differ, if they do."""
+        return compared(self._model, self._call, self._graph, call)
+
+    def find_modes(self, form: Form, call: Call) -> str | None:
+        """Notes in the form for which memory and gradient modes the graph holds; returns why for none, if so."""
+        form.same = _same_objects(form, call)
+        problem: str | None = None
+        for mode in (True, False):
+            with torch.set_grad_enabled(mode):
+                outcome = self._outcome(call)
+            if outcome is None:
+                form.grad_modes.append(mode)
+            problem = problem or outcome
+        return None if form.grad_modes else problem
+
+    def find_sizes(self, form: Form, maker: Maker) -> None:
+        """Notes in the form which sizes may differ, and whether inputs need to be contiguous."""
+        with torch.set_grad_enabled(form.grad_modes[-1]):
+            if form.same == list(range(len(form.same))):
+                sizes.explore(form, lambda shapes: self.compare(maker.call(shapes)))
+            form.is_contiguous = self._outcome(maker.call(is_strided=True)) is not None
+
+    def check(self, form: Form, check: Sequence[Call]) -> None:
+        """Compares graph and model on the user's calls, and widens the form to their sizes.
+
+        Raises:
+            SerializationError: They differ, or the call differs from the example in more than sizes.
+        """
+        for number, (args, kwargs) in enumerate(check):
+            call = tuple(args), kwargs
+            with torch.set_grad_enabled(form.grad_modes[-1]):
+                try:
+                    outcome = self.compare(call)
+                except ModelRaisesError as error:
+                    raise SerializationError(f"check[{number}]: the model raises {error}") from error
+            if outcome is not None:
+                raise SerializationError(
+                    f"check[{number}]: the graph gives other results than the model ({outcome}); make the "
+                    "PatchableGraph with these inputs"
+                )
+            if not sizes.extend(form, _shapes(form, call)):
+                raise SerializationError(
+                    f"check[{number}]: {form.problem(*call) or 'its sizes differ from the example where they may not'}"
+                )
+
+    def _outcome(self, call: Call) -> str | None:
+        try:
+            return self.compare(call)
+        except ModelRaisesError as error:
+            return str(error)
+
+
+def _tensors(form: Form, call: Call) -> list[Tensor]:
+    values = given_values(form.parameters, *call) or {}
+    found: list[Tensor] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.append(value)
+        else:
+            for _, child in children(value) or ():
+                look(child)
+
+    for name, _ in form.specs:
+        look(values.get(name))
+    return found
+
+
+def _same_objects(form: Form, call: Call) -> list[int]:
+    objects = [id(tensor) for tensor in _tensors(form, call)]
+    return [objects.index(one) for one in objects]
+
+
+def _shapes(form: Form, call: Call) -> list[list[int]]:
+    tensors = _tensors(form, call)
+    expected = [spec for name, spec in form.specs for _, spec in tensor_leaves(name, spec)]
+    if [len(spec.shape) for spec in expected] != [tensor.dim() for tensor in tensors]:
+        raise SerializationError(f"check: {form.problem(*call) or 'the inputs are not those of the example'}")
+    return [list(tensor.shape) for tensor in tensors]
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
+    parts = [f"{path}: {reason}" for path, reason in reasons.topmost()]
+    shown = [f"\n  {part}" for part in parts[:5]] + ([f"\n  ... and {len(parts) - 5} more"] if len(parts) > 5 else [])
+    message = ""
+    if parts:
+        message = (
+            f"{len(reasons.by_path())} frames are not stored in {file.name}; to call these, load it with the model "
+            f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
+        )
+    if "Cache" in message:
+        message += (
+            "\nwithout caches, a model of transformers can be stored: make the PatchableGraph with use_cache=False"
+        )
+    if dropped:
+        names = "; ".join(f"{name} ({text})" for name, text in dropped.items())
+        message += f"{chr(10) if message else ''}options that hold functions or classes are only named: {names}"
+    if message:
+        warnings.warn(message, UnstoredFrameWarning, stacklevel=4)
+
+
+def _write(file: Path, found: Document) -> None:
+    from safetensors.torch import save_file
+
+    text = json.dumps(found.content, allow_nan=False, separators=(",", ":"))
+    handle, name = tempfile.mkstemp(prefix=file.name, suffix=".part", dir=file.parent)
+    os.close(handle)
+    try:
+        save_file(found.tensors.contents(), name, metadata={"format": "pt", METADATA_KEY: text})
+        # In one step: what was loaded from the old file, or reads it now, is not disturbed.
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

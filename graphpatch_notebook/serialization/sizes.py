@@ -1,0 +1,136 @@
+"""For which sizes of its inputs a graph equals its model.
+
+Graphs keep sizes symbolic, but a model may have baked one in (`range(n)`, a table cut to a length, a branch on a size).
+So each size is changed, on its own if the model can work with that, else together with those that were the same; a
+graph holds between the smallest and the largest size for which it was found equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from graphpatch_notebook.serialization.forms import Form, tensor_leaves
+from graphpatch_notebook.serialization.trials import Call, ModelRaisesError
+
+Place: TypeAlias = "tuple[int, int]"
+"""A dimension: the number of the tensor among the inputs, and the position in its shape."""
+
+_MANY = 4096
+"""Elements that an input may grow to."""
+
+
+def explore(form: Form, run: Callable[[Sequence[Sequence[int]]], str | None]) -> None:
+    """Finds out which sizes may differ, and notes it in `form`.
+
+    Args:
+        form: The form of the example.
+        run: Compares graph and model on inputs of these shapes; returns the difference, or raises `ModelRaisesError`.
+    """
+    explorer = _Explorer(form, run)
+    for places in _groups(form.dims):
+        explorer.vary(places)
+    # What the model cannot work with alone may be tied to other sizes that were the same.
+    for size in {int(form.dims[tensor][position]) for tensor, position in explorer.rejected}:
+        tied = [place for place in explorer.rejected if form.dims[place[0]][place[1]] == size]
+        if len({position for _, position in tied}) > 1 or len({tensor for tensor, _ in tied}) > 1:
+            explorer.vary(tied)
+    explorer.vary_together()
+    explorer.settle()
+
+
+def _groups(dims: Sequence[Sequence[object]]) -> Iterator[list[Place]]:
+    """Yields the dimensions that probably mean the same: of one size, at one position."""
+    groups: dict[tuple[object, int], list[Place]] = {}
+    for number, sizes in enumerate(dims):
+        for position, size in enumerate(sizes):
+            groups.setdefault((size, position), []).append((number, position))
+    return iter(list(groups.values()))
+
+
+class _Explorer:
+    def __init__(self, form: Form, run: Callable[[Sequence[Sequence[int]]], str | None]) -> None:
+        self.form = form
+        self.run = run
+        self.example = [[int(size) for size in sizes] for sizes in form.dims]
+        self.free: list[tuple[list[Place], list[int]]] = []
+        self.rejected: list[Place] = []
+        self.notes: list[str] = []
+
+    def vary(self, places: list[Place]) -> None:
+        """Tries smaller and larger sizes at `places`; notes those that are equal."""
+        size = self.example[places[0][0]][places[0][1]]
+        equal = [size]
+        was_accepted = False
+        for others in self._candidates(places, size):
+            for other in others:
+                outcome = self._outcome(dict.fromkeys(places, other))
+                was_accepted |= outcome is not _REJECTED
+                if outcome is None:
+                    equal.append(other)
+                    break
+        if len(equal) > 1:
+            self.free.append((places, equal))
+            self.rejected = [place for place in self.rejected if place not in places]
+        elif not was_accepted:
+            self.rejected += places
+
+    def _candidates(self, places: list[Place], size: int) -> list[list[int]]:
+        largest = max(math.prod(self.example[number]) // max(size, 1) for number, _ in places)
+        is_first = all(position == 0 for _, position in places)
+        larger = [size + 3, size + 1] if is_first else [max(2 * size + 1, 65), 2 * size + 1, size + 1]
+        larger = [other for other in larger if other * largest <= _MANY] or [size + 1]
+        return [larger, [other for other in (1, size // 2, size - 1) if 0 < other < size]]
+
+    def _outcome(self, changes: dict[Place, int]) -> str | None:
+        shapes = [list(sizes) for sizes in self.example]
+        for (number, position), size in changes.items():
+            shapes[number][position] = size
+        try:
+            found = self.run(shapes)
+        except ModelRaisesError:
+            return _REJECTED
+        if found is not None and len(self.notes) < 3:
+            self.notes.append(f"at {' and '.join(str(tuple(shape)) for shape in shapes)}: {found}")
+        return found
+
+    def vary_together(self) -> None:
+        """Tries all free sizes changed at once: if that is not equal, none of them is free."""
+        if len(self.free) < 2:
+            return
+        for pick in (max, min):
+            outcome = self._outcome({place: pick(sizes) for places, sizes in self.free for place in places})
+            if outcome is not None and outcome is not _REJECTED:
+                self.free.clear()
+                return
+
+    def settle(self) -> None:
+        """Notes in the form what was found."""
+        for number, (places, sizes) in enumerate(self.free):
+            name = f"size_{number}"
+            self.form.ranges[name] = (min(sizes), max(sizes))
+            for tensor, position in places:
+                self.form.dims[tensor][position] = name
+        self.form.note = "; ".join(self.notes) or "the model was not found to take other sizes"
+
+
+_REJECTED = "the model raises"
+
+
+def extend(form: Form, frame_shapes: Sequence[Sequence[int]]) -> bool:
+    """Widens the ranges of a form to the sizes of a call that was found equal; says whether the call has the form."""
+    ranges = dict(form.ranges)
+    for sizes, dims in zip(frame_shapes, form.dims, strict=True):
+        for size, dim in zip(sizes, dims, strict=True):
+            if isinstance(dim, int):
+                if size != dim:
+                    return False
+                continue
+            least, most = ranges[dim]
+            ranges[dim] = (min(least, size), max(most, size))
+    form.ranges = ranges
+    return True
+
+
+__all__ = ["Call", "explore", "extend", "tensor_leaves"]

@@ -1,0 +1,178 @@
+"""A loaded graph is a record of one run: calls of another form are refused, never answered with other numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph, SerializationError, StoredFormError, UnstoredFrameWarning, ZeroPatch
+from tests.serialization.files import Mlp, reloaded, x
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> PatchableGraph:
+    return reloaded(PatchableGraph(Mlp().eval(), x()), tmp_path_factory.mktemp("form"))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((x(), 1.0), {}, "'shift' is 1.0, and was 0.0 when the graph was captured; make the PatchableGraph with such"),
+        ((x(),), {"shift": 0}, "'shift' is 0, and was 0.0"),
+        ((x(),), {"mask": torch.ones(3)}, r"'mask' is Tensor\(3\) of float32, and was None"),
+        ((x(2, 3, 4),), {}, r"'x' is Tensor\(2, 3, 4\) of float32, and was Tensor\(3, 4\)"),
+        ((x().double(),), {}, r"'x' is Tensor\(3, 4\) of float64, and was Tensor\(3, 4\) of float32"),
+        ((x(3, 5),), {}, "dimension 1 of 'x' is 5, and the graph holds for 4 only"),
+        ((x(1000, 4),), {}, "dimension 0 of 'x' is 1000, and the graph was checked for 1 to 6"),
+        ((x(0, 4),), {}, "dimension 0 of 'x' is 0"),
+        ((None,), {}, "'x' is None, and was Tensor"),
+        (([x()],), {}, r"'x' is list\(1\), and was Tensor"),
+        ((x(), 0.0, None, 1), {}, "the call does not fit forward"),
+        ((), {"y": 1}, "the call does not fit forward"),
+        ((x().to("meta"),), {}, "'x' is on meta, and was on cpu"),
+    ],
+)
+def test_calls_of_another_form(loaded: PatchableGraph, args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(StoredFormError, match=message):
+        loaded(*args, **kwargs)
+    with pytest.raises(StoredFormError, match=message), loaded.patch({"hidden": ZeroPatch()}):
+        loaded(*args, **kwargs)
+
+
+def test_calls_of_the_same_form(loaded: PatchableGraph) -> None:
+    model = Mlp()
+    model.load_state_dict(loaded.state_dict())
+    for shape in ((1, 4), (3, 4), (6, 4)):
+        assert torch.equal(loaded(x(*shape)), model(x(*shape)))
+        assert torch.equal(loaded(x=x(*shape), shift=0.0), model(x(*shape)))
+        assert torch.equal(loaded._graph_module(x(*shape)), model(x(*shape)))
+    with torch.no_grad():
+        assert torch.equal(loaded(x()), model(x()))
+
+
+def test_graph_modules_are_guarded_too(loaded: PatchableGraph) -> None:
+    with pytest.raises(StoredFormError, match="'mask' is Tensor"):
+        loaded._graph_module(x(), mask=torch.ones(3))
+
+
+def test_other_modes(tmp_path: Path) -> None:
+    loaded = reloaded(PatchableGraph(Mlp().eval(), x()), tmp_path)
+    loaded.train()
+    with pytest.raises(StoredFormError, match=r"Mlp was in eval mode when the graph was captured; call pg.eval\(\)"):
+        loaded(x())
+    loaded.eval()
+    with torch.autocast("cpu"), pytest.raises(StoredFormError, match="without autocast"):
+        loaded(x())
+
+
+class Baked(nn.Module):
+    """Loops over a size, which the graph does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(x.shape[0]):
+            x = x + i
+        return x
+
+
+class Threshold(nn.Module):
+    """Does something else for many rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[1] > 20 else x + 1
+
+
+def test_sizes_that_are_baked_in(tmp_path: Path) -> None:
+    loaded = reloaded(PatchableGraph(Baked(), x()), tmp_path)
+    assert torch.equal(loaded(x(3, 9)), Baked()(x(3, 9)))
+    with pytest.raises(StoredFormError, match=r"dimension 0 of 'x' is 2, and the graph holds for 3 only \(at \(6, 4\)"):
+        loaded(x(2, 4))
+
+
+def test_sizes_end_before_the_model_does_something_else(tmp_path: Path) -> None:
+    loaded = reloaded(PatchableGraph(Threshold(), x()), tmp_path)
+    assert torch.equal(loaded(x(3, 9)), Threshold()(x(3, 9)))
+    with pytest.raises(StoredFormError, match="dimension 1 of 'x' is 21, and the graph was checked for 1 to 9"):
+        loaded(x(3, 21))
+
+
+def test_the_callers_own_checks(tmp_path: Path) -> None:
+    pg = PatchableGraph(Mlp(), x())
+    loaded = reloaded(pg, tmp_path, check=[((x(500, 4),), {})])
+    assert torch.equal(loaded(x(400, 4)), pg(x(400, 4)))
+    with pytest.raises(
+        SerializationError, match=r"check\[0\]: the graph gives other results than the model \(output: "
+    ):
+        pg.save(tmp_path / "graph.safetensors", check=[((x(), 1.0), {})])
+    with pytest.raises(SerializationError, match=r"check\[1\]: the model raises RuntimeError"):
+        pg.save(tmp_path / "graph.safetensors", check=[((x(),), {}), ((x(3, 7),), {})])
+    with pytest.raises(TypeError, match=re.escape("check=[((x,), {})]")):
+        pg.save(tmp_path / "graph.safetensors", check=[x()])
+    baked = PatchableGraph(Baked(), x())
+    with pytest.raises(SerializationError, match=r"check\[0\]: the graph gives other results"):
+        baked.save(tmp_path / "graph.safetensors", check=[((x(5, 4),), {})])
+
+
+def test_inputs_that_cannot_be_made_up(tmp_path: Path) -> None:
+    class Positive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._assert(bool((x > 0).all()), "only positive numbers")
+            return x.log()
+
+    pg = PatchableGraph(Positive(), torch.rand(3) + 1)
+    with pytest.raises(
+        SerializationError, match=r"Positive raises AssertionError: only positive.* pg.save\(file, check"
+    ):
+        pg.save(tmp_path / "graph.safetensors")
+    loaded = reloaded(pg, tmp_path, check=[((torch.rand(3) + 1,), {})])
+    assert torch.equal(loaded(torch.full((3,), 2.0)), torch.full((3,), 2.0).log())
+    with pytest.raises(StoredFormError, match="reads a value into Python here, which is False now and was True"):
+        loaded(-torch.ones(3))
+
+
+def test_the_same_tensor_twice(tmp_path: Path) -> None:
+    class Same(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a * 2 if a is b else a + b
+
+    pg = PatchableGraph(Same(), x(), x())
+    loaded = reloaded(pg, tmp_path)
+    one = x()
+    with pytest.raises(StoredFormError, match="'b' is the same tensor as 'a', unlike when it was saved"):
+        loaded(one, one)
+    twice = PatchableGraph(Same(), one, one)
+    with pytest.warns(UnstoredFrameWarning, match="values differ"):
+        twice.save(tmp_path / "twice.safetensors")
+    loaded = reloaded(twice, tmp_path, check=[((one, one), {})])
+    assert torch.equal(loaded(one, one), one * 2)
+    with pytest.raises(StoredFormError, match="'b' is not the same tensor as 'a'"):
+        loaded(x(), x())
+
+
+def test_inputs_that_are_not_contiguous(tmp_path: Path) -> None:
+    class Strided(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.is_contiguous() else x * 3
+
+    loaded = reloaded(PatchableGraph(Strided(), x(4, 4)), tmp_path)
+    with pytest.raises(StoredFormError, match="'x' is not contiguous in memory"):
+        loaded(x(4, 4).T)
+    assert torch.equal(loaded(x(4, 4)), x(4, 4) * 2)
+
+
+def test_gradients_on_and_off(tmp_path: Path) -> None:
+    class Switch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if torch.is_grad_enabled() else x * 3
+
+    with torch.no_grad():
+        pg = PatchableGraph(Switch(), x())
+    loaded = reloaded(pg, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(x()), x() * 3)
+    with pytest.raises(StoredFormError, match="not found equal to the model with gradients on"):
+        loaded(x())

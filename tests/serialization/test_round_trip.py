@@ -1,0 +1,175 @@
+"""Saved and loaded graphs give the same bits as the originals, patched or not, over a good part of the zoo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, StoredFormError, UnstoredFrameWarning, ZeroPatch
+from graphpatch_notebook.graph_modules.equality import difference
+from tests.serialization.files import Mlp, read, reloaded, x
+from tests.zoo import Call, case_by_name, seed_all
+
+TRANSFORMERS = """
+gpt2-eager gpt2-sdpa gpt2-train-eager llama-sdpa llama-bfloat16-sdpa mistral-eager mixtral-eager gemma2-eager t5-eager
+bert-sdpa vit-eager clip-sdpa whisper-sdpa
+""".split()
+OTHERS = """
+torch-lstm-cell torch-encoder-layer-pre torch-transformer torch-encoder-layer-train awkward-delegating-wrapper
+awkward-nested-containers awkward-named-tuples awkward-signatures awkward-views-filled-later awkward-factories
+awkward-recursion awkward-packed-lstm awkward-loops-over-sizes awkward-custom-operators awkward-branch-on-values
+""".split()
+NAMES_TO_ALLOW = ["tests.zoo", "graphpatch_zoo"]
+
+
+def without_cache(model: nn.Module, call: Call) -> Call:
+    has_cache = hasattr(getattr(model, "config", None), "use_cache")
+    return Call(call.args, {**call.kwargs, **({"use_cache": False} if has_cache else {})})
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMERS, *OTHERS])
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    case = case_by_name(name)
+    seed_all()
+    model = case.build()
+
+    def example() -> Call:
+        seed_all()
+        return without_cache(model, case.example())
+
+    pg = example().run(lambda *args, **kwargs: PatchableGraph(model, *args, **kwargs))
+    loaded = reloaded(pg, tmp_path, allow=NAMES_TO_ALLOW)
+    assert not loaded.unstored
+    assert repr(loaded.graph) == repr(pg.graph)
+    assert list(loaded.state_dict()) == list(pg.state_dict())
+    assert difference(example().run(loaded), example().run(pg), "output") is None
+    for path in few_tensors(loaded):
+        assert loaded.nodes[path].shape == pg.nodes[path].shape
+        assert list(map(str, loaded.nodes[path].source_lines)) == list(map(str, pg.nodes[path].source_lines))
+        patched = [patched_output(graph, path, example()) for graph in (loaded, pg)]
+        if patched[0] != "refused":
+            assert difference(*patched, path) is None
+
+
+def few_tensors(pg: PatchableGraph) -> list[str]:
+    paths = [path for path, node in pg.nodes.items() if node.dtype is not None and node.dtype.is_floating_point]
+    return [path for path in paths[:: max(1, len(paths) // 8)] if not pg.nodes[path].is_view_filled_later]
+
+
+def patched_output(pg: PatchableGraph, path: str, call: Call) -> Any:
+    """Returns the output; of branches that the patch might have changed, that the file does not know, nothing."""
+    with pg.patch({path: AddPatch(value=0.25)}):
+        try:
+            return call.run(pg)
+        except StoredFormError:
+            return "refused"
+
+
+def test_graphs_of_one_class_of_inputs_tell_their_patches_apart(tmp_path: Path) -> None:
+    model = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = model
+
+        def forward(self, x):
+            return self.attention(x, x, x * 2)[0]
+
+    pg = PatchableGraph(Attention(), x(2, 3, 4))
+    loaded = reloaded(pg, tmp_path)
+    assert "attention.value" in loaded.nodes
+    with (
+        pytest.raises(ValueError, match="'attention.key' was the same tensor as another input"),
+        loaded.patch({"attention.key": ZeroPatch()}),
+    ):
+        loaded(x(2, 3, 4))
+
+
+def test_saving_what_was_loaded_writes_the_same(tmp_path: Path) -> None:
+    case = case_by_name("gpt2-eager")
+    call = without_cache(case.build(), case.example())
+    pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
+    loaded = reloaded(pg, tmp_path)
+    loaded.save(tmp_path / "again.safetensors")
+    first, second = read(tmp_path / "graph.safetensors"), read(tmp_path / "again.safetensors")
+    assert first[0] == second[0]
+    assert difference(first[1], second[1], "tensors") is None
+    twice = PatchableGraph.load(tmp_path / "again.safetensors")
+    assert difference(call.run(twice), call.run(pg), "output") is None
+
+
+FRESH = """
+import json, sys, torch
+from graphpatch_notebook import PatchableGraph, ZeroPatch, ProbePatch
+loaded = PatchableGraph.load(sys.argv[1])
+assert not {"files", "zoo", "tests", "transformers"} & {name.split(".")[0] for name in sys.modules}
+x = torch.tensor(json.loads(sys.argv[2]))
+probe = ProbePatch()
+with loaded.patch({"hidden": [ZeroPatch(slice=(..., slice(0, 2))), probe]}):
+    patched = loaded(x)
+line = loaded.nodes["hidden"].source_lines[0].text
+print(json.dumps([loaded(x).tolist(), patched.tolist(), repr(loaded.graph), line]))
+"""
+
+
+def test_a_fresh_process_without_the_classes(tmp_path: Path) -> None:
+    pg = PatchableGraph(Mlp(), x())
+    pg.save(tmp_path / "mlp.safetensors")
+    arguments = [str(tmp_path / "mlp.safetensors"), json.dumps(x().tolist())]
+    found = subprocess.run(
+        [sys.executable, "-c", FRESH, *arguments], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    output, patched, tree, line = json.loads(found.stdout)
+    with pg.patch({"hidden": [ZeroPatch(slice=(..., slice(0, 2))), ProbePatch()]}):
+        expected = pg(x())
+    assert torch.equal(torch.tensor(output), pg(x()))
+    assert torch.equal(torch.tensor(patched), expected)
+    assert tree == repr(pg.graph)
+    assert line == "hidden = torch.relu(self.up(x)) * self.scale"
+
+
+def test_gradients_flow_through_a_loaded_graph(tmp_path: Path) -> None:
+    pg = PatchableGraph(Mlp(), x())
+    loaded = reloaded(pg, tmp_path)
+    for graph in (pg, loaded):
+        with graph.patch({"hidden": AddPatch(value=1.0)}):
+            graph(x()).sum().backward()
+    expected = dict(pg.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.grad, expected[name].grad)
+
+
+def test_a_patched_graph_is_saved_without_its_patches(tmp_path: Path) -> None:
+    pg = PatchableGraph(Mlp(), x())
+    with pg.patch({"hidden": ZeroPatch()}):
+        loaded = reloaded(pg, tmp_path)
+        assert torch.equal(pg(x()), pg.down.bias.expand(3, 2))
+    assert torch.equal(loaded(x()), pg(x()))
+
+
+def test_models_with_a_cache_say_how_to_do_without(tmp_path: Path) -> None:
+    case = case_by_name("gpt2-eager")
+    pg = case.example().run(lambda *args, **kwargs: PatchableGraph(case.build(), *args, **kwargs))
+    with pytest.warns(UnstoredFrameWarning, match="make the PatchableGraph with use_cache=False"):
+        pg.save(tmp_path / "graph.safetensors")
+
+
+def test_old_files_are_replaced_in_one_step(tmp_path: Path) -> None:
+    file = tmp_path / "graph.safetensors"
+    pg = PatchableGraph(Mlp(), x())
+    pg.save(file)
+    loaded = PatchableGraph.load(file)
+    loaded.save(file)
+    assert torch.equal(PatchableGraph.load(file)(x()), loaded(x()))
+    assert [found.name for found in tmp_path.iterdir()] == ["graph.safetensors"]
+    with warnings.catch_warnings(), pytest.raises(TypeError, match="give its name, not BytesIO"):
+        pg.save(__import__("io").BytesIO())
