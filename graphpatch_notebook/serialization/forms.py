@@ -19,6 +19,7 @@ from graphpatch_notebook.capture.inputs import bind
 from graphpatch_notebook.capture.records import Frame, InputParameter
 from graphpatch_notebook.serialization.classes import class_text
 from graphpatch_notebook.serialization.reading import Item
+from graphpatch_notebook.serialization.values import dtype_of, name_of_dtype
 from graphpatch_notebook.values import (
     ContainerSpec,
     ObjectSpec,
@@ -77,6 +78,7 @@ class Form:
         grad_modes: With gradients on or off: for which of these it was checked.
         is_contiguous: Whether it holds for contiguous inputs only.
         note: Why fixed sizes are fixed.
+        default_dtype: The default dtype of torch when it was saved.
     """
 
     parameters: list[InputParameter]
@@ -87,6 +89,7 @@ class Form:
     grad_modes: list[bool] = field(default_factory=list)
     is_contiguous: bool = True
     note: str = ""
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     @classmethod
     def of_example(cls, frame: Frame) -> Form:
@@ -108,6 +111,8 @@ class Form:
             return f"the graph was not found equal to the model with gradients {_on(torch.is_grad_enabled())}"
         if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
             return "the graph was saved without autocast"
+        if torch.get_default_dtype() != self.default_dtype:
+            return f"the default dtype is {torch.get_default_dtype()}, and was {self.default_dtype}"
         tensors: list[tuple[str, Tensor]] = []
         for name, spec in self.specs:
             if (problem := _difference(name, spec, values.get(name), tensors)) is not None:
@@ -244,6 +249,7 @@ def encoded_form(form: Form) -> dict[str, Any]:
         "grad_modes": form.grad_modes,
         "is_contiguous": form.is_contiguous,
         "note": form.note,
+        "default_dtype": name_of_dtype(form.default_dtype),
     }
 
 
@@ -253,7 +259,7 @@ def decoded_form(item: Item, frame: Frame) -> Form:
     Raises:
         SerializationError: There is none, or it does not fit the frame.
     """
-    fields = item.fields("dims", "ranges", "same", "grad_modes", "is_contiguous", "note")
+    fields = item.fields("dims", "ranges", "same", "grad_modes", "is_contiguous", "note", "default_dtype")
     form = Form.of_example(frame)
     form.ranges = {}
     for name, bounds in fields["ranges"].entries().items():
@@ -267,6 +273,7 @@ def decoded_form(item: Item, frame: Frame) -> Form:
     form.grad_modes = [mode.flag() for mode in fields["grad_modes"].items()]
     form.is_contiguous = fields["is_contiguous"].flag()
     form.note = fields["note"].text()
+    form.default_dtype = dtype_of(fields["default_dtype"])
     return form
 
 

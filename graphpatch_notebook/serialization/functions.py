@@ -56,9 +56,15 @@ _REFUSED = frozenset(
 )
 # Methods that torch leaves out of its list of operators, as no tensor goes into them but for its dtype.
 _FACTORY_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+# Operators that trust the indices and addresses that they are given.
+_UNCHECKED = ("unsafe_index", "unsafe_masked", "reinterpret_tensor", "from_blob", "_test_")
 _OPS = ("aten", "prims")
 _OPS_PATH = re.compile(r"[a-z]\w*(\.\w+){1,2}")
 _WRITABLE = frozenset({"data", "grad", "imag", "real", "requires_grad"})
+
+
+def _is_refused(name: str) -> bool:
+    return name in _REFUSED or any(part in name for part in _UNCHECKED)
 
 
 @cache
@@ -75,7 +81,7 @@ def functions() -> dict[str, Function]:
         for name in dir(holder):
             if not name.startswith("__"):
                 found.setdefault(f"{space}.{name}", getattr(holder, name))
-    found = {name: f for name, f in found.items() if name.rsplit(".", 1)[1] not in _REFUSED}
+    found = {name: f for name, f in found.items() if not _is_refused(name.rsplit(".", 1)[1])}
     found |= {f"torch.Tensor.{name}": getattr(Tensor, name) for name in _FACTORY_METHODS}
     found |= {f"operator.{name}": getattr(operator, name) for name in _OPERATORS}
     found |= {f"math.{name}": getattr(math, name) for name in _MATH}
@@ -209,7 +215,7 @@ def decoded_function(item: Item, allowed: Allowed) -> Function:
 
 def _decoded_op(item: Item, allowed: Allowed) -> Function:
     path = item.text()
-    if not _OPS_PATH.fullmatch(path) or "__" in path or _REFUSED & set(path.split(".")):
+    if not _OPS_PATH.fullmatch(path) or "__" in path or any(map(_is_refused, path.split("."))):
         raise item.error(f"{path[:80]!r} is no operator that a file may call")
     space, name, *overload = path.split(".")
     if space not in _OPS and not allowed.require(f"{space}.{name}"):

@@ -278,7 +278,7 @@ def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
     message = ""
     if parts:
         message = (
-            f"{len(reasons.by_path())} frames are not stored in {file.name}; to call these, load it with the model "
+            f"{_frames(len(reasons.by_path()))} not stored in {file.name}; to call these, load it with the model "
             f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
         )
     if "Cache" in message:
@@ -290,6 +290,10 @@ def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
         message += f"{chr(10) if message else ''}options that hold functions or classes are only named: {names}"
     if message:
         warnings.warn(message, UnstoredFrameWarning, stacklevel=4)
+
+
+def _frames(count: int) -> str:
+    return "1 frame is" if count == 1 else f"{count} frames are"
 
 
 def _write(file: Path, found: Document) -> None:

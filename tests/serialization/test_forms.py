@@ -66,6 +66,12 @@ def test_other_modes(tmp_path: Path) -> None:
     with pytest.raises(StoredFormError, match=r"Mlp was in eval mode when the graph was captured; call pg.eval\(\)"):
         loaded(x())
     loaded.eval()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(StoredFormError, match="the default dtype is torch.float64, and was torch.float32"):
+            loaded(x().float())
+    finally:
+        torch.set_default_dtype(torch.float32)
     with torch.autocast("cpu"), pytest.raises(StoredFormError, match="without autocast"):
         loaded(x())
 

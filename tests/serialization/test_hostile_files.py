@@ -203,6 +203,7 @@ def nested(depth: int) -> Any:
         (function("torch.from_file"), "none of the functions"),
         (function("torch.Tensor.apply_"), "none of the functions"),
         (function({"op": "aten.from_file"}), "is no operator that a file may call"),
+        (function({"op": "aten._unsafe_index.Tensor"}), "is no operator that a file may call"),
         (function({"op": "aten.__class__"}), "is no operator that a file may call"),
         (function({"op": "aten.nothing_like_this"}), "is not registered here"),
         (function({"op": "mylib.op.default"}), r"use mylib.op, which is not part of torch: .* allow=\['mylib.op'\]"),

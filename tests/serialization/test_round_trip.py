@@ -26,6 +26,7 @@ OTHERS = """
 torch-lstm-cell torch-encoder-layer-pre torch-transformer torch-encoder-layer-train awkward-delegating-wrapper
 awkward-nested-containers awkward-named-tuples awkward-signatures awkward-views-filled-later awkward-factories
 awkward-recursion awkward-packed-lstm awkward-loops-over-sizes awkward-custom-operators awkward-branch-on-values
+awkward-autograd-functions awkward-parametrized
 """.split()
 NAMES_TO_ALLOW = ["tests.zoo", "graphpatch_zoo"]
 
