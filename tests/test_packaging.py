@@ -72,10 +72,11 @@ def test_typed() -> None:
     assert importlib.resources.files(graphpatch_notebook).joinpath("py.typed").is_file()
 
 
-def test_readme_example_prints_what_the_readme_says(tmp_path: Path) -> None:
-    example, printed = re.search(
-        r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL
-    ).groups()
+EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL)
+
+
+@pytest.mark.parametrize(("example", "printed"), EXAMPLES, ids=["any model", "transformers"])
+def test_readme_examples_print_what_the_readme_says(example: str, printed: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"  # a file, since the example shows its own source
     script.write_text(example, "utf8")
     command = [sys.executable, "-X", "utf8", str(script)]
