@@ -133,16 +133,77 @@ class Branches(nn.Module):
 
 
 @dataclass
+class Point:
+    x: Tensor
+    y: Tensor
+
+
+torch.export.register_dataclass(Point)
+
+
+class Mirrored(nn.Module):
+    def forward(self, point: Point) -> Point:
+        return Point(point.y * 2, point.x)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden = self.linear(x)
+        return (hidden, hidden * 2) if shift is None else (hidden + shift, hidden)
+
+
+class OddNames(nn.Module):
+    """Variadic arguments, modules with several results, names that mean something to us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a-b": Inner(), "training_": Inner()})
+        self.output = nn.Linear(4, 4)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, list[Any]]:
+        first, second = self.parts["a-b"](args[0], shift=args[1])
+        third, _ = self.parts["training_"](first + second, kwargs["extra"])
+        return self.output(third), [None, (second, 3)]
+
+
+class Writing(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x.add_(1) * 2,)
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(tensor(3))
+
+    def forward(self) -> Tensor:
+        return self.value * 2
+
+
+@dataclass
 class Case:
     build: Callable[[], nn.Module]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     others: tuple[Any, ...] | None = None  # other positional arguments that the program admits
+    is_decomposed: bool = False
+
+    known: ExportedProgram | None = None
 
     def program(self) -> ExportedProgram:
+        if self.known is not None:
+            return self.known
         torch.manual_seed(0)
-        return export(self.build(), self.args, self.kwargs, **self.options)
+        program = export(self.build(), self.args, self.kwargs, **self.options)
+        program = program.run_decompositions() if self.is_decomposed else program
+        if not program.graph_signature.buffers:  # else running it changes it
+            self.known = program
+        return program
 
 
 X = tensor(3, 4)
@@ -162,6 +223,11 @@ CASES = {
     "structured": Case(Structured, PAIR, BY_NAME),
     "preserved": Case(Residual, (X,), options={"preserve_module_call_signature": ("layers.0", "layers.1.up"), **BATCH}),
     "branches": Case(Branches, (X,)),
+    "odd names": Case(OddNames, (X, tensor(4)), {"extra": tensor(1)}),
+    "odd names, strict": Case(OddNames, (X, tensor(4)), {"extra": tensor(1)}, {"strict": True}),
+    "dataclass": Case(Mirrored, (Point(X, X + 1),)),
+    "no inputs": Case(Alone, ()),
+    "decomposed": Case(Counting, (X,), is_decomposed=True),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 identity = CustomPatch(lambda value: value, requires_clone=False)
@@ -172,7 +238,9 @@ def bits(value: Any) -> Any:
         return value.detach().clone().numpy().tobytes(), value.shape, value.dtype
     if isinstance(value, dict):
         return {key: bits(child) for key, child in value.items()}
-    return tuple(map(bits, value)) if isinstance(value, tuple) else value
+    if isinstance(value, Point):
+        return bits(value.x), bits(value.y)
+    return type(value)(map(bits, value)) if isinstance(value, (tuple, list)) else value
 
 
 def state(module: Any) -> dict[str, Any]:
@@ -262,6 +330,17 @@ layers_0: CompiledGraphModule
     assert isinstance(pg._graph_module.layers[0].up, nn.Module)
 
 
+def test_inputs_are_written_into_as_the_program_does() -> None:
+    program = export(Writing(), (X.clone(),))
+    pg, modules = PatchableGraph.from_exported(program), unflatten(program)
+    ours, theirs = X.clone(), X.clone()
+    assert bits(pg(ours)) == bits(modules(theirs))
+    assert torch.equal(ours, theirs)
+    with pg.patch({"mul": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(ours)[0], torch.zeros(3, 4))
+    assert torch.equal(ours, X + 1 + 1)
+
+
 def test_shapes_of_programs_with_dynamic_shapes_are_those_of_the_example() -> None:
     pg = PatchableGraph.from_exported(CASES["dynamic"].program())
     assert pg.nodes["layers_0.mul"].shape == (3, 8)
@@ -341,11 +420,14 @@ def test_parameters_equal_an_edited_copy(case: Case) -> None:
         pg, edited = PatchableGraph.from_exported(program), program.module()
         paths = [p for p, n in pg.nodes.items() if n.kind == "parameter" and _full_name(pg, p) == name]
         assert paths, name
+        before = edited.get_parameter(name).detach().clone()
         with torch.no_grad():
             edited.get_parameter(name).add_(0.25)
         tied = [p for p, n in pg.nodes.items() if n.kind == "parameter" and _is(pg, p, parameter, program)]
         with pg.patch({path: AddPatch(value=0.25) for path in {*paths, *tied}}, strict=True):
             assert bits(pg(*case.args, **case.kwargs)) == bits(edited(*case.args, **case.kwargs)), name
+        with torch.no_grad():  # the program has the same tensors
+            edited.get_parameter(name).copy_(before)
 
 
 def _full_name(pg: PatchableGraph, path: str) -> str:
