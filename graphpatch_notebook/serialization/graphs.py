@@ -113,6 +113,9 @@ def _encoded_target(
         record = fx_node.meta.get(RECORD)
         if not isinstance(record, Node) or record.frame is None:
             raise UnstorableError(f"it calls {target!r}, of which there is no record")
+        found = module_at(frame.module, target) if frame.custom_graph is not None else None
+        if found is not None and found is not record.frame.module:
+            raise UnstorableError(f"it calls {target!r}, where another module was put since it was captured")
         return {"path": modules.reach_module(frame.module, target, record.frame.module)}
     if fx_node.op == "get_attr":
         if target not in built.constants:

@@ -105,6 +105,24 @@ def test_the_model_runs_calls_that_the_graph_does_not_hold_for(tmp_path: Path) -
         loaded(x(), 0.0, mask)
 
 
+def test_modules_that_were_replaced_since(tmp_path: Path) -> None:
+    pg, file = saved(Outer(Numpy()), tmp_path)
+    loaded = PatchableGraph.load(file, model=pg._module)
+    loaded._module.opaque = nn.Identity()
+    expected = pg.second(torch.tanh(pg.first(x())))
+    assert torch.equal(loaded(x()), expected)
+    with pytest.warns(UnstoredFrameWarning, match="it calls 'opaque', where another module was put since"):
+        loaded.save(tmp_path / "changed.safetensors")
+    assert "" in PatchableGraph.load(tmp_path / "changed.safetensors").unstored
+
+
+def test_a_model_whose_module_was_replaced_since(tmp_path: Path) -> None:
+    pg = PatchableGraph(Mlp(), x())
+    pg._module.up = nn.Linear(4, 8)
+    with pytest.warns(UnstoredFrameWarning, match="the root: output: 6 of 6 values differ"):
+        pg.save(tmp_path / "graph.safetensors")
+
+
 def test_skipped_modules_and_options(tmp_path: Path) -> None:
     options = ExtractionOptions(classes_to_skip_compiling={Numpy}, warn_on_compilation_failure=True)
     match = r"'opaque': the options say to skip it\noptions .*: classes_to_skip_compiling \(.*Numpy\)"
