@@ -137,3 +137,23 @@ def test_odd_names(tmp_path: Path) -> None:
     assert torch.equal(loaded(x()), pg(x()))
     again = reloaded(loaded, tmp_path)
     assert torch.equal(again(x()), pg(x()))
+
+
+def test_exported_programs(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.count.add_(1)
+            return {"y": self.a(self.b(self.a(x))) + self.count}
+
+    program = torch.export.export(Counting(), (x(),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    pg = PatchableGraph.from_exported(program)
+    loaded = reloaded(pg, tmp_path)
+    assert repr(loaded.graph) == repr(pg.graph)
+    for shape in ((3, 4), (5, 4)):
+        assert torch.equal(loaded(x(*shape))["y"], pg(x(*shape))["y"])
+    assert torch.equal(loaded.count, pg.count)
