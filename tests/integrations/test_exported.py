@@ -586,6 +586,18 @@ def test_programs_from_files(tmp_path: Any) -> None:
         PatchableGraph.from_exported(tmp_path / "other.pt2")
 
 
+@pytest.mark.parametrize("name", ["structured", "repeated"])
+def test_saved_and_loaded_like_any_other(name: str, tmp_path: Any) -> None:
+    case = CASES[name]
+    pg = PatchableGraph.from_exported(case.program())
+    pg.save(tmp_path / "graphs.safetensors")
+    loaded = PatchableGraph.load(tmp_path / "graphs.safetensors")
+    assert bits(loaded(*case.args, **case.kwargs)) == bits(pg(*case.args, **case.kwargs))
+    path = next(path for path in pg.nodes if path.endswith("linear"))
+    with loaded.patch({path: ZeroPatch()}, strict=True), pg.patch({path: ZeroPatch()}, strict=True):
+        assert bits(loaded(*case.args, **case.kwargs)) == bits(pg(*case.args, **case.kwargs))
+
+
 def test_what_is_no_program_is_refused() -> None:
     with pytest.raises(TypeError, match=r"not Mlp; for a model, use PatchableGraph\(model"):
         PatchableGraph.from_exported(Mlp())

@@ -141,12 +141,15 @@ def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
     for fx_node, record in records.items():
         holds_tensors = any(not isinstance(leaf, ScalarSpec) for _, leaf in leaves(record.spec))
         first = fx_node.args[0] if fx_node.args else None
-        is_part = fx_node.target is operator.getitem and isinstance(first, fx.Node) and (
-            records[first].kind == "call" or first.target in STRUCTURE_FUNCTIONS or records[first].is_plumbing
-        )  # fmt: skip
+        is_part = fx_node.target is operator.getitem and isinstance(first, fx.Node) and _is_taken_apart(first, records)
         is_structure = fx_node.op == "call_function" and fx_node.target in STRUCTURE_FUNCTIONS
         if record.kind in ("op", "attribute"):
             record.is_plumbing = is_part or is_structure or not holds_tensors
+
+
+def _is_taken_apart(container: fx.Node, records: dict[fx.Node, Node]) -> bool:
+    record = records[container]
+    return record.kind in ("call", "input") or container.target in STRUCTURE_FUNCTIONS or record.is_plumbing
 
 
 def _mark_written(records: dict[fx.Node, Node]) -> None:

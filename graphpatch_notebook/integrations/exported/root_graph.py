@@ -16,8 +16,6 @@ from torch import fx
 from graphpatch_notebook.integrations.exported.inputs import ProgramInput
 from graphpatch_notebook.torch_compat import leaves_of, parts_of, structured
 
-_INPUT_LEAVES = "leaves"
-
 
 def root_graph(source: fx.Graph, inputs: Sequence[ProgramInput], output_structure: Any) -> fx.Graph:
     """Returns a graph like `source` that takes `inputs`, and returns the output in a one-element tuple."""
@@ -35,13 +33,39 @@ def root_graph(source: fx.Graph, inputs: Sequence[ProgramInput], output_structur
             made[parts[0]] = node
             continue
         node.meta["val"] = structured([part.meta.get("val") for part in parts], known.structure)
-        leaves = graph.create_node("call_function", leaves_of, (node,), name=f"{node.name}_{_INPUT_LEAVES}")
-        for position, part in enumerate(parts):
-            made[part] = graph.create_node("call_function", operator.getitem, (leaves, position), name=part.name)
-            made[part].meta = dict(part.meta)
+        _take_apart(graph, node, known.structure, parts, made)
     results = copied_into(graph, source, made)
     graph.output((_put_together(graph, list(results), output_structure),))
     return graph
+
+
+def _take_apart(
+    graph: fx.Graph, node: fx.Node, structure: Any, parts: Sequence[fx.Node], made: dict[fx.Node, fx.Node]
+) -> None:
+    """Adds nodes for the flat values in the container that `node` holds, as far as the program uses them."""
+    if not any(part.users for part in parts):
+        return
+    if not _is_plain(structure):
+        leaves = graph.create_node("call_function", leaves_of, (node,), name=f"{node.name}_leaves")
+        for position, part in enumerate(parts):
+            _add_part(graph, leaves, position, part, made)
+        return
+    start = 0
+    for key, child in zip(_keys(structure), parts_of(structure), strict=True):
+        inside = parts[start : start + child.num_leaves]
+        start += child.num_leaves
+        if child.is_leaf():
+            _add_part(graph, node, key, inside[0], made)
+        elif any(part.users for part in inside):
+            name = f"{node.name}_{key}"
+            inner = graph.create_node("call_function", operator.getitem, (node, key), name=name)
+            _take_apart(graph, inner, child, inside, made)
+
+
+def _add_part(graph: fx.Graph, node: fx.Node, key: Any, part: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
+    if part.users:
+        made[part] = graph.create_node("call_function", operator.getitem, (node, key), name=part.name)
+        made[part].meta = dict(part.meta)
 
 
 def copied_into(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node]) -> Any:
@@ -79,7 +103,7 @@ def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:
     """Returns the output as it stands in a graph: plain containers as they are, others as calls."""
     if structure.is_leaf():
         return leaves[0]
-    if structure.type not in (tuple, list, dict) or not _is_plain(structure):
+    if not _is_plain(structure):
         return graph.create_node("call_function", Structured(structure), tuple(leaves))
     children: list[Any] = []
     start = 0
@@ -92,5 +116,11 @@ def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:
 
 
 def _is_plain(structure: Any) -> bool:
-    """Whether fx can hold such a container: one with text for keys."""
-    return structure.type is not dict or all(type(key) is str for key in structure.context)
+    """Whether graphs can hold such a container as it is: a tuple, a list, a dict with text for keys."""
+    if structure.type is dict:
+        return all(type(key) is str for key in structure.context)
+    return structure.type in (tuple, list)
+
+
+def _keys(structure: Any) -> Sequence[Any]:
+    return list(structure.context) if structure.type is dict else range(structure.num_children)
