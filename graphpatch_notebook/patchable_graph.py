@@ -15,13 +15,20 @@ from torch.nn import Module
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
+from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
+from graphpatch_notebook.execution.derived import Derived
 from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
 from graphpatch_notebook.execution.plain_fx import verified_fx_module
-from graphpatch_notebook.execution.plan import Callers, Entry
-from graphpatch_notebook.graph_modules import CompiledGraphModule, GraphInterpreter, GraphModule, build_hierarchy
+from graphpatch_notebook.graph_modules import (
+    CompiledGraphModule,
+    GraphInterpreter,
+    GraphModule,
+    build_hierarchy,
+    own_graphs,
+)
 from graphpatch_notebook.graph_modules.copies import copied_frame
 from graphpatch_notebook.graph_modules.postprocessing import postprocess
 from graphpatch_notebook.graph_modules.verification import VerificationReport, verify
@@ -31,20 +38,12 @@ from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patches import Patch
-from graphpatch_notebook.resolution import Target
 
-# What `nn.Module` defines and the model may define anew: always asked of the model.
-_OF_THE_MODEL = (
-    "add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter "
-    "get_submodule half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
-    "parameters register_buffer register_module register_parameter requires_grad_ set_extra_state set_submodule "
-    "share_memory state_dict to to_empty train type xpu zero_grad _apply"
-).split()
-_OWN = set("_module _root_frame _options _hierarchy _derived _has_custom_graphs _called _generation_config".split())
-_OWN |= {"_unstored"}
+_OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored".split())
+_OWN |= {"_has_custom_graphs", "_generation_config"}
 
 
-class PatchableGraph(Module):
+class PatchableGraph(ModuleDelegate):
     """A model that is used like the model, and whose every intermediate value has a name and can be patched.
 
     The model runs once, eagerly, on the example inputs; what it does is recorded as a hierarchy of graphs, one for each
@@ -361,8 +360,8 @@ class PatchableGraph(Module):
         derived: Derived | None = self.__dict__["_derived"]
         edits = self._graph_module.edits if self._has_own_graphs() else 0
         if derived is None or derived.edits != edits:
-            own_graphs = self._graph_module.own_graphs() if self._has_own_graphs() else ()
-            derived = self.__dict__["_derived"] = Derived(self._root_frame, edits, own_graphs)
+            graphs = own_graphs(self._graph_module) if self._has_own_graphs() else ()
+            derived = self.__dict__["_derived"] = Derived(self._root_frame, edits, graphs)
         return derived
 
     def _has_own_graphs(self) -> bool:
@@ -421,12 +420,6 @@ class PatchableGraph(Module):
         else:
             setattr(self._module, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._module, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._module)})
-
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
         # The model first: the records of the capture refer to it, not the other way round.
         module = copy.deepcopy(self._module, memo)
@@ -452,64 +445,3 @@ class PatchableGraph(Module):
     def __repr__(self) -> str:
         inside = repr(self._graph_module).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_graph_module): {inside}\n)"
-
-
-class Derived:
-    """What is derived from the records of a capture: holds until somebody edits a graph.
-
-    Attributes:
-        edits: How often graphs had been edited when it was derived.
-        own_graphs: The graph modules whose graph *is* the module.
-        targets: What paths mean, as far as anybody asked.
-        callers: Which frames call which module.
-    """
-
-    def __init__(self, root: Frame, edits: int, own_graphs: Sequence[CompiledGraphModule]) -> None:
-        self._root = root
-        self.edits = edits
-        self.own_graphs = own_graphs
-        self.targets: dict[str, Target] = {}
-
-    @functools.cached_property
-    def callers(self) -> Callers:
-        return Callers(self._root)
-
-    @functools.cached_property
-    def nodes(self) -> NodeMap:
-        """All paths that can be patched."""
-        return NodeMap(self._root)
-
-    @functools.cached_property
-    def without_patches(self) -> Prepared:
-        """What it takes to run graphs that are their module, where nothing is patched."""
-        return self.prepare(())
-
-    def prepare(self, entries: Sequence[Entry]) -> Prepared:
-        """Returns what it takes to activate `entries`."""
-        return contexts.prepare(self._root, entries, self.callers, self.own_graphs)
-
-
-def _asked_of_the_model(name: str) -> Callable[..., Any]:
-    @functools.wraps(getattr(Module, name))
-    def method(self: PatchableGraph, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self._module, name)(*args, **kwargs)
-        return self if result is self._module else result
-
-    return method
-
-
-for _name in _OF_THE_MODEL:
-    if hasattr(Module, _name):  # not every version of torch has all of them
-        setattr(PatchableGraph, _name, _asked_of_the_model(_name))
-
-
-def _training(self: PatchableGraph) -> bool:
-    return bool(self._module.training)
-
-
-def _set_training(self: PatchableGraph, value: bool) -> None:
-    if "_module" in self.__dict__:
-        self._module.training = value
-
-
-PatchableGraph.training = property(_training, _set_training)  # type: ignore[assignment]

@@ -18,6 +18,7 @@ FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts
 LAYERS = [
     "errors",
     "torch_compat",
+    "delegation",
     "paths",
     "values",
     "selections",

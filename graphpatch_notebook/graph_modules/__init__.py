@@ -1,7 +1,7 @@
 """Graph modules: what runs graphs in place of the model's modules.
 
     hierarchy.py      frames -> the hierarchy of graph modules
-    modules.py        the classes of graph modules
+    modules.py        the classes of graph modules; compiled_module.py: those with a graph (`running`: which one runs)
     mirror.py         what they share with the modules that they stand for
     build.py          frame -> `fx.Graph`; `targets.py`: how a torch call is written in it
     lazy_code.py      `fx.Graph` -> Python code
@@ -10,17 +10,20 @@
     interpretation.py graphs node by node, where an error names the node
     live_runs.py      the module itself runs in place of its graph
     copies.py         deepcopy and pickle
+    postprocessing.py edits of graphs (`edited_records`: new names; `edited_form`: what they would leave out; `hooks`)
+    weaving.py        patches in the code of a graph
+    plain_fx.py       the same as plain `torch.fx` modules
 
 Only `hierarchy` and `modules` are needed to run graphs; capture needs none of them.
 """
 
 from __future__ import annotations
 
+from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule, own_graphs
 from graphpatch_notebook.graph_modules.hierarchy import build_hierarchy
 from graphpatch_notebook.graph_modules.interpretation import GraphInterpreter
 from graphpatch_notebook.graph_modules.lazy_code import code_generations
 from graphpatch_notebook.graph_modules.modules import (
-    CompiledGraphModule,
     GraphModule,
     MultiplyInvokedModule,
     OpaqueGraphModule,
@@ -36,4 +39,5 @@ __all__ = [
     "UnusedModule",
     "build_hierarchy",
     "code_generations",
+    "own_graphs",
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graph_modules.modules import (
-    CompiledGraphModule,
     GraphModule,
     Hierarchy,
     MultiplyInvokedModule,

@@ -25,8 +25,9 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graph_modules.forms import Form
-from graphpatch_notebook.graph_modules.modules import CompiledGraphModule, GraphModule
+from graphpatch_notebook.graph_modules.modules import GraphModule
 from graphpatch_notebook.graph_modules.targets import Container, printable
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.paths import unique_name

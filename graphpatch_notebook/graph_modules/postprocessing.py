@@ -8,8 +8,9 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.errors import CaptureError
+from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graph_modules.edited_records import fingerprint
-from graphpatch_notebook.graph_modules.modules import CompiledGraphModule, GraphModule
+from graphpatch_notebook.graph_modules.modules import GraphModule
 from graphpatch_notebook.paths import format_path
 
 

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graph_modules import GraphModule
+from graphpatch_notebook.graph_modules import GraphModule, own_graphs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
@@ -106,7 +106,7 @@ class Builds:
     """
 
     def __init__(self, root: GraphModule) -> None:
-        self._edited = {id(m.frame): m for m in root.own_graphs() if m.frame.is_edited and m.frame.custom_graph is None}
+        self._edited = {id(m.frame): m for m in own_graphs(root) if m.frame.is_edited and m.frame.custom_graph is None}
 
     def built(self, frame: Frame) -> BuiltGraph:
         """Returns the graph of `frame`."""

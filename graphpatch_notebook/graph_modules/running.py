@@ -1,0 +1,47 @@
+"""What graph runs at present: tells the graph modules that it calls how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+
+class RunningGraph:
+    """The graph that runs at present, and how the graph modules that it calls are to run.
+
+    Attributes:
+        is_record: Whether it is a record of the module's own code: then what the hooks of submodules do to tensors is
+            part of it.
+        is_patched_run: Whether it runs in place of its module in a call of a `PatchableGraph`: then what it calls are
+            the user's modules, whose calls such a run sees.
+        counts: How often it called each module that it calls several times.
+    """
+
+    __slots__ = ("counts", "is_patched_run", "is_record")
+
+    def __init__(self, is_record: bool, is_patched_run: bool) -> None:
+        self.is_record = is_record
+        self.is_patched_run = is_patched_run
+        self.counts: dict[int, int] = {}
+
+
+running_graph: ContextVar[RunningGraph | None] = ContextVar("graphpatch_running_graph", default=None)
+
+
+def run_as(
+    function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    token = running_graph.set(running)
+    grad_was_enabled = torch.is_grad_enabled()
+    try:
+        return function(owner, *args, **kwargs)
+    finally:
+        # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
+        # where torch itself does it (in `autograd.Function`), out of sight.
+        if torch.is_grad_enabled() != grad_was_enabled:
+            torch.set_grad_enabled(grad_was_enabled)
+        running_graph.reset(token)
