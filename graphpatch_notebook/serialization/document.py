@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import GraphModule, own_graphs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
@@ -24,7 +24,6 @@ from graphpatch_notebook.serialization.forms import Form, encoded_form
 from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
 from graphpatch_notebook.serialization.graphs import OwnPaths, encoded_graph
 from graphpatch_notebook.serialization.module_table import ModuleTable
-from graphpatch_notebook.serialization.same_inputs import indistinct_inputs
 from graphpatch_notebook.serialization.tensors import TensorTable
 from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.serialization.values import UnstorableError, encoded
@@ -174,7 +173,7 @@ def _encoded_frame(
     }
     if reason is None:
         entry["parameters"] = encoded_parameters(frame.parameters)
-        entry["nodes"] = encoded_nodes(frame.nodes, numbers, lines, indistinct_inputs(frame))
+        entry["nodes"] = encoded_nodes(frame.nodes, numbers, lines, _indistinct_inputs(frame))
         entry["graph"] = encoded_graph(frame, builds, modules)
         return entry
     try:
@@ -184,6 +183,18 @@ def _encoded_frame(
     nodes = [n for n in boundary(frame) if n.kind != "input" or entry["parameters"]]
     entry["nodes"] = encoded_nodes(nodes, numbers, lines)
     return entry
+
+
+def _indistinct_inputs(frame: Frame) -> list[Node]:
+    """Returns the inputs of `frame` that were one tensor with another one: its graph, a record, cannot tell them apart.
+
+    `attention(x, x, x)`: the graph reads one of the three names, whichever the code meant. Without patches that is
+    right for all calls of this form; a patch on one of them would change too much or nothing.
+    """
+    if frame.custom_graph is not None:  # which is no record
+        return []
+    names = {name for pair in frame.same_inputs for name, _ in pair}
+    return [node for node in frame.inputs() if node.target in names]
 
 
 def with_form(found: Document, form: Form) -> Document:

@@ -157,6 +157,8 @@ def test_the_same_tensor_twice(tmp_path: Path) -> None:
     assert torch.equal(loaded(one, one), one * 2)
     with pytest.raises(StoredFormError, match="'b' is not the same tensor as 'a'"):
         loaded(x(), x())
+    with pytest.raises(ValueError, match="'a' was the same tensor as another input"), loaded.patch({"a": ZeroPatch()}):
+        loaded(one, one)
 
 
 def test_inputs_that_are_not_contiguous(tmp_path: Path) -> None:
