@@ -260,7 +260,8 @@ class PatchableGraph(ModuleDelegate):
                 inputs of their sizes. Needed where no inputs can be made up that the model can work with.
 
         Raises:
-            SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls.
+            SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls; or a graph
+                that *is* its module (edited, or custom) cannot be stored. Then nothing is written.
 
         Example:
             >>> import tempfile, torch
@@ -288,7 +289,8 @@ class PatchableGraph(ModuleDelegate):
         Args:
             file: The name of the file.
             model: The model itself: runs the frames that could not be stored, and all calls that the graphs do not
-                hold for. Its weights are used; they must be those of the file.
+                hold for, unless some of them were edited or are custom: then such calls are refused, as its code lacks
+                the edits. Its weights are used; they must be those of the file.
             allow: Names of functions and classes outside of torch that the graphs may use (`"mylib.my_op"`), or of
                 packages with all in them (`"mylib"`): loading imports these, so the code in them runs.
 

@@ -132,6 +132,8 @@ class _FrameInterpreter(fx.Interpreter):
     def __init__(self, graph_module: Any, bound: dict[str, Any], on_node: Callable[[str, Any], object] | None) -> None:
         super().__init__(graph_module, graph=graph_module.graph)
         self.extra_traceback = False  # it would change the error's arguments
+        self._graph_module = graph_module
+        self._node: fx.Node | None = None
         self._frame: Frame = graph_module.frame
         self._bound = bound
         self._on_node = on_node
@@ -143,6 +145,15 @@ class _FrameInterpreter(fx.Interpreter):
         """Returns the value of an input."""
         return self._bound[target.lstrip("*")]
 
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a graph module. Graphs of files reach some modules by names that only the user's module knows."""
+        module = self.fetch_attr(target)
+        record = self._node.meta.get(RECORD) if self._node is not None else None
+        if isinstance(record, Node) and record.frame is not None and module is record.frame.module:
+            callees = self._graph_module.callees()
+            module = next((callee for callee in callees if callee.frame is record.frame), module)
+        return module(*args, **kwargs)
+
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of a node, in plain containers: those of fx cannot be changed."""
 
@@ -153,6 +164,7 @@ class _FrameInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node, and says which it was if that raises."""
+        self._node = n
         try:
             value = super().run_node(n)
         except Exception as error:

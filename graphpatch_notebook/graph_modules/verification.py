@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import invoke, swap, unswap
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.belief import Refusal, RunnableGraph
@@ -129,11 +130,14 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     """Compares every graph with its module on the inputs that it gets when the model runs on `args`, `kwargs`.
 
     The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are put
-    back afterwards. The graphs that prove equal are believed for inputs of this form from then on.
+    back afterwards. The graphs that prove equal are believed for inputs of this form from then on. Where the graph of
+    the root is the model, nothing is compared, and nothing runs.
 
     Raises:
         Exception: Whatever the model raises on these inputs.
     """
+    if root.has_own_graph:
+        return VerificationReport(tuple(_report(g, {}) for g in _walk(root)))
     verifier = _Verifier(root)
     state = ModuleState(root.frame.module)
     first, second = copied((args, kwargs)), copied((args, kwargs))
@@ -215,6 +219,10 @@ def _walk(graph_module: Runnable) -> Iterator[Runnable]:
         yield from _walk(callee)
 
 
+def _is_below_own_graph(frame: Frame) -> bool:
+    return frame.parent is not None and (frame.parent.has_own_graph or _is_below_own_graph(frame.parent))
+
+
 def _report(graph_module: Runnable, refusals: dict[Runnable, Refusal | None]) -> FrameReport:
     frame = graph_module.frame
     refusal = refusals.get(graph_module)
@@ -226,6 +234,8 @@ def _report(graph_module: Runnable, refusals: dict[Runnable, Refusal | None]) ->
         status, reason = "opaque", frame.opaque_reason
     elif graph_module not in refusals:
         status = "not reached"
+        if _is_below_own_graph(frame):
+            reason = "a graph that is its module calls it"
     elif refusal is not None:
         status = "differing" if refusal.is_difference else "not comparable"
         reason = refusal.text

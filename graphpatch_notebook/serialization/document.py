@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.capture.decompositions import chosen
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import GraphModule, own_graphs
@@ -24,6 +26,7 @@ from graphpatch_notebook.serialization.forms import Form, encoded_form
 from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
 from graphpatch_notebook.serialization.graphs import OwnPaths, encoded_graph
 from graphpatch_notebook.serialization.module_table import ModuleTable
+from graphpatch_notebook.serialization.modules import LoadedRoot, own_tensor_attribute
 from graphpatch_notebook.serialization.tensors import TensorTable
 from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.serialization.values import UnstorableError, encoded
@@ -69,6 +72,12 @@ class Reasons:
     def of(self, frame: Frame) -> str | None:
         """Returns why `frame` is not stored; `None` where it is."""
         return self._found.get(id(frame))
+
+    def of_outermost(self, frame: Frame) -> str | None:
+        """Returns why the outermost frame around `frame`, or `frame` itself, is not stored."""
+        while frame.parent is not None and self.of(frame.parent) is not None:
+            frame = frame.parent
+        return self.of(frame)
 
     def settle(self) -> None:
         """Stores a module with all of its frames, or with none: what stands for it is one module."""
@@ -117,6 +126,11 @@ class Builds:
         edited = self._edited.get(id(frame))
         return target if edited is None else edited.path_meant(target)
 
+    def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
+        """Returns the tensor that the user put on the graph module of `frame` itself under the name `target`."""
+        edited = self._edited.get(id(frame))
+        return None if edited is None else own_tensor_attribute(edited, target)
+
 
 def note_unstorable(root: Frame, builds: Builds, reasons: Reasons) -> None:
     """Finds the frames of which there is no graph, none that stands for the module, or none that can be written."""
@@ -127,10 +141,16 @@ def note_unstorable(root: Frame, builds: Builds, reasons: Reasons) -> None:
             reasons.add(frame, reason)
 
 
+def is_own_graph(frame: Frame, root: Frame) -> bool:
+    """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""
+    # Of loaded graphs all are custom ones; those that were edited, or custom before, count as edited.
+    return frame.is_edited or (frame.has_own_graph and not isinstance(root.module, LoadedRoot))
+
+
 def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
     if frame.opaque_reason is not None:
         return frame.opaque_reason
-    if frame.doubts and not has_only_reads(frame):
+    if frame.doubts and not has_only_reads(frame) and not frame.has_own_graph:
         return "; ".join(frame.doubts)
     try:
         encoded_parameters(frame.parameters)
@@ -156,6 +176,9 @@ def document(root: Frame, builds: Builds, options: ExtractionOptions, reasons: R
         "form": None,
         "frames": [_encoded_frame(frame, builds, numbers, modules, lines, reasons.of(frame)) for frame in frames],
     }
+    for frame, entry in zip(frames, content["frames"], strict=True):
+        if is_own_graph(frame, root) and reasons.of(frame) is None:
+            entry["own_graph"] = True
     content["modules"] = modules.encoded()
     content["tensors"] = tensors.encoded()
     content["lines"] = lines.entries
@@ -208,6 +231,8 @@ def encoded_options(options: ExtractionOptions) -> dict[str, Any]:
     dropped: dict[str, str] = {}
     for option in dataclasses.fields(options):
         value = getattr(options, option.name)
+        if option.name == "decompose":
+            value = tuple(decomposition.name for decomposition in chosen(value).values())
         try:
             kept[option.name] = {"set": sorted(map(str, value))} if _is_text_set(value) else encoded(value)
         except UnstorableError:

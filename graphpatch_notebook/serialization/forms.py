@@ -35,10 +35,7 @@ Dimension: TypeAlias = "int | str"
 """A size that is fixed, or the name of one that may differ."""
 
 _EMPTY = inspect.Parameter.empty
-_REPAIR = (
-    "make the PatchableGraph with such inputs and save it again, or give the model that runs all calls that the graph "
-    "does not cover: PatchableGraph.load(file, model=model)"
-)
+_REPAIR = "make the PatchableGraph with such inputs and save it again"
 
 
 def input_specs(frame: Frame) -> list[tuple[str, ValueSpec]]:
@@ -98,10 +95,10 @@ class Form:
         leaves = [spec for name, spec in specs for _, spec in tensor_leaves(name, spec)]
         return cls(list(frame.parameters), specs, [list(spec.shape) for spec in leaves], same=list(range(len(leaves))))
 
-    def problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Returns why the graph does not hold for a call, with the repair, or `None` where it does."""
+    def problem(self, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> str | None:
+        """Returns why the graph does not hold for a call, with the repair and `advice`, or `None` where it does."""
         found = self._problem(args, kwargs)
-        return None if found is None else f"{found}; {_REPAIR}"
+        return None if found is None else f"{found}; {_REPAIR}{advice}"
 
     def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         values = given_values(self.parameters, args, kwargs)
@@ -223,8 +220,8 @@ class Guard:
             if tensor is not None
         ]
 
-    def problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Returns why the graph does not hold for a call, with the repair, or `None` where it does."""
+    def problem(self, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> str | None:
+        """Returns why the graph does not hold for a call, with the repair and `advice`, or `None` where it does."""
         for module, training in self._modes:
             if module.training is not training:
                 was, call = ("train", "train()") if training else ("eval", "eval()")
@@ -234,7 +231,7 @@ class Guard:
             if tensor is None or tensor.dtype != dtype:
                 now = "gone" if tensor is None else f"of {tensor.dtype}"
                 return f"the tensor {name!r} was of {dtype} when the graph was captured, and is {now}"
-        return self.form.problem(args, kwargs)
+        return self.form.problem(args, kwargs, advice)
 
 
 # -- as JSON -----------------------------------------------------------------------------------------------------------

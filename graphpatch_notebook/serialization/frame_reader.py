@@ -36,7 +36,7 @@ class FrameReader:
         self._modules = modules
         self._lines = lines
         items = item.items()
-        entries = [entry.fields(*_FIELDS, optional=("graph",)) for entry in items]
+        entries = [entry.fields(*_FIELDS, optional=("graph", "own_graph")) for entry in items]
         if not entries:
             raise item.error("there is no frame")
         self._callers: dict[int, tuple[Frame, Node, int]] = {}
@@ -53,6 +53,8 @@ class FrameReader:
                 if "graph" not in fields:
                     raise entry.error("there should be a graph, or why there is none")
                 frame.custom_graph = decoded_graph(fields["graph"].items(), frame, allowed)
+                # Of loaded graphs all are custom ones: these are no records of the model's code besides.
+                frame.is_edited = "own_graph" in fields and fields["own_graph"].flag()
             if isinstance(frame.module, LoadedModule):
                 _set_forward(frame.module, frame)
 
@@ -79,5 +81,8 @@ def _set_forward(module: LoadedModule, frame: Frame) -> None:
     """Gives the module the signature of its `forward`, which says why it cannot run."""
     reason = "its graph runs in a call of the PatchableGraph only"
     if frame.opaque_reason is not None:
-        reason = f"the file has no graph of {format_path(frame.path) or 'the root'!r}: {frame.opaque_reason}"
+        reason = (
+            f"the file has no graph of {format_path(frame.path) or 'the root'!r}: {frame.opaque_reason}; give the "
+            "model whose graph it is: PatchableGraph.load(file, model=model)"
+        )
     module.__dict__["forward"] = StoredForward(type(module).__name__, frame.parameters, reason)

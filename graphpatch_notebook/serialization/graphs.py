@@ -55,6 +55,9 @@ class Built(Protocol):
     def path_meant(self, frame: Frame, target: str) -> str:
         """Returns the attribute path that the graph of `frame` means by `target`."""
 
+    def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
+        """Returns the tensor that the graph module of `frame` has under the name `target`, and its module has not."""
+
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
@@ -118,6 +121,8 @@ def _encoded_target(
             raise UnstorableError(f"it calls {target!r}, where another module was put since it was captured")
         return {"path": modules.reach_module(frame.module, target, record.frame.module)}
     if fx_node.op == "get_attr":
+        if (own := builds.own_tensor(frame, str(target))) is not None:
+            return {"path": modules.hold(frame.module, own)}
         if target not in built.constants:
             return {"path": modules.reach_tensor(frame.module, builds.path_meant(frame, target))}
         value = built.constants[target]()

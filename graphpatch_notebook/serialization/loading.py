@@ -84,7 +84,7 @@ class _Everything(Allowed):
 
 def guard_of(module: Module) -> Guard | None:
     """Returns what watches the calls of a loaded graph whose root is `module`; `None` for other modules."""
-    return module.__dict__.get("guard") if isinstance(module, LoadedRoot) else None
+    return module.__dict__.get("_stored_guard") if isinstance(module, LoadedRoot) else None
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -157,7 +157,8 @@ def _assembled(
         watched = {id(frame.module): frame.module for frame in reader.frames if frame.opaque_reason is None}
         assert isinstance(first.module, LoadedRoot)
         model = None if originals is None else originals[root]
-        first.module.set_guard(Guard(form, list(watched.values())), model)
+        has_edits = any(frame.is_edited for frame in reader.frames)
+        first.module.set_guard(Guard(form, list(watched.values())), model, has_edits=has_edits)
     allowed.check(file)
     unstored = {format_path(f.path): f.opaque_reason for f in reader.frames if f.opaque_reason is not None}
     return Loaded(first.module, first, options, unstored)

@@ -30,7 +30,7 @@ class StoredForward:
     Args:
         class_name: The class of the module.
         parameters: The parameters of its `forward`.
-        reason: Why there is no graph for it.
+        reason: Why it cannot run, and what to do.
     """
 
     def __init__(self, class_name: str, parameters: Sequence[InputParameter], reason: str) -> None:
@@ -42,13 +42,12 @@ class StoredForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: there is nothing to run."""
-        raise UnstoredFrameError(
-            f"this {self._class_name} cannot run: {self._reason}; give the model whose graph it is: "
-            "PatchableGraph.load(file, model=model)"
-        )
+        raise UnstoredFrameError(f"this {self._class_name} cannot run: {self._reason}")
 
 
-_NOT_CALLED = "the file has no graph for it, as the example inputs did not reach it"
+_NOT_CALLED = (
+    "the file has no graph for it, as the example inputs did not reach it; only the model that was saved can run it"
+)
 
 
 class LoadedModule(Module):
@@ -76,37 +75,44 @@ class LoadedModule(Module):
         except AttributeError:
             raise AttributeError(
                 f"this {type(self).__name__} was loaded from a file and has no {name!r}: of a model, only what its "
-                "forward needs is stored; its other methods need the model itself"
+                "forward needs is stored; its other methods are those of the model itself, where no patch reaches them"
             ) from None
 
 
 class LoadedRoot(LoadedModule):
     """The root of a loaded graph: what it cannot tell of, the model runs where it is given.
 
-    Attributes:
-        guard: Says for which calls the graph holds.
-        model: The model, if it is given.
+    Its own attributes have names that no model gives to its submodules.
     """
 
-    guard: Guard
-    model: Module | None
+    _stored_guard: Guard
+    _stored_model: Module | None
+    _stored_edits: bool
 
-    def set_guard(self, guard: Guard, model: Module | None) -> None:
-        """Makes `guard` watch all calls."""
+    def set_guard(self, guard: Guard, model: Module | None, *, has_edits: bool) -> None:
+        """Makes `guard` watch all calls.
+
+        Args:
+            guard: Says for which calls the graph holds.
+            model: The model, if it is given.
+            has_edits: Whether some graphs are no records of the model, which then cannot run in their place.
+        """
         state = self.__dict__
-        state["guard"] = guard
-        state["model"] = model
-        self.register_forward_pre_hook(Refusal(guard), with_kwargs=True)
+        state["_stored_guard"] = guard
+        state["_stored_model"] = model
+        state["_stored_edits"] = has_edits
+        self.register_forward_pre_hook(Refusal(guard, _advice(model, has_edits)), with_kwargs=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph, or the model in its place."""
-        if self in _checked.get() or "guard" not in self.__dict__:  # it may call itself
+        if self in _checked.get() or "_stored_guard" not in self.__dict__:  # it may call itself
             return super().__call__(*args, **kwargs)
-        problem = self.guard.problem(args, kwargs)
+        model, has_edits = self._stored_model, self._stored_edits or is_edited_run()
+        problem = self._stored_guard.problem(args, kwargs, _advice(model, has_edits))
         if problem is not None:
-            if self.model is None or is_patched_run():
+            if model is None or has_edits or is_patched_run():
                 raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
-            return self.model(*args, **kwargs)
+            return model(*args, **kwargs)
         token = _checked.set((*_checked.get(), self))
         try:
             return super().__call__(*args, **kwargs)
@@ -117,15 +123,28 @@ class LoadedRoot(LoadedModule):
 _checked: ContextVar[tuple[Module, ...]] = ContextVar("graphpatch_checked_roots", default=())
 
 
+def _advice(model: Module | None, has_edits: bool) -> str:
+    """Returns what can be done about calls that the graph does not hold for, beside making another graph."""
+    if has_edits:
+        return "; the model cannot run such calls instead, as graphs were edited or are custom, unlike its own code"
+    if model is None:
+        return (
+            ", or give the model that runs all calls that the graph does not cover: "
+            "PatchableGraph.load(file, model=model)"
+        )
+    return "; without patches, the model that load was given runs such calls of the PatchableGraph"
+
+
 class Refusal:
     """The forward pre-hook that refuses calls which a guard finds a problem with: those that graph modules make."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, advice: str) -> None:
         self._guard = guard
+        self._advice = advice
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: if there is a problem."""
-        problem = None if module in _checked.get() else self._guard.problem(args, kwargs)
+        problem = None if module in _checked.get() else self._guard.problem(args, kwargs, self._advice)
         if problem is not None:
             raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
 
@@ -134,6 +153,12 @@ def is_patched_run() -> bool:
     """Whether patches are active in the run that is under way."""
     run = observer.get()
     return getattr(getattr(run, "plan", None), "count", 0) > 0
+
+
+def is_edited_run() -> bool:
+    """Whether a graph that was edited takes part in the run that is under way."""
+    plan = getattr(observer.get(), "plan", None)
+    return plan is not None and any(part.frame.is_edited for part in plan.walk())
 
 
 def tensor_at(module: Module, path: str) -> Any:
@@ -160,7 +185,7 @@ def new_module(name: str, is_container: bool, is_root: bool) -> Module:
     return CONTAINERS[name]() if is_container and not is_root else loaded_class(name, is_root)()
 
 
-_OWN_NAMES = frozenset({*dir(Module), *vars(LoadedModule()), "tensor_paths", "guard", "model"})
+_OWN_NAMES = frozenset({*dir(Module), *vars(LoadedModule()), "tensor_paths", *LoadedRoot.__annotations__})
 
 
 def is_writable(path: str) -> bool:

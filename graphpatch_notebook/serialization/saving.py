@@ -23,7 +23,15 @@ from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization import sizes
-from graphpatch_notebook.serialization.document import Builds, Document, Reasons, document, note_unstorable, with_form
+from graphpatch_notebook.serialization.document import (
+    Builds,
+    Document,
+    Reasons,
+    document,
+    is_own_graph,
+    note_unstorable,
+    with_form,
+)
 from graphpatch_notebook.serialization.forms import Form, given_values, tensor_leaves
 from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
 from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, compared, makers
@@ -66,7 +74,7 @@ def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Seq
     calls: list[Call] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
     reasons = Reasons(source.root)
     note_unstorable(source.root, source.builds, reasons)
-    reasons.settle()
+    _settle(source, reasons)
     found = _checked(source, reasons, calls)
     _warn(where, reasons, found.content["options"]["dropped"])
     _write(where, found)
@@ -98,7 +106,7 @@ def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Documen
         return document(root, source.builds, source.options, reasons)
     first, maker = _first_call(source, check)
     _verify(source, reasons, first)
-    reasons.settle()
+    _settle(source, reasons)
     found = document(root, source.builds, source.options, reasons)
     if reasons.of(root) is not None:
         return found
@@ -108,13 +116,14 @@ def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Documen
     if problem is not None and (doubtful := [f for f in root.walk() if f.doubts and reasons.of(f) is None]):
         for frame in doubtful:
             reasons.add(frame, "; ".join(frame.doubts))
-        reasons.settle()
+        _settle(source, reasons)
         if reasons.of(root) is None:
             found = document(root, source.builds, source.options, reasons)
             trial = _Trial(source, found)
             problem = trial.find_modes(form, first)
     if problem is not None:
         reasons.add(root, f"compared with the model on inputs like the example's: {problem}")
+        _settle(source, reasons)
         return document(root, source.builds, source.options, reasons)
     if maker is not None:
         trial.find_sizes(form, maker)
@@ -133,7 +142,7 @@ def _verify(source: Source, reasons: Reasons, call: Call) -> None:
         # Below graphs that are their module, only the whole can be compared.
         if not has_only_reads(frames[path]) and not _is_below_own_graph(frames[path]):
             reasons.add(frames[path], reason)
-    reasons.settle()
+    _settle(source, reasons)
 
 
 def _is_below_own_graph(frame: Frame) -> bool:
@@ -267,6 +276,27 @@ def _shapes(form: Form, call: Call) -> list[list[int]]:
     if [len(spec.shape) for spec in expected] != [tensor.dim() for tensor in tensors]:
         raise SerializationError(f"check: {form.problem(*call) or 'the inputs are not those of the example'}")
     return [list(tensor.shape) for tensor in tensors]
+
+
+def _settle(source: Source, reasons: Reasons) -> None:
+    """Settles the reasons, and refuses to leave out a graph that is its module: unedited code would run in its place.
+
+    Raises:
+        SerializationError: One of these is not stored.
+    """
+    reasons.settle()
+    for frame in source.root.walk():
+        reason = reasons.of(frame)
+        if reason is None or not is_own_graph(frame, source.root):
+            continue
+        outermost = reasons.of_outermost(frame)
+        reason = reason if outermost == reason else f"{reason} ({outermost})"
+        raise SerializationError(
+            f"the graph of {format_path(frame.path) or 'the root'!r} ({type(frame.module).__name__}) is its module, as "
+            f"it was edited or is a custom one, and cannot be stored: {reason}. Without it, other code would run in "
+            "its place, so nothing was written; remove what the reason names, or save a PatchableGraph without this "
+            "edit or custom extraction function"
+        )
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
