@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
@@ -194,6 +195,20 @@ STRUCTURE_FUNCTIONS = frozenset(
 
 `torch.utils._pytree`, `torch.fx._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
 """
+
+
+def input_guards(program: torch.export.ExportedProgram) -> Callable[..., None] | None:
+    """Returns the function in which `program.module()` asserts what the exporter relied on, of flat inputs, if any.
+
+    `torch.export.unflatten` leaves it out.
+
+    `ExportedProgram._guards_code`, `_guards_fn` of its module: seen in torch 2.13; before there were none. Told by:
+    tests/integrations/test_exported.py.
+    """
+    if not getattr(program, "_guards_code", None):
+        return None
+    guards: Any = getattr(program.module(), "_guards_fn", None)
+    return None if guards is None else inspect.unwrap(guards.forward)  # it is wrapped for compilers
 
 
 def native_namespaces() -> dict[str, object]:

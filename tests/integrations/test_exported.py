@@ -554,6 +554,48 @@ def test_inputs_that_the_program_does_not_admit_are_its_own_errors() -> None:
         pg(tensor(3, 5))
 
 
+class Even(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+
+    def forward(self, x: Tensor, *, more: dict[str, list[Tensor]]) -> Tensor:
+        y = self.linear(x[..., None]).sum(-1)
+        if x.shape[1] % 2 == 0 and more["to"][1].shape[0] > x.shape[0]:
+            return y * 2 + more["to"][0]
+        return y * 3
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["program", "file"])
+def test_guards_of_the_program_are_kept(is_file: bool, tmp_path: Any) -> None:
+    def call(rows: int, columns: int, more_rows: int) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        return tensor(rows, columns), {"to": [tensor(rows, columns), tensor(more_rows)]}
+
+    auto = (Dim.AUTO, Dim.AUTO)
+    x, more = call(2, 4, 4)
+    shapes = {"x": auto, "more": {"to": [auto, auto[:1]]}}
+    program: Any = export(Even(), (x,), {"more": more}, dynamic_shapes=shapes)
+    if is_file:
+        torch.export.save(program, tmp_path / "program.pt2")
+    pg = PatchableGraph.from_exported(tmp_path / "program.pt2" if is_file else program)
+    ran: list[int] = []
+    pg.linear.register_forward_hook(lambda *_: ran.append(1))
+    for sizes, message in [((2, 5, 4), r"x.size\(\)\[1\] % 2 == 0"), ((5, 4, 4), r"more\['to'\]\[1\]")]:
+        x, more = call(*sizes)
+        with pytest.raises(AssertionError, match=f"Guard failed: {message}") as theirs:
+            program.module()(x, more=more)
+        for patches in ({}, {"linear.linear": AddPatch(value=1.0)}):
+            with pg.patch(patches), pytest.raises(AssertionError) as ours:
+                pg(x, more=more)
+            assert str(ours.value) == str(theirs.value)
+        with pytest.raises(AssertionError, match=message):
+            copy.deepcopy(pg)(x, more=more)
+    assert not ran
+    x, more = call(3, 6, 5)
+    with pg.patch({path: AddPatch(value=0.0) for path in ("linear.linear", "mul")}, strict=True):
+        assert torch.equal(pg(x, more=more), program.module()(x, more=more))
+
+
 class FromDict(torch.export.FlatArgsAdapter):
     def adapt(
         self, target_spec: Any, input_spec: Any, input_args: list[Any], metadata: Any = None, obj: Any = None

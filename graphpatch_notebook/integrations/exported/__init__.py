@@ -18,6 +18,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.integrations.exported.conversion import Converter
 from graphpatch_notebook.integrations.exported.frames import frames_of
 from graphpatch_notebook.integrations.exported.modules import ExportedRoot
+from graphpatch_notebook.torch_compat import input_guards
 
 __all__ = ["unflattened_program"]
 
@@ -40,5 +41,5 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
             "from_exported needs what torch.export.export returns, or a file that torch.export.save wrote, not "
             f"{type(program).__name__}; for a model, use PatchableGraph(model, *example_args)"
         )
-    converter = Converter(torch.export.unflatten(program, flat_args_adapter))
+    converter = Converter(torch.export.unflatten(program, flat_args_adapter), input_guards(program))
     return converter.root, frames_of(converter)

@@ -9,6 +9,7 @@ UnflattenedModule                        ->  ExportedRoot, whose graph has the i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
@@ -43,20 +44,25 @@ CALLED = "graphpatch_called"
 class Converter:
     """Turns an unflattened program into modules of our own, and makes their graphs.
 
+    Args:
+        unflattened: The unflattened program.
+        guards: What the program asserts of its flat inputs.
+
     Attributes:
         root: The module that stands for the whole program.
         root_group: Its group.
         inputs: The parameters of the program.
     """
 
-    def __init__(self, unflattened: UnflattenedModule) -> None:
+    def __init__(self, unflattened: UnflattenedModule, guards: Callable[..., None] | None = None) -> None:
         self.inputs = program_inputs(unflattened)
         self._groups: dict[int, Group] = {}
         self.root_group = Group([unflattened])
         self._groups[id(unflattened)] = self.root_group
         self._collect(unflattened)
         parameters = [known.parameter for known in self.inputs]
-        self.root: ExportedRoot = exported_root(self.root_group.class_name, parameters, ProgramInputs(unflattened))
+        inputs = ProgramInputs(unflattened, guards)
+        self.root: ExportedRoot = exported_root(self.root_group.class_name, parameters, inputs)
         self.root_group.module = self.root
         self._fill(self.root_group)
         for group in {id(group): group for group in self._groups.values()}.values():

@@ -44,7 +44,7 @@ class _Builder:
         group = self._converter.root_group
         assert isinstance(group.module, ExportedModule)
         group.module.add_call(0)
-        root = Frame(group.module, "", None)
+        root = Frame(group.module, "", None, training=group.module.training)
         root.parameters = [known.parameter for known in self._converter.inputs]
         self._fill(root, group, 0, {})
         return root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -12,7 +13,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.torch_compat import parts_of, structure_of, structured
+from graphpatch_notebook.torch_compat import parts_of, structure_of, structured, without_torch_functions
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -80,13 +81,18 @@ class ProgramInputs:
 
     It is the unflattened program without its work: a module of the same class, whose graph hands its flat inputs out.
     Holds no weights; copies share it.
+
+    Args:
+        unflattened: The unflattened program.
+        guards: What the program asserts of its flat inputs, which `unflatten` leaves out.
     """
 
-    def __init__(self, unflattened: UnflattenedModule) -> None:
+    def __init__(self, unflattened: UnflattenedModule, guards: Callable[..., None] | None = None) -> None:
         signature = unflattened.module_call_graph[0].signature
         assert signature is not None
         self.structure = signature.in_spec
         self._checks = _without_work(unflattened)
+        self._guards = guards
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call in the form that the program was exported with.
@@ -94,7 +100,11 @@ class ProgramInputs:
         Raises:
             Exception: Whatever the program raises on such inputs.
         """
-        new_args, new_kwargs = structured(list(self._checks(*args, **kwargs)), self.structure)
+        flat = list(self._checks(*args, **kwargs))
+        if self._guards is not None:
+            with without_torch_functions():
+                self._guards(*flat)
+        new_args, new_kwargs = structured(flat, self.structure)
         return tuple(new_args), dict(new_kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramInputs:
