@@ -211,7 +211,8 @@ class PatchableGraph(ModuleDelegate):
         (`patch_mul`), and what they hold is looked up in each run. Compilers cannot look into `RecordPatch`.
 
         The graphs are a record of the run on the example inputs. What is returned gave, bit for bit, what this
-        `PatchableGraph` gives on `args` and `kwargs`, and raises on inputs that do not look like the example's. Nothing
+        `PatchableGraph` gives on `args` and `kwargs`, and raises on inputs that do not look like the example's, or lie
+        otherwise in memory than these, and after `train()` or `eval()` into another mode than the captured one. Nothing
         is promised once the model is changed otherwise than by its weights.
 
         Args:

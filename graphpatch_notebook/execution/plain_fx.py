@@ -13,6 +13,7 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graph_modules import GraphModule
 from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.graph_modules.forms import Form
 from graphpatch_notebook.graph_modules.plain_fx import listed_doubts, plain_fx_module
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.patches import Patch
@@ -50,7 +51,7 @@ def verified_fx_module(
                 f"{entry.target.path!r}: a graph does not count steps, so steps= and positions= cannot be kept"
             )
         patched.setdefault(entry.target.node, []).append((entry.target.dig, entry.patches))
-    result = plain_fx_module(root, patched, any_size=any_size)
+    result, form = plain_fx_module(root, patched, any_size=any_size)
     doubts = listed_doubts(root)
     if doubts and not allow_doubts:
         raise GraphError(
@@ -58,7 +59,7 @@ def verified_fx_module(
             "goes this way with all inputs that you have in mind, say allow_doubts=True"
         )
     with _unchanged(patch for entry in entries for patch in entry.patches):
-        problem = _problem(result, root, run, args, kwargs)
+        problem = _problem(result, form, root, run, args, kwargs)
     if problem is not None:
         because = f"; it is known that the model {doubts}" if doubts else ""
         raise GraphError(f"the graphs do not do what the model does on these inputs: {problem}{because}")
@@ -66,7 +67,12 @@ def verified_fx_module(
 
 
 def _problem(
-    result: fx.GraphModule, root: GraphModule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    result: fx.GraphModule,
+    form: Form,
+    root: GraphModule,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> str | None:
     """Returns how `result` differs from `run` on copies of the inputs, if it does."""
     first, second = copied((args, kwargs)), copied((args, kwargs))
@@ -77,7 +83,8 @@ def _problem(
         before.restore()
         had_gradients = torch.is_grad_enabled()
         try:
-            value = result(*second[0], **second[1])
+            with form.noting_layouts():
+                value = result(*second[0], **second[1])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -6,7 +6,7 @@
 
 The modules have the names that they have in the model, share its parameters and buffers, and know nothing of this
 package but for the patches. A graph is a record of one run: the graph of the whole checks that its inputs look like
-those of that run.
+those of that run, and that the modules are in the modes that they were in.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Patched = Mapping[Node, Sequence["tuple[tuple[Key, ...], Sequence[Patch[Any]]]"]
 """What is patched: for each node the places in its value, each with its patches, in order."""
 
 
-def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> fx.GraphModule:
-    """Returns the hierarchy from `root` down as plain modules, with patches woven in.
+def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> tuple[fx.GraphModule, Form]:
+    """Returns the hierarchy from `root` down as plain modules, with patches woven in, and what checks its inputs.
 
     Args:
         root: The graph module of the whole model.
@@ -54,10 +54,11 @@ def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> f
         listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
         raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
     woven: set[Node] = set()
-    result = _Writer(root, patched, woven).module(Form(root.frame, any_size=any_size))
+    form = Form(root.frame, any_size=any_size)
+    result = _Writer(root, patched, woven, form).module()
     if missing := [node.name for node in patched if node not in woven]:
         raise GraphError(f"these patched nodes do not stand in the graphs: {', '.join(map(repr, missing))}")
-    return result
+    return result, form
 
 
 def _walk(graph: GraphModule) -> list[GraphModule]:
@@ -110,20 +111,21 @@ class PatchedValue(Module):
 
 
 class _Writer:
-    """Writes the module of one frame, and those of the frames below it."""
+    """Writes the module of one frame, and those of the frames below it. That of the root checks its inputs first."""
 
-    def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node]) -> None:
+    def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node], form: Form) -> None:
         assert isinstance(graph_module, CompiledGraphModule)
         self._source = graph_module
         self._frame: Frame = graph_module.frame
         self._patched = patched
         self._woven = woven
+        self._form = form
         self._held: dict[str, Any] = {}
         self._not_saved: list[str] = []
         self._graph = fx.Graph()
 
-    def module(self, form: Form | None = None) -> fx.GraphModule:
-        """Returns the module; with a `form`, one that checks its inputs first."""
+    def module(self) -> fx.GraphModule:
+        """Returns the module, in the mode that the module of the model was in when it was captured."""
         copies: dict[fx.Node, fx.Node] = {}
         returned = self._graph.graph_copy(self._source.graph, copies)
         if self._frame.custom_graph is not None:
@@ -140,13 +142,16 @@ class _Writer:
             for dig, patches in self._patched.get(self._frame.output_node, ()):
                 output.args = (self._with_patched(output.args[0], dig, patches),)
         _drop_unused_reads(copies)
-        if form is not None:
-            self._check(form, [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"])
+        if self._frame.parent is None:
+            self._check([copies[node] for node in self._source.graph.nodes if node.op == "placeholder"])
         self._graph.lint()
         result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
         for path in self._not_saved:
             holder, _, name = path.rpartition(".")
             result.get_submodule(holder)._non_persistent_buffers_set.add(name)
+        result.training = self._frame.training
+        if self._frame.parent is not None:
+            self._form.add_module_below(self._source.path, result)
         return result
 
     # -- what the graph refers to --------------------------------------------------------------------------------------
@@ -159,7 +164,7 @@ class _Writer:
             path = str(old.target if record is None else record.target)
             if record is not None and record.call_index > 0:
                 path = f"{path}_call_{record.call_index}"
-            below = old if callee is None else _Writer(callee, self._patched, self._woven).module()
+            below = old if callee is None else _Writer(callee, self._patched, self._woven, self._form).module()
             new.target = self._put(path, below)
         elif new.op == "get_attr":
             value = self._value_of(old)
@@ -218,9 +223,9 @@ class _Writer:
             [self._with_patched(v, tuple(rest), patches) if i == key else v for i, v in enumerate(value)]
         )
 
-    def _check(self, form: Form, placeholders: list[fx.Node]) -> None:
+    def _check(self, placeholders: list[fx.Node]) -> None:
         with self._graph.inserting_after(placeholders[-1]) if placeholders else self._graph.inserting_before():
-            self._held["check_inputs"] = form
+            self._held["check_inputs"] = self._form
             self._graph.create_node("call_module", "check_inputs", tuple(placeholders), name="check_inputs")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -254,6 +255,7 @@ def test_exported_programs_as_plain_modules() -> None:
     with pg.patch({"inner.relu": ZeroPatch(slice=(0,)), "inner.linear.weight": AddPatch(value=1.0)}, strict=True):
         compiled = torch.compile(pg.to_fx((X,)), fullgraph=True, backend="eager")
         assert torch.equal(compiled(X), pg(X))
+        assert torch.equal(pg.to_fx((X,)).train()(X), pg(X))  # in which mode a program was exported, it does not say
 
 
 class Looking(nn.Module):
@@ -354,6 +356,73 @@ def test_other_inputs_than_the_examples_are_refused() -> None:
     assert torch.equal(outer.to_fx((longer,), any_size=True)(longer), outer(longer))
     with pytest.raises(GraphError, match="do not do what the model does on these inputs: GraphError: the input 'x'"):
         pg.to_fx((longer,))
+
+
+class Layout(nn.Module):
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+        y = more["y"]
+        return x * (2 if x.is_contiguous() else 3) + y * (5 if y.stride(0) > y.stride(1) else 7)
+
+
+@pytest.mark.parametrize("any_size", [False, True])
+def test_inputs_that_lie_otherwise_in_memory_are_refused(any_size: bool) -> None:
+    square = torch.arange(9.0).view(3, 3)
+    pg = PatchableGraph(Layout(), square, {"y": square.T})
+    plain = pg.to_fx((square, {"y": square.T}), any_size=any_size)
+    copies = [plain, copy.deepcopy(plain), torch.compile(plain, backend="eager", fullgraph=True)]
+    for module in copies:
+        assert torch.equal(module(square + 1, {"y": (square + 1).T}), pg(square + 1, {"y": (square + 1).T}))
+    for module in copies[:2]:
+        with pytest.raises(
+            GraphError, match=r"'x' has the strides \(1, 3\), and is contiguous .*give x.contiguous\(\)"
+        ):
+            module(square.T, {"y": square.T})
+        with pytest.raises(GraphError, match=r"'more.y' is contiguous in memory, and has the strides \(1, 3\) when"):
+            module(square, {"y": square})
+        with pytest.raises(GraphError, match=r"'more.y' has the strides \(6, 1\), and has the strides \(1, 3\) when"):
+            module(square, {"y": torch.ones(3, 6)[:, :3]})
+    if any_size:
+        large = torch.arange(16.0).view(4, 4)
+        assert torch.equal(plain(large, {"y": large.T}), pg(large, {"y": large.T}))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.inner(x), 0.5, training=self.training)
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["eval", "train"])
+def test_modes_other_than_the_captured_are_refused(mode: bool) -> None:
+    model = Dropping().train(mode)
+    pg = PatchableGraph(model, X)
+    plain = pg.to_fx((X,))
+    was, now = ("train", "eval") if mode else ("eval", "train")
+    for module in (plain, copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
+        torch.manual_seed(0)
+        value = module(X)
+        module.train(not mode)
+        with pytest.raises(GraphError, match=rf"this graph was captured in {was} mode, .* call {was}\(\) on what was"):
+            module(X)
+        module.train(mode)
+        module.inner.train(not mode)
+        with pytest.raises(GraphError, match=f"the graph of 'inner' was captured in {was} mode, and is in {now} mode"):
+            module(X)
+        module.train(mode)
+        torch.manual_seed(0)
+        assert torch.equal(module(X), value)
+    assert model.training is mode
+    model.inner.train(not mode)  # as it is captured, not as a whole
+    plain = PatchableGraph(model, X).to_fx((X,))
+    torch.manual_seed(0)
+    value = plain(X)
+    torch.manual_seed(0)
+    assert torch.equal(value, model(X))
+    with pytest.raises(GraphError, match="the graph of 'inner'"):
+        plain.train(mode)(X)
 
 
 @pytest.mark.parametrize("case", AWKWARD, ids=[case.name for case in AWKWARD])
