@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Graph
 from torch.nn import Module
+
+from graphpatch_notebook.errors import OptionError
 
 
 @dataclass(kw_only=True)
@@ -68,7 +70,87 @@ class ExtractionOptions:
     copy_transformers_generation_config: bool = True
     decompose: Collection[str | Callable[..., Any]] = ()
 
+    def check(self) -> None:
+        """Makes sure that classes are classes and that functions can be called, which nobody would notice later.
+
+        Raises:
+            OptionError: They are not; the message names the option, what was given, and the repair.
+        """
+        functions: Any = self.custom_extraction_functions
+        classes: Any = self.classes_to_skip_compiling
+        postprocessing: Any = self.postprocessing_function
+        name = "custom_extraction_functions"
+        if not isinstance(functions, Mapping):
+            raise OptionError(
+                f"{name} takes a dict from classes of modules to functions, not {_shown(functions)}; "
+                "give {torch.nn.Linear: function}, say"
+            )
+        for cls, function in functions.items():
+            _check_class(name, cls)
+            if not callable(function):
+                raise OptionError(
+                    f"{name}: what it has for {cls.__name__} is {_shown(function)}, which cannot be called; give a "
+                    "function from the module to a torch.fx.Graph"
+                )
+        name = "classes_to_skip_compiling"
+        if isinstance(classes, str) or not isinstance(classes, Collection):
+            what = classes.__name__ if isinstance(classes, type) else "torch.nn.Linear"
+            raise OptionError(f"{name} takes a set of classes, not {_shown(classes)}; give {{{what}}}, say")
+        for cls in classes:
+            _check_class(name, cls)
+        if postprocessing is not None and not callable(postprocessing):
+            raise OptionError(
+                f"postprocessing_function: {_shown(postprocessing)} cannot be called; give a function of the graph "
+                "module and the module, or None"
+            )
+
     def extraction_function(self, module: Module) -> Callable[[Module], Graph] | None:
         """Returns the custom extraction function for `module`: that of the nearest class in its method order."""
         functions = self.custom_extraction_functions
         return next((functions[cls] for cls in type(module).__mro__ if cls in functions), None)
+
+
+def _check_class(option: str, value: Any) -> None:
+    if isinstance(value, type) and issubclass(value, Module):
+        return
+    if isinstance(value, Module):
+        repair = f"give its class: {type(value).__name__}"
+    elif isinstance(value, str):
+        repair = "give the class itself, not its name"
+    else:
+        repair = "give a subclass of torch.nn.Module"
+    raise OptionError(f"{option}: {_shown(value)} is no class of modules; {repair}")
+
+
+def _shown(value: Any) -> str:
+    """Returns what a value is, in few words: modules and graphs print as many lines."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, (str, int, float, type(None))) else f"an object of {type(value).__name__}"
+
+
+def options_among(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ExtractionOptions, tuple[Any, ...], dict[str, Any]]:
+    """Returns the options that are given with example inputs (else the default ones), and the inputs without them.
+
+    Raises:
+        TypeError: There are options where the model would get them.
+    """
+    given = "extraction_options"
+    found, inputs = [], dict(kwargs)
+    if args and isinstance(args[0], ExtractionOptions):
+        found, args = [args[0]], args[1:]
+    if isinstance(inputs.get(given), ExtractionOptions):
+        found.append(inputs.pop(given))
+    if len(found) > 1:
+        raise TypeError(f"ExtractionOptions are given twice, first of the inputs and as {given}; give them once")
+    if any(isinstance(arg, ExtractionOptions) for arg in args):
+        raise TypeError(
+            "ExtractionOptions among the example inputs would go to the model; they come first: "
+            "PatchableGraph(model, options, *inputs)"
+        )
+    for name, value in inputs.items():
+        if isinstance(value, ExtractionOptions):
+            raise TypeError(f"ExtractionOptions given as {name}= would go to the model; give them as {given}=")
+    return (found[0] if found else ExtractionOptions()), args, inputs

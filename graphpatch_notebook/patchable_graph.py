@@ -36,7 +36,7 @@ from graphpatch_notebook.integrations.generation_config import NAME as GENERATIO
 from graphpatch_notebook.integrations.generation_config import copied_config, generating_with
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
-from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches import Patch
 
 _OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored".split())
@@ -53,11 +53,13 @@ class PatchableGraph(ModuleDelegate):
 
     Args:
         module: The model.
-        extraction_options: An `ExtractionOptions`, if given first of the example inputs; else the default ones.
+        extraction_options: An `ExtractionOptions`, first of the positional arguments or by this keyword; else the
+            default ones. It is not handed to the model.
         *example_args: Example inputs, positional.
         **example_kwargs: Example inputs, by keyword.
 
     Raises:
+        OptionError: An option has a value that it cannot have; nothing ran.
         CaptureError: The model could not be captured on these inputs.
         Exception: Whatever the model raises on these inputs.
 
@@ -73,10 +75,7 @@ class PatchableGraph(ModuleDelegate):
     def __init__(self, module: Module, *example_args: Any, **example_kwargs: Any) -> None:
         if not isinstance(module, Module):
             raise TypeError(f"PatchableGraph needs a torch.nn.Module, not {type(module).__name__}")
-        options = ExtractionOptions()
-        if example_args and isinstance(example_args[0], ExtractionOptions):
-            options, *rest = example_args
-            example_args = tuple(rest)
+        options, example_args, example_kwargs = options_among(example_args, example_kwargs)
         super().__init__()
         self._set_up(module, capture(module, options, example_args, example_kwargs), options)
         if options.postprocessing_function is not None:

@@ -38,9 +38,11 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     The module is left as it was (what its own run changes aside). No code is generated, no tensor is kept.
 
     Raises:
+        OptionError: An option has a value that it cannot have; nothing ran.
         CaptureError: The module never ran its `forward`.
         Exception: Whatever `module` raises on these inputs.
     """
+    options.check()
     modules = reachable_modules(module)
     recorder = Recorder(module, options)
     swapped = swap(modules)

@@ -6,11 +6,13 @@ tuple, and its nodes keep their names.
 
 from __future__ import annotations
 
+import builtins
+import enum
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.functions import function_name
@@ -24,6 +26,10 @@ RECORD = "graphpatch_node"
 
 _STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _ABSENT = object()
+MODULE_GETS_TENSOR = "the module: module.register_buffer({!r}, tensor)"
+"""How a module gets a tensor for its custom graph, by name."""
+
+_WRITABLE = frozenset({*dir(builtins), "inf", "nan", "torch", "device"})
 
 
 def record_name(node: fx.Node) -> str:
@@ -54,10 +60,10 @@ def extracted_graph(
     if not isinstance(graph, fx.Graph):
         raise CaptureError(f"{who} must return a torch.fx.Graph, not {type(graph).__name__}{_hint(graph)}")
     _check_placeholders(graph, parameters, who)
-    _check_output(graph, who)
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            _check_target(node, module, who)
+    problems = [output_problem(graph, is_wrapped=True)]
+    problems += [reference_problem(node, module, module, MODULE_GETS_TENSOR) for node in graph.nodes]
+    for problem in filter(None, problems):
+        raise CaptureError(f"{who} {problem}")
     try:
         graph.lint()
     except RuntimeError as error:
@@ -84,25 +90,80 @@ def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], w
             node.args = (parameter.default,)
 
 
-def _check_output(graph: fx.Graph, who: str) -> None:
+def output_problem(graph: fx.Graph, *, is_wrapped: bool) -> str | None:
+    """Returns what is wrong with the output node of a graph, if so.
+
+    Args:
+        graph: The graph.
+        is_wrapped: Whether the output is to be in a one-element tuple, as in custom graphs.
+    """
     outputs = [node for node in graph.nodes if node.op == "output"]
+    if len(outputs) == 1 and not is_wrapped:
+        return None
     value = outputs[0].args[0] if len(outputs) == 1 and outputs[0].args else None
-    if not isinstance(value, tuple) or len(value) != 1:
-        found = f"an output of {value!r}" if outputs else "no output"
-        raise CaptureError(
-            f"{who} must wrap the output in a one-element tuple; it has {found}; write graph.output((value,))"
-        )
+    if len(outputs) == 1 and isinstance(value, tuple) and len(value) == 1:
+        return None
+    found = "no output" if not outputs else f"{len(outputs)} outputs" if len(outputs) > 1 else f"an output of {value!r}"
+    if is_wrapped:
+        return f"must wrap the output in a one-element tuple; it has {found}; write graph.output((value,))"
+    return f"must have one output; it has {found}; write graph.output(value)"
 
 
-def _check_target(node: fx.Node, module: Module, who: str) -> None:
-    found = _attribute(module, str(node.target))
+def reference_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
+    """Returns why a node cannot have what it refers to, by name or as an argument, if so; see `target_problem`."""
+    return target_problem(node, owner, module, put) or literal_problem(node, put)
+
+
+def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> str | None:
+    """Returns why a node cannot read or call what it names, if so.
+
+    Args:
+        node: The node.
+        owner: What the graph is run with: `module`, or what stands for it.
+        module: The user's module.
+        put: How the owner gets a tensor, with a place for its name.
+    """
+    if node.op not in ("get_attr", "call_module"):
+        return None
+    found = _attribute(owner, str(node.target))
+    is_read = node.op == "get_attr"
     if found is _ABSENT:
-        raise CaptureError(
-            f"{who} has a node {node.name!r} that reads self.{node.target}, but {type(module).__name__} has no such "
-            f"attribute; it has {', '.join(_names(module)) or 'no tensors and submodules'}"
+        hint = f"; a tensor that you want there, put on {put.format(str(node.target))}" if is_read else ""
+        return (
+            f"has a node {node.name!r} that {'reads' if is_read else 'calls'} self.{node.target}, but "
+            f"{type(module).__name__} has no such attribute; it has "
+            f"{', '.join(_names(owner)) or 'no tensors and submodules'}{hint}"
         )
-    if node.op == "call_module" and not callable(found):
-        raise CaptureError(f"{who} has a node {node.name!r} that calls self.{node.target}, which cannot be called")
+    if not is_read and not callable(found):
+        return f"has a node {node.name!r} that calls self.{node.target}, which cannot be called"
+    return None
+
+
+def literal_problem(node: fx.Node, put: str) -> str | None:
+    """Returns why the arguments of a node cannot be written down as code, if so, with what to do about it."""
+    found: list[Any] = []
+    if node.op != "placeholder":
+        map_arguments((node.args, node.kwargs), lambda leaf: None if _is_writable(leaf) else found.append(leaf))
+    if not found:
+        return None
+    what = describe(found[0]) if isinstance(found[0], Tensor) else type(found[0]).__name__
+    return (
+        f"has a node {node.name!r} with an object ({what}) among its arguments, which code cannot hold; put it on "
+        f"{put.format('NAME')}, and read it with graph.get_attr('NAME')"
+    )
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether the code that fx writes for an argument means the argument."""
+    if isinstance(value, Tensor):
+        return False
+    if isinstance(value, (fx.Node, enum.Enum)) or type(value) in fx.node.base_types:
+        return True
+    try:
+        code = compile(repr(value), "<argument>", "eval")
+    except (SyntaxError, ValueError):
+        return False
+    return _WRITABLE.issuperset(code.co_names)
 
 
 def _names(module: Module) -> list[str]:

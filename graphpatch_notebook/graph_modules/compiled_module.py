@@ -19,6 +19,7 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import belief, interpretation
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import PackedGraph
+from graphpatch_notebook.graph_modules.edited_checks import check_edited
 from graphpatch_notebook.graph_modules.edited_form import EditedForm, warn_of_doubts
 from graphpatch_notebook.graph_modules.edited_records import update_records
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
@@ -89,6 +90,7 @@ class CompiledGraphModule(GraphModule):
         """
         self.graph.lint()
         self._check_constants()
+        check_edited(self.graph, self._frame, self, self.path_meant)
         self._generated.clear()
         if self._frame.custom_graph is None:
             if not self._frame.is_edited:

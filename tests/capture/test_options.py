@@ -17,6 +17,7 @@ from graphpatch_notebook import (
     CompiledGraphModule,
     ExtractionOptions,
     OpaqueGraphModule,
+    OptionError,
     PatchableGraph,
     UnusedModule,
     ZeroPatch,
@@ -263,3 +264,79 @@ def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
 def test_things_that_are_no_module_are_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
         PatchableGraph(lambda x: x, X)  # type: ignore[arg-type]
+
+
+# -- values that options cannot have -----------------------------------------------------------------------------------
+
+
+class Unrun(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("nothing is to run")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("custom_extraction_functions", {"Linear": abs}, "'Linear' is no class of modules; give the class itself, not"),
+        ("custom_extraction_functions", {nn.Linear(2, 2): abs}, "an object of Linear is no class .*its class: Linear$"),
+        ("custom_extraction_functions", {int: abs}, "the class int is no class of modules; give a subclass of torch"),
+        ("custom_extraction_functions", {nn.Linear: 3}, "what it has for Linear is 3, which cannot be called; give a"),
+        ("custom_extraction_functions", {nn.Linear: fx.Graph()}, "for Linear is an object of Graph, which cannot be"),
+        ("custom_extraction_functions", [nn.Linear], "takes a dict .* not an object of list; give {torch.nn.Linear: f"),
+        (
+            "classes_to_skip_compiling",
+            {"Linear"},
+            "'Linear' is no class of modules; give the class itself, not its nam",
+        ),
+        ("classes_to_skip_compiling", [nn.ReLU()], "an object of ReLU is no class of modules; give its class: ReLU$"),
+        ("classes_to_skip_compiling", nn.Linear, "takes a set of classes, not the class Linear; give {Linear}, say$"),
+        ("classes_to_skip_compiling", "Linear", "takes a set of classes, not 'Linear'; give {torch.nn.Linear}, say$"),
+        ("classes_to_skip_compiling", None, "takes a set of classes, not None; give"),
+        ("postprocessing_function", 3, "3 cannot be called; give a function of the graph module and the module, or No"),
+    ],
+)
+def test_values_that_options_cannot_have_are_an_error_before_anything_runs(
+    option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(OptionError, match=f"^{option}:? .*{message}"):
+        PatchableGraph(Unrun(), ExtractionOptions(**{option: value}), X)
+
+
+# -- where options are given -------------------------------------------------------------------------------------------
+
+
+def test_options_may_be_given_by_keyword() -> None:
+    options = ExtractionOptions(skip_compilation=True)
+    for pg in (
+        PatchableGraph(nn.ReLU(), X, extraction_options=options),
+        PatchableGraph(nn.ReLU(), extraction_options=options, input=X),
+    ):
+        assert isinstance(pg._graph_module, OpaqueGraphModule)
+        assert torch.equal(pg(X), torch.relu(X))
+
+
+def test_other_values_of_that_keyword_are_the_models() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, extraction_options: float) -> Tensor:
+            return x * extraction_options
+
+    pg = PatchableGraph(Own(), X, extraction_options=3.0)
+    assert torch.equal(pg(X, extraction_options=2.0), X * 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "names", "message"),
+    [
+        ((X, ExtractionOptions()), (), r"they come first: PatchableGraph\(model, options, \*inputs\)"),
+        ((ExtractionOptions(), X, ExtractionOptions()), (), "they come first"),
+        ((ExtractionOptions(), X), ("extraction_options",), "given twice, first of the inputs and as extraction_opt"),
+        ((X,), ("options",), "given as options= would go to the model; give them as extraction_options=$"),
+    ],
+)
+def test_options_in_other_places_are_an_error(args: tuple[Any, ...], names: tuple[str, ...], message: str) -> None:
+    class Lenient(nn.Module):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise AssertionError("nothing is to run")
+
+    with pytest.raises(TypeError, match=message):
+        PatchableGraph(Lenient(), *args, **dict.fromkeys(names, ExtractionOptions()))

@@ -77,6 +77,23 @@ def retarget(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
+def literal(graph: fx.Graph, value: Any = X[0]) -> fx.Graph:
+    product = next(node for node in graph.nodes if node.target is operator.mul)
+    product.args = (product.args[0], value)
+    return graph
+
+
+def numpy_literal(graph: fx.Graph) -> fx.Graph:
+    return literal(graph, [X[0].numpy()])
+
+
+def unknown_call(graph: fx.Graph) -> fx.Graph:
+    output = list(graph.nodes)[-1]
+    with graph.inserting_before(output):
+        output.args = ((graph.call_module("foo", output.args[0]),),)
+    return graph
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -88,6 +105,18 @@ def retarget(graph: fx.Graph) -> fx.Graph:
         ),
         (without(unwrap), r"one-element tuple; it has an output of add; write graph.output\(\(value,\)\)"),
         (without(without_output), "it has no output"),
+        (
+            without(literal),
+            r"'mul' with an object \(Tensor\(2\)\) among .* hold; put it on the module: module.register_buf",
+        ),
+        (
+            without(numpy_literal),
+            r"a node 'mul' with an object \(ndarray\) among its arguments, which code cannot hold",
+        ),
+        (
+            without(unknown_call),
+            "a node 'foo' that calls self.foo, but Scaled has no such attribute; it has scale, inn",
+        ),
         (without(retarget), "reads self.weights, but Scaled has no such attribute; it has scale, inner"),
     ],
 )

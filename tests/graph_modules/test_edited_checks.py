@@ -1,0 +1,157 @@
+"""Edits after which a graph cannot run are an error when they are made, with what to write instead."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpatch_notebook import ExtractionOptions, PatchableGraph
+from graphpatch_notebook.errors import CaptureError, GraphError
+
+X = torch.linspace(-1, 1, 6).view(2, 3)
+V = torch.arange(3.0)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+Change = Callable[[fx.Graph, Any], Any]
+
+
+def output_is(make: Change) -> Callable[[fx.Graph], None]:
+    """An edit after which the graph returns what `make` makes of its output."""
+
+    def edit(graph: fx.Graph) -> None:
+        output = list(graph.nodes)[-1]
+        with graph.inserting_before(output):
+            output.args = (make(graph, output.args[0]),)
+
+    return edit
+
+
+def without_output(graph: fx.Graph) -> None:
+    graph.erase_node(list(graph.nodes)[-1])
+
+
+def postprocessing(edit: Callable[[fx.Graph], None]) -> ExtractionOptions:
+    def postprocess(graph_module: Any, module: nn.Module) -> None:
+        if isinstance(module, Model):
+            edit(graph_module.graph)
+
+    return ExtractionOptions(postprocessing_function=postprocess)
+
+
+PUT = "put it on the graph module: graph_module.NAME = tensor, and read it with graph.get_attr('NAME')"
+WRONG = [
+    (output_is(lambda graph, value: graph.call_function(torch.add, (value, V))), "'add' with an object (Tensor(3))"),
+    (output_is(lambda graph, value: graph.call_function(torch.add, (value,), {"other": V})), PUT),
+    (output_is(lambda graph, value: graph.call_function(torch.cat, ([value, V[None]],))), PUT),
+    (output_is(lambda graph, value: {"value": value, "vector": V}), PUT),
+    (output_is(lambda graph, value: graph.call_function(torch.add, (value, V.numpy()))), "(ndarray) among its arg"),
+    (output_is(lambda graph, value: graph.call_function(torch.mul, (value, np.float64(2)))), "(float64) among its"),
+    (output_is(lambda graph, value: graph.call_function(torch.mul, (value, object()))), "(object) among its argu"),
+    (without_output, "the graph of '<root>' (Model) must have one output; it has no output; write graph.output(value)"),
+    (
+        output_is(lambda graph, value: graph.call_function(torch.add, (value, graph.get_attr("nope")))),
+        "a node 'nope' that reads self.nope, but Model has no such attribute; it has linear; a tensor that you want "
+        "there, put on the graph module: graph_module.nope = tensor",
+    ),
+    (
+        output_is(lambda graph, value: graph.call_module("foo", (value,))),
+        "a node 'foo' that calls self.foo, but Model has no such attribute; it has linear",
+    ),
+    (
+        output_is(lambda graph, value: graph.call_module("linear.weight", (value,))),
+        "calls self.linear.weight, which cannot be called",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), WRONG)
+def test_edits_that_cannot_run_are_an_error_at_once(edit: Callable[[fx.Graph], None], message: str) -> None:
+    with pytest.raises(CaptureError, match=f"left the graph of '<root>' .Model. not fit.*{re.escape(message)}"):
+        PatchableGraph(Model(), postprocessing(edit), X)
+    graph_module: Any = PatchableGraph(Model(), X)._graph_module
+    edit(graph_module.graph)
+    with pytest.raises(GraphError, match=re.escape(message)):
+        graph_module.recompile()
+
+
+def test_what_code_can_hold_is_fine() -> None:
+    def change(graph: fx.Graph, value: Any) -> Any:
+        value = graph.call_function(torch.clamp, (value,), {"max": float("inf"), "min": -1e9})
+        value = graph.call_method("to", (value, torch.device("cpu"), torch.float64))
+        value = graph.call_function(operator.getitem, (value, (slice(None, 1), ..., None, range(2))))
+        value = graph.call_function(torch.mul, (value, 2 + 0j))
+        return {"value": [value, graph.get_attr("linear.bias")]}
+
+    model = Model()
+    found = PatchableGraph(model, postprocessing(output_is(change)), X)(X)["value"]
+    assert torch.equal(found[0], model(X).double()[:1][..., None, range(2)] * (2 + 0j))
+    assert found[1] is model.linear.bias
+
+
+def test_what_the_message_says_works() -> None:
+    model = Model()
+    pg = PatchableGraph(model, X)
+    graph_module: Any = pg._graph_module
+    edit = output_is(lambda graph, value: graph.call_function(torch.add, (value, graph.get_attr("nope"))))
+    edit(graph_module.graph)
+    with pytest.raises(GraphError, match="graph_module.nope = tensor"):
+        graph_module.recompile()
+    graph_module.nope = V
+    graph_module.recompile()
+    assert torch.equal(pg(X), model(X) + V)
+
+
+# -- edited custom graphs ----------------------------------------------------------------------------------------------
+
+
+def extracted(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output((graph.call_module("linear", (graph.placeholder("x"),)),))
+    return graph
+
+
+def custom(edit: Callable[[Any, nn.Module], None]) -> ExtractionOptions:
+    def postprocess(graph_module: Any, module: nn.Module) -> None:
+        if isinstance(module, Model):
+            edit(graph_module, module)
+
+    return ExtractionOptions(custom_extraction_functions={Model: extracted}, postprocessing_function=postprocess)
+
+
+def test_an_edited_custom_graph_still_wraps_its_output() -> None:
+    """Otherwise the first row of the tensor would be taken for the tensor."""
+
+    def unwrap(graph_module: Any, module: nn.Module) -> None:
+        output_is(lambda graph, value: value[0])(graph_module.graph)
+
+    with pytest.raises(CaptureError, match=r"in a one-element tuple; it has an output of linear; write graph.output"):
+        PatchableGraph(Model(), custom(unwrap), X)
+
+
+def test_an_edited_custom_graph_reads_tensors_of_the_module() -> None:
+    def add(owner: Any, graph: fx.Graph) -> None:
+        owner.register_buffer("vector", V)
+        output_is(lambda graph, value: (graph.call_function(torch.add, (value[0], graph.get_attr("vector"))),))(graph)
+
+    with pytest.raises(CaptureError, match=r"on the module: module.register_buffer\('vector', tensor\)"):
+        PatchableGraph(Model(), custom(lambda graph_module, module: add(graph_module, graph_module.graph)), X)
+    model = Model()
+    pg = PatchableGraph(model, custom(lambda graph_module, module: add(module, graph_module.graph)), X)
+    assert torch.equal(pg(X), model.linear(X) + V)
