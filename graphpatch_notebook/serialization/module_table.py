@@ -117,7 +117,7 @@ class ModuleTable:
             for name, buffer in module._buffers.items()
         ]
         return {
-            "class": type(module).__name__,
+            "class": _class_name(module),
             "is_container": CONTAINERS.get(type(module).__name__) is type(module) and not set(extras) - {"called"},
             "training": module.training,
             "parameters": [[n, self._number_of(module, n, p, lost)] for n, p in module._parameters.items()],
@@ -149,3 +149,9 @@ def _module_at(module: Module, path: str) -> Module | None:
     for name in path.split(".") if path else ():
         found = found._modules.get(name) if found is not None else None
     return found
+
+
+def _class_name(module: Module) -> str:
+    """Returns what the class of `module` is called in the file: what `torch.export` makes may be called `<lambda>`."""
+    name = type(module).__name__
+    return name if name.isidentifier() and not name.startswith("__") else Module.__name__

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, SerializationError, UnstoredFrameWarning
+from graphpatch_notebook import (
+    AddPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    SerializationError,
+    UnstoredFrameError,
+    UnstoredFrameWarning,
+)
 from tests.serialization.files import Mlp, reloaded, x
 
 
@@ -157,3 +164,16 @@ def test_exported_programs(tmp_path: Path) -> None:
     for shape in ((3, 4), (5, 4)):
         assert torch.equal(loaded(x(*shape))["y"], pg(x(*shape))["y"])
     assert torch.equal(loaded.count, pg.count)
+
+
+def test_programs_with_branches_are_not_stored_but_load(tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    pg = PatchableGraph.from_exported(torch.export.export(Branches(), (x(),)))
+    file = tmp_path / "branches.safetensors"
+    with pytest.warns(UnstoredFrameWarning, match="the root: it reads 'true_graph_0'"):
+        pg.save(file)
+    with pytest.raises(UnstoredFrameError, match="the file has no graph of 'the root'"):
+        PatchableGraph.load(file)(x())
