@@ -70,7 +70,7 @@ def _node(frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
         return _input(frame, own)
     if node.kind in ("parameter", "buffer", "attribute", "constant"):
         return set()
-    if frame.opaque_reason is not None or frame.custom_graph is not None:  # what an op is made of is not recorded
+    if frame.opaque_reason is not None or frame.has_own_graph:  # what an op is made of is not recorded
         return own
     source = node.element[0] if node.element is not None else node
     arguments = [*_refs(frame.output if node.kind == "output" else source.args), *_refs(source.kwargs)]

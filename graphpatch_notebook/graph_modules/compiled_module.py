@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from graphpatch_notebook.graph_modules.copies import PackedGraph
 from graphpatch_notebook.graph_modules.edited_checks import check_edited
 from graphpatch_notebook.graph_modules.edited_form import EditedForm, warn_of_doubts
 from graphpatch_notebook.graph_modules.edited_records import update_records
+from graphpatch_notebook.graph_modules.edited_sizes import SizeCheck
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.graph_modules.modules import GraphModule, Hierarchy
 from graphpatch_notebook.graph_modules.running import RunningGraph, run_as
@@ -54,6 +56,7 @@ class CompiledGraphModule(GraphModule):
     _built: BuiltGraph | None
     _generated: dict[frozenset[str], GeneratedCode]
     _form: EditedForm | None
+    _sizes: SizeCheck | None
     _aliases: dict[str, Any]
     _belief: belief.Belief
 
@@ -62,7 +65,7 @@ class CompiledGraphModule(GraphModule):
         state = self.__dict__
         state["_built"] = None
         state["_generated"] = {}
-        state["_form"] = None
+        state["_form"] = state["_sizes"] = None
         state["_aliases"] = {}
         state["_belief"] = belief.Belief()
         hierarchy.has_own_graphs |= frame.custom_graph is not None
@@ -95,11 +98,19 @@ class CompiledGraphModule(GraphModule):
         if self._frame.custom_graph is None:
             if not self._frame.is_edited:
                 warn_of_doubts(self._frame)
+                self.__dict__["_sizes"] = SizeCheck(self._frame, self._as_recorded())
             self.__dict__["_form"] = EditedForm(self._frame, self.graph)
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
         self._hierarchy.has_own_graphs = True
         self._hierarchy.edits += 1
+
+    def _as_recorded(self) -> CompiledGraphModule:
+        """Returns what runs the graph as it is in the records, whatever becomes of this one."""
+        result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
+        result._callees.extend(self._callees)
+        result._modules.update(self._modules)
+        return result
 
     def _check_constants(self) -> None:
         for name, get in self._build().constants.items():
@@ -186,6 +197,8 @@ class CompiledGraphModule(GraphModule):
         is_record = self._frame.custom_graph is None
         if self._form is not None:
             self._form.check(args, kwargs)
+        if self._sizes is not None:
+            self._sizes.check(args, kwargs)
         function = self._code(names).function
         # The graph of a custom extraction function is written over the user's module, others over this one.
         owner = self if is_record else self._original_module
@@ -264,7 +277,7 @@ class CompiledGraphModule(GraphModule):
         state = super().__getstate__()
         # Code is generated anew where it is needed, graphs that are only records are built anew.
         state["_generated"] = {}
-        state["_form"] = None
+        state["_form"] = state["_sizes"] = None
         state["_built"] = PackedGraph.of(self._build()) if self._frame.is_edited else None
         state["_belief"] = belief.Belief()
         return state
@@ -277,6 +290,7 @@ class CompiledGraphModule(GraphModule):
                 self._frame.custom_graph = built.graph
             else:
                 self.__dict__["_form"] = EditedForm(self._frame, built.graph)
+                self.__dict__["_sizes"] = SizeCheck(self._frame, None)
 
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:

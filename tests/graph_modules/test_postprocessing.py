@@ -404,3 +404,71 @@ def test_graphs_that_cannot_run_again_are_an_error_at_once() -> None:
 
     with pytest.raises(CaptureError, match=r"'<root>' .Outer. uses an object .Cache. that was there only while"):
         PatchableGraph(Outer(), ExtractionOptions(postprocessing_function=double), X)
+
+
+class SizesInside(nn.Module):
+    """A loop over the length, which a graph of it has unrolled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x[:, 0])
+        for i in range(x.shape[1]):
+            total = total + x[:, i] * i
+        return total.view(x.shape[0], 1)
+
+
+def test_other_sizes_are_compared_with_the_module_first() -> None:
+    model = SizesInside()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X)
+    for batch in (1, 5):
+        x = torch.randn(batch, 4)
+        assert torch.equal(pg(x), model(x) * 2)
+    for _ in range(2):
+        with pytest.raises(
+            GraphError, match=r"'<root>' .SizesInside. does not hold for inputs of these sizes: before it"
+        ):
+            pg(torch.randn(3, 6))
+
+
+def test_other_sizes_with_edited_graphs_inside_each_other(model: Model) -> None:
+    def edit(graph_module: Any, module: nn.Module) -> None:
+        steer(graph_module, module)
+        double(graph_module, module)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=edit), X)
+    x = torch.randn(7, 4)
+    assert torch.equal(pg(x), steered(model, x) * 2)
+    with pg.patch({"second.steered": ZeroPatch()}):
+        assert torch.equal(pg(x[:2]), steered(model, x[:2], torch.zeros_like) * 2)
+
+
+def test_sizes_that_cannot_be_compared_are_warned_of_once(model: Model) -> None:
+    copied = copy.deepcopy(second_edited(model))
+    x = torch.randn(7, 4)
+    with pytest.warns(EditedGraphWarning, match="'second' .Block. cannot be compared .* is not known in a copy"):
+        assert torch.equal(copied(x), steered(model, x))
+    assert torch.equal(copied(x), steered(model, x))
+    assert torch.equal(copied(X), steered(model, X))
+
+
+def test_comparing_sizes_leaves_no_trace() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return torch.nn.functional.dropout(self.norm(x), 0.5, self.training)
+
+    torch.manual_seed(0)
+    model, twin = Counting(), Counting()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X)
+    torch.manual_seed(0)
+    twin(X)
+    for x in (X, torch.randn(6, 4)):
+        torch.manual_seed(1)
+        expected = twin(x) * 2
+        torch.manual_seed(1)
+        assert torch.equal(pg(x), expected)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
