@@ -29,6 +29,7 @@ from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModul
 from graphpatch_notebook.graph_modules.forms import Form
 from graphpatch_notebook.graph_modules.modules import GraphModule
 from graphpatch_notebook.graph_modules.targets import Container, printable
+from graphpatch_notebook.graph_modules.weaving import written_value
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import codegen_of
@@ -196,7 +197,7 @@ class _Writer:
     # -- patches -------------------------------------------------------------------------------------------------------
 
     def _weave(self, node: fx.Node, record: Node) -> None:
-        last = value = _written(node, record)
+        last = value = written_value(node, record)
         for dig, patches in self._patched.get(record, ()):
             with self._graph.inserting_after(node if last is value else last):
                 patched = self._call(value if record.is_in_place else last, dig, patches, record)
@@ -227,15 +228,6 @@ class _Writer:
         with self._graph.inserting_after(placeholders[-1]) if placeholders else self._graph.inserting_before():
             self._held["check_inputs"] = self._form
             self._graph.create_node("call_module", "check_inputs", tuple(placeholders), name="check_inputs")
-
-
-def _written(node: fx.Node, record: Node) -> fx.Node:
-    """Returns the node of the tensor that an in-place op wrote into; `x[i] = v` itself has no value."""
-    where = record.written_argument
-    if not record.is_in_place:
-        return node
-    value = node.args[where] if isinstance(where, int) else node.kwargs[where]
-    return value if isinstance(value, fx.Node) else node
 
 
 def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:

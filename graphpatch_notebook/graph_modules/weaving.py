@@ -59,14 +59,14 @@ def weave(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
 
 
 def _insert(graph: fx.Graph, node: fx.Node, record: Node) -> None:
-    value = _written(node, record)
+    value = written_value(node, record)
     with graph.inserting_after(node):
         patched = graph.call_function(woven_patched, (value, record.name))
     if not record.is_in_place:  # else the patched value was written into the tensor itself
         node.replace_all_uses_with(patched, delete_user_cb=lambda user: user is not patched)
 
 
-def _written(node: fx.Node, record: Node) -> fx.Node:
+def written_value(node: fx.Node, record: Node) -> fx.Node:
     """Returns the node of the tensor that an in-place op wrote into; `x[i] = v` itself has no value."""
     where = record.written_argument
     if not record.is_in_place:

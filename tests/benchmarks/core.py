@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
-import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ProbePatch, ZeroPatch
@@ -19,12 +15,7 @@ from graphpatch_notebook.graph_modules import code_generations
 from tests.benchmarks.memory import peak_bytes
 from tests.benchmarks.models import ALL, GPT2_124M, GPT2_SMALL, Benchmarked, gpt2, llama
 from tests.benchmarks.ratios import median_times
-
-Row = tuple[str, str, str, bool]
-
-
-def row(what: str, measured: str, must: str, holds: bool) -> Row:
-    return what, measured, must, holds
+from tests.benchmarks.report import Row, report, row
 
 
 def construction(quick: bool) -> Iterator[Row]:
@@ -147,25 +138,10 @@ def probing_everything(quick: bool) -> Iterator[Row]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    started = time.perf_counter()
-    table = Table(title=f"graphpatch-notebook, torch {torch.__version__}, one thread, medians of alternating runs")
-    for column in ("what", "measured", "must", ""):
-        table.add_column(column)
+def sections(quick: bool) -> list[Iterator[Row]]:
     by_model = [section(model, quick) for model in ALL for section in (next_to_eager, at_a_module)]
-    sections = [construction(quick), memory(), *by_model, probing_everything(quick)]
-    for section in sections:
-        for what, measured, must, holds in section:
-            table.add_row(what, measured, must, "ok" if holds else "MISSED")
-    console = Console(width=120)
-    console.print(table)
-    console.print(f"{time.perf_counter() - started:.0f} s")
+    return [construction(quick), memory(), *by_model, probing_everything(quick)]
 
 
 if __name__ == "__main__":
-    main()
+    report("graphpatch-notebook", __doc__, sections)

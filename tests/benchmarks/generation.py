@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from graphpatch_notebook import Patch, PatchableGraph, ProbePatch, RecordPatch, ZeroPatch
-from tests.benchmarks.core import Row, row
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, LLAMA_SMALL, Benchmarked
 from tests.benchmarks.ratios import median_times
+from tests.benchmarks.report import Row, report, row
 
 NEW_TOKENS = 20
 ROUNDS = {GPT2_124M.name: 9, LLAMA_SMALL.name: 31, GPT2_SMALL.name: 101}
@@ -64,23 +60,6 @@ def generating(benchmarked: Benchmarked, quick: bool) -> Iterator[Row]:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    started = time.perf_counter()
-    table = Table(title=f"generate: {NEW_TOKENS} new tokens, torch {torch.__version__}, one thread, medians")
-    for column in ("what", "measured", "must", ""):
-        table.add_column(column)
-    for benchmarked in (GPT2_124M, LLAMA_SMALL, GPT2_SMALL):
-        for what, measured, must, holds in generating(benchmarked, quick):
-            table.add_row(what, measured, must, "ok" if holds else "MISSED")
-    console = Console(width=120)
-    console.print(table)
-    console.print(f"{time.perf_counter() - started:.0f} s")
-
-
 if __name__ == "__main__":
-    main()
+    models = (GPT2_124M, LLAMA_SMALL, GPT2_SMALL)
+    report(f"generate: {NEW_TOKENS} new tokens", __doc__, lambda quick: [generating(model, quick) for model in models])
