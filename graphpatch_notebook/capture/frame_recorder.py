@@ -50,6 +50,7 @@ class FrameRecorder:
         self.record = record
         self.recorder = recorder
         self.wants_ops = True
+        self._switches = _switches()
         self.composite: CompositeCall | None = None
         self._values: dict[int, tuple[Callable[[], Any], Ref]] = {}
         self._occurrences: dict[Site, int] = {}
@@ -276,6 +277,8 @@ class FrameRecorder:
             variable: What the user's code assigns the result to.
         """
         node.base_name = variable if isinstance(variable, str) else node.op.rstrip("_") or node.op
+        if _switches() != self._switches:
+            self.doubt("switches autocast or inference mode, of which a graph knows nothing")
         for tensor in wrote:
             self._mark_mutated(tensor)
         if (wrote or result is None) and _is_on_parameter(node):
@@ -367,6 +370,11 @@ def _held_spec(module: Module, attribute_path: str, tensor: Tensor) -> ValueSpec
     """Returns what is known of a tensor that `module` holds; of a packed weight, what it stands for."""
     packed = held_by(module, attribute_path)
     return describe(tensor) if packed is None else packed[0].spec(packed[1])
+
+
+def _switches() -> tuple[bool, ...]:
+    """Returns the switches of torch that no torch call tells of."""
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.is_inference_mode_enabled()
 
 
 def _is_on_parameter(node: Node) -> bool:

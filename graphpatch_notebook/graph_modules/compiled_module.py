@@ -20,10 +20,10 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import belief, interpretation
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import PackedGraph
+from graphpatch_notebook.graph_modules.edited_calls import CallCheck
 from graphpatch_notebook.graph_modules.edited_checks import check_edited
-from graphpatch_notebook.graph_modules.edited_form import EditedForm, warn_of_doubts
+from graphpatch_notebook.graph_modules.edited_form import EditedForm
 from graphpatch_notebook.graph_modules.edited_records import update_records
-from graphpatch_notebook.graph_modules.edited_sizes import SizeCheck
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.graph_modules.modules import GraphModule, Hierarchy
 from graphpatch_notebook.graph_modules.running import RunningGraph, run_as
@@ -56,7 +56,7 @@ class CompiledGraphModule(GraphModule):
     _built: BuiltGraph | None
     _generated: dict[frozenset[str], GeneratedCode]
     _form: EditedForm | None
-    _sizes: SizeCheck | None
+    _call_check: CallCheck | None
     _aliases: dict[str, Any]
     _belief: belief.Belief
 
@@ -65,7 +65,7 @@ class CompiledGraphModule(GraphModule):
         state = self.__dict__
         state["_built"] = None
         state["_generated"] = {}
-        state["_form"] = state["_sizes"] = None
+        state["_form"] = state["_call_check"] = None
         state["_aliases"] = {}
         state["_belief"] = belief.Belief()
         hierarchy.has_own_graphs |= frame.custom_graph is not None
@@ -87,9 +87,6 @@ class CompiledGraphModule(GraphModule):
 
         Raises:
             RuntimeError: The graph is not well formed, or needs what is no longer there.
-
-        Warns:
-            EditedGraphWarning: The module may do something else on other inputs than the example's.
         """
         self.graph.lint()
         self._check_constants()
@@ -97,8 +94,7 @@ class CompiledGraphModule(GraphModule):
         self._generated.clear()
         if self._frame.custom_graph is None:
             if not self._frame.is_edited:
-                warn_of_doubts(self._frame)
-                self.__dict__["_sizes"] = SizeCheck(self._frame, self._as_recorded())
+                self.__dict__["_call_check"] = CallCheck(self._frame, self._as_recorded())
             self.__dict__["_form"] = EditedForm(self._frame, self.graph)
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
@@ -197,8 +193,8 @@ class CompiledGraphModule(GraphModule):
         is_record = self._frame.custom_graph is None
         if self._form is not None:
             self._form.check(args, kwargs)
-        if self._sizes is not None:
-            self._sizes.check(args, kwargs)
+        if self._call_check is not None:
+            self._call_check.check(args, kwargs)
         function = self._code(names).function
         # The graph of a custom extraction function is written over the user's module, others over this one.
         owner = self if is_record else self._original_module
@@ -277,7 +273,7 @@ class CompiledGraphModule(GraphModule):
         state = super().__getstate__()
         # Code is generated anew where it is needed, graphs that are only records are built anew.
         state["_generated"] = {}
-        state["_form"] = state["_sizes"] = None
+        state["_form"] = state["_call_check"] = None
         state["_built"] = PackedGraph.of(self._build()) if self._frame.is_edited else None
         state["_belief"] = belief.Belief()
         return state
@@ -290,7 +286,7 @@ class CompiledGraphModule(GraphModule):
                 self._frame.custom_graph = built.graph
             else:
                 self.__dict__["_form"] = EditedForm(self._frame, built.graph)
-                self.__dict__["_sizes"] = SizeCheck(self._frame, None)
+                self.__dict__["_call_check"] = CallCheck(self._frame, None)
 
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:

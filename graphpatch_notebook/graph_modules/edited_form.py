@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 from torch import fx
@@ -11,7 +10,7 @@ from torch import fx
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame, InputPlace, Node
-from graphpatch_notebook.errors import EditedGraphWarning, GraphError
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec, children, key_text, take
 
@@ -29,7 +28,6 @@ class EditedForm:
 
     def __init__(self, frame: Frame, graph: fx.Graph) -> None:
         self._frame = frame
-        self._warned: set[str] = set()
         # What no node uses has no effect, whatever the caller gives.
         self._unused: list[Node] = []
         self._containers: list[Node] = []
@@ -56,9 +54,6 @@ class EditedForm:
 
         Raises:
             GraphError: It would leave out a tensor, a number or an object, or it was captured in another mode.
-
-        Warns:
-            EditedGraphWarning: It has another value of a flag in it.
         """
         frame = self._frame
         if frame.module.training != frame.training:
@@ -97,13 +92,6 @@ class EditedForm:
             raise GraphError(
                 f"the edited graph of {self._who()} leaves out the input {name!r}, which the example {had}; {_REPAIR}"
             )
-        if name not in self._warned:
-            self._warned.add(name)
-            message = (
-                f"the edited graph of {self._who()} does what the module did with {name}={was!r}, also where "
-                f"{name}={value!r} is given; {_REPAIR}"
-            )
-            warnings.warn(message, EditedGraphWarning, stacklevel=2)
 
     def _compare_keys(self, node: Node, value: Any) -> None:
         """Compares what a container holds that the example's did not: the graph takes out what the example had."""
@@ -121,15 +109,3 @@ class EditedForm:
 def _place(place: InputPlace) -> str:
     name, dig = place
     return repr(format_path((name,), tuple(map(key_text, dig))))
-
-
-def warn_of_doubts(frame: Frame) -> None:
-    """Says what speaks against an edited graph as a stand-in for its module on other inputs than the example's."""
-    if frame.doubts:
-        who = f"{format_path(frame.path) or '<root>'!r} ({type(frame.module).__name__})"
-        warnings.warn(
-            f"the edited graph of {who} does on all inputs what the module did on the example's, though it "
-            f"{'; it '.join(frame.doubts)}",
-            EditedGraphWarning,
-            stacklevel=3,
-        )

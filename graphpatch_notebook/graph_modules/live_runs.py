@@ -8,7 +8,7 @@ graphs that *are* their module (edited, or from custom extraction functions) run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -102,6 +102,11 @@ def observed_by(watching: Observer) -> Iterator[None]:
         yield
     finally:
         observer.reset(token)
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """Keeps whoever observes at present from seeing the forwards that run in the block."""
+    return observed_by(_NOBODY)
 
 
 class _Nobody:

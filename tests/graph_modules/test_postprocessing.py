@@ -362,11 +362,13 @@ def test_patches_on_what_the_graph_has_in_it_are_an_error() -> None:
     assert probe.activation == 2.0
 
 
-def test_flags_that_the_graph_has_in_it_are_warned_of_once() -> None:
+def test_flags_that_the_graph_has_in_it_are_compared_with_the_module() -> None:
     model, pg = options_pg(X)
-    with pytest.warns(EditedGraphWarning, match="did with negate=False, also where negate=True is given"):
-        assert torch.equal(pg(X, negate=True), model(X) * 2)
-    assert torch.equal(pg(X, negate=True), model(X) * 2)
+    for _ in range(2):
+        with pytest.raises(
+            GraphError, match="does not hold for this call: before it was edited, it did something else"
+        ):
+            pg(X, negate=True)
 
 
 def test_another_mode_is_an_error() -> None:
@@ -375,13 +377,18 @@ def test_another_mode_is_an_error() -> None:
         pg.train()(X)
 
 
-def test_doubts_are_warned_of_when_the_graph_is_edited() -> None:
+def test_where_values_show_the_way_each_call_is_compared() -> None:
     class Branch(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + 1 if x.sum() > 0 else x - 1
 
-    with pytest.warns(EditedGraphWarning, match="'<root>' .Branch. does on all inputs what .* though it reads a value"):
-        PatchableGraph(Branch(), ExtractionOptions(postprocessing_function=double), X)
+    pg = PatchableGraph(Branch(), ExtractionOptions(postprocessing_function=double), X + 5)
+    for _ in range(2):
+        assert torch.equal(pg(X + 6), (X + 7) * 2)
+        with pytest.raises(
+            GraphError, match=r"'<root>' .Branch. does not hold for this call: .*12 of 12 values differ"
+        ):
+            pg(X - 5)
 
 
 def test_graphs_that_cannot_run_again_are_an_error_at_once() -> None:
@@ -409,7 +416,9 @@ def test_graphs_that_cannot_run_again_are_an_error_at_once() -> None:
 class SizesInside(nn.Module):
     """A loop over the length, which a graph of it has unrolled."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, by_root: bool = False) -> Tensor:
+        if by_root:
+            return x * float(x.shape[0]) ** 0.5
         total = torch.zeros_like(x[:, 0])
         for i in range(x.shape[1]):
             total = total + x[:, i] * i
@@ -423,10 +432,74 @@ def test_other_sizes_are_compared_with_the_module_first() -> None:
         x = torch.randn(batch, 4)
         assert torch.equal(pg(x), model(x) * 2)
     for _ in range(2):
-        with pytest.raises(
-            GraphError, match=r"'<root>' .SizesInside. does not hold for inputs of these sizes: before it"
-        ):
+        with pytest.raises(GraphError, match=r"'<root>' .SizesInside. does not hold for this call: before it"):
             pg(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+def test_attention_that_goes_by_sizes_and_masks(kind: str) -> None:
+    """Whether attention is causal, and what a cache keeps, is decided outside of the graph."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(
+            n_layer=1, n_head=2, n_embd=16, vocab_size=31, n_positions=32, bos_token_id=0, eos_token_id=0
+        )
+        model: Any = GPT2LMHeadModel(config).eval()
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=31, **sizes)).eval()
+    ids, mask = torch.randint(1, 31, (1, 6)), torch.tensor([[0, 0, 1, 1, 1, 1]])
+
+    def unchanged(graph_module: Any, module: nn.Module) -> None:
+        if type(module).__name__.endswith("Attention"):
+            node = next(node for node in graph_module.graph.nodes if node.op == "call_module")
+            with graph_module.graph.inserting_after(node):
+                same = graph_module.graph.call_function(torch.mul, (node, 1.0))
+            node.replace_all_uses_with(same, delete_user_cb=lambda user: user is not same)
+
+    options = ExtractionOptions(postprocessing_function=unchanged)
+    with torch.no_grad():
+        pg = PatchableGraph(model, options, ids, use_cache=False)
+        assert torch.equal(pg(ids[:, :4], use_cache=False).logits, model(ids[:, :4], use_cache=False).logits)
+        with pytest.raises(GraphError, match="Attention. does not hold for this call"):
+            PatchableGraph(model, options, ids[:, :1], use_cache=False)(ids, use_cache=False)
+        with pytest.raises(GraphError, match="Attention. "):
+            PatchableGraph(model, options, ids).generate(ids, max_new_tokens=3, do_sample=False)
+        with pytest.raises(GraphError, match="Attention. does not hold for this call"):
+            PatchableGraph(model, options, ids, attention_mask=mask, use_cache=False)(ids, use_cache=False)
+
+
+def test_generation_with_edited_blocks_gives_what_hooks_give() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=32, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.randint(1, 31, (2, 5))
+
+    def halve(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path in ("transformer.h_0", "transformer.h_1.mlp"):
+            output = node_called(graph_module.graph, "output")
+            value = output.args[0][0] if isinstance(output.args[0], tuple) else output.args[0]
+            with graph_module.graph.inserting_before(output):
+                half = graph_module.graph.call_function(operator.mul, (value, 0.5))
+            output.args = ((half, *output.args[0][1:]) if isinstance(output.args[0], tuple) else half,)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=halve), ids)
+    settings = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found = pg.generate(ids, **settings)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return (output[0] * 0.5, *output[1:]) if isinstance(output, tuple) else output * 0.5
+
+    for module in (model.transformer.h[0], model.transformer.h[1].mlp):
+        module.register_forward_hook(hook)
+    expected = model.generate(ids, **settings)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
 
 
 def test_other_sizes_with_edited_graphs_inside_each_other(model: Model) -> None:
@@ -472,3 +545,85 @@ def test_comparing_sizes_leaves_no_trace() -> None:
         torch.manual_seed(1)
         assert torch.equal(pg(x), expected)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
+def replaced_child(model: Outer) -> None:
+    model.linear = nn.Linear(4, 4)
+
+
+def changed_attribute(model: Outer) -> None:
+    model.factor = 3.0
+
+
+def removed_hook(model: Outer) -> None:
+    model.linear._forward_hooks.clear()
+
+
+@pytest.mark.parametrize("change", [replaced_child, changed_attribute, removed_hook])
+def test_what_the_graph_has_in_it_and_changes_is_noticed(change: Any) -> None:
+    model = Outer()
+    model.linear.register_forward_hook(lambda module, args, output: output + 1)
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X)
+    assert torch.equal(pg(X), model(X) * 2)
+    change(model)
+    with pytest.raises(GraphError, match="'<root>' .Outer. does not hold for this call"):
+        pg(X)
+
+
+def test_numbers_that_a_submodule_returns_are_compared() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, bool]:
+            return x * 1, bool((x.sum() > 0).item())
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, is_positive = self.inner(x)
+            return x * 2 if is_positive else x * 3
+
+    model = Uses()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X.abs())
+    assert torch.equal(pg(X.abs() + 1), model(X.abs() + 1) * 2)
+    with pytest.raises(GraphError, match="'<root>' .Uses. does not hold for this call"):
+        pg(-X.abs())
+
+
+@pytest.mark.parametrize("switch", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode])
+def test_switches_that_no_graph_has_in_it(switch: Any) -> None:
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with switch():
+                return self.linear(x) + 1
+
+    pg = PatchableGraph(Switching(), ExtractionOptions(postprocessing_function=double), X)
+    with pytest.raises(GraphError, match="'<root>' .Switching. does not hold for this call"):
+        pg(X)
+
+
+def test_other_dtypes_and_switches_around_are_compared() -> None:
+    class Casting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.float() * 1.1).to(x.dtype)
+
+    pg = PatchableGraph(Casting(), ExtractionOptions(postprocessing_function=double), X)
+    with torch.no_grad():
+        assert torch.equal(pg(X), Casting()(X) * 2)
+    with pytest.raises(GraphError, match="does not hold for this call"):
+        pg(X.double())
