@@ -148,11 +148,16 @@ def _check_shape(entry: Entry, value: Tensor) -> None:
     target = entry.target
     problem = shape_problem(target, value.shape)
     if problem is not None:
-        raise PatchShapeError(
-            f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]
-            f"of shape {tuple(value.shape)} now: {problem}, so the name may mean another value here; if this is "
-            "meant, give the patch any_shape=True"
-        )
+        raise PatchShapeError(shape_text(target, value.shape, problem))
+
+
+def shape_text(target: Target, shape: torch.Size, problem: str) -> str:
+    """Returns the message for a value of another shape than the captured one."""
+    return (
+        f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]
+        f"of shape {tuple(shape)} now: {problem}, so the name may mean another value here; if this is "
+        "meant, give the patch any_shape=True"
+    )
 
 
 def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) -> str:

@@ -19,13 +19,14 @@ from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
 from graphpatch_notebook.capture.inputs import given_input, with_input
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import GraphPatchError
-from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
+from graphpatch_notebook.errors import GraphPatchError, PatchShapeError
+from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, shape_text, write_back
 from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
 from graphpatch_notebook.execution.repetitions import Repetitions
+from graphpatch_notebook.execution.shapes import problem_beside_cache
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.execution.tracebacks import explain
@@ -41,13 +42,15 @@ class FrameRun:
     Attributes:
         plan: What is patched in it; `None` if nothing is.
         counts: How often each submodule was called, and each patched call site came up, so far (by id).
+        inputs: The arguments of its `forward`.
     """
 
-    __slots__ = ("counts", "plan")
+    __slots__ = ("counts", "inputs", "plan")
 
-    def __init__(self, plan: FramePlan | None) -> None:
+    def __init__(self, plan: FramePlan | None, inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})) -> None:
         self.plan = plan
         self.counts: dict[int, int] = {}
+        self.inputs = inputs
 
 
 class Run:
@@ -95,7 +98,7 @@ class Run:
         stack = self.stack
         if self._awaiting_output:
             self._drop_abandoned(module)
-        run = FrameRun(plan)  # `tracebacks` reads this variable, and `plan`
+        run = FrameRun(plan, (args, kwargs))  # `tracebacks` reads this variable, and `plan`
         stack.append(run)
         try:
             if plan is None:
@@ -346,6 +349,9 @@ class Run:
 
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
+        if isinstance(value, Tensor) and getattr(entry.target.spec, "shape", value.shape) != value.shape:
+            with self._unseen():
+                self._check_beside_cache(entry, value.shape)
         try:
             patched = apply_entry(entry, value) if entry.restriction is None else self._apply_restricted(entry, value)
         except MissingChildError as missing:
@@ -356,6 +362,15 @@ class Run:
         self.fired.add(id(entry))
         self.has_changed |= patched is not value
         return patched
+
+    def _check_beside_cache(self, entry: Entry, shape: torch.Size) -> None:
+        frame_run = self.stack[-1]
+        if frame_run.plan is None or frame_run.plan.frame is not entry.target.frame or entry.target.dig:
+            return
+        if all(patch.any_shape for patch in entry.patches) or entry.target.node.kind in ("input", "output"):
+            return
+        if (problem := problem_beside_cache(entry.target, shape, *frame_run.inputs)) is not None:
+            raise PatchShapeError(shape_text(entry.target, shape, problem))
 
     def _apply_restricted(self, entry: Entry, value: Any) -> Any:
         steps = self.steps

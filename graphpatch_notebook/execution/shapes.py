@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
 from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe
 
 _VIEWS = {"view", "reshape", "flatten", "unflatten"}
 _WITH_WEIGHTS = {"linear", "addmm"}
@@ -38,6 +39,43 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
         if then not in {now, 1} and then not in following:
             return f"dimension {position} does not follow the inputs' sizes, yet was {then} and is {now} now"
     return None
+
+
+def problem_beside_cache(
+    target: Target, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """Returns in words how `shape` differs, in a frame that is given an object such as a cache; `None` where it may.
+
+    There, one step may do under a name what another one does not: pack the heads that share keys into the sequence,
+    say. So a size may differ only if it was that of an input whose size differs too, or such a size times another.
+    """
+    frame = target.frame
+    given = [describe(given_input(frame.parameters, node.target, args, kwargs)) for node in frame.inputs()]
+    if not isinstance(target.spec, TensorSpec) or not any(map(_holds_object, given)):
+        return None
+    sizes = [pair for node, spec in zip(frame.inputs(), given, strict=True) for pair in _size_pairs(node.spec, spec)]
+    changed = {then for then, now in sizes if then not in {now, 1}}
+    explained = changed | {one * other for one in changed for other, _ in sizes}
+    for position, (then, now) in enumerate(zip(target.spec.shape, shape, strict=False)):
+        if then not in {now, 1} and then not in explained:
+            return f"dimension {position} was {then} and is {now}, though no input's size changed from {then}"
+    return None
+
+
+def _holds_object(spec: ValueSpec) -> bool:
+    if isinstance(spec, ContainerSpec):
+        return any(_holds_object(child) for _, _, child in spec.children)
+    return isinstance(spec, ObjectSpec)
+
+
+def _size_pairs(then: ValueSpec, now: ValueSpec) -> Iterator[tuple[int, int]]:
+    if isinstance(then, TensorSpec) and isinstance(now, TensorSpec):
+        yield from zip(then.shape, now.shape, strict=False)
+    elif isinstance(then, ContainerSpec) and isinstance(now, ContainerSpec):
+        by_name = {text: child for text, _, child in now.children}
+        for text, _, child in then.children:
+            if text in by_name:
+                yield from _size_pairs(child, by_name[text])
 
 
 def _of(frame: Frame, node: Node, spec: TensorSpec) -> set[int]:
@@ -106,6 +144,8 @@ def _followed(node: Node, own: set[int], arguments: list[Ref], sizes: dict[int, 
     if has_weight and isinstance(node.spec, TensorSpec):
         return following & set(node.spec.shape[:-1])  # the last dimension is the weight's
     fixed = _repeated(own, following, arguments) if node.op == "repeat_interleave" else set()
+    if node.op == "expand":  # what is written as a number stays: heads that share keys, again
+        fixed = _literal_sizes(node) - following
     for ref in arguments:
         theirs = _sizes(ref.node.spec) - following
         if ref.node.kind not in ("parameter", "buffer") and node.op not in _PERMUTATIONS:

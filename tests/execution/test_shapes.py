@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchShapeError
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchShapeError, ZeroPatch
 from tests.zoo import Case, case_by_name
 
 
@@ -87,3 +87,27 @@ def test_other_sizes_of_the_inputs_are_fine_everywhere(case: Case) -> None:
     for name in sizes:
         with pg.patch(patches):
             variants[name].run(pg)
+
+
+@pytest.mark.parametrize(("hidden", "heads", "shared"), [(64, 4, 2), (64, 8, 2), (96, 6, 3), (64, 8, 4), (16, 4, 2)])
+@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+def test_packed_heads_of_a_padded_decoding_step(hidden: int, heads: int, shared: int, has_mask: bool) -> None:
+    """transformers packs the heads that share keys into the sequence, also where sizes collide with those of heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=hidden, intermediate_size=16, num_hidden_layers=1, num_attention_heads=heads,
+        num_key_value_heads=shared,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    ids, mask = torch.randint(1, 31, (3, 7)), torch.ones(3, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    pg = PatchableGraph(model, ids, **({"attention_mask": mask} if has_mask else {}))
+    head = ZeroPatch(slice=(slice(None), 1))
+    settings = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(PatchShapeError, match="dimension 1"), pg.patch({"model.layers_0.self_attn.attn_output": head}):
+        pg.generate(ids, **settings)
+    with pg.patch({"model.layers_0.self_attn.attn_output_1": ZeroPatch(slice=(..., slice(0, 4)))}):
+        pg.generate(ids, **settings)
