@@ -88,7 +88,7 @@ class Recorder(TorchFunctionMode):
         call = CompositeCall(decomposition.name, site, frame.count(site), frame.composite)
         self.has_opened = True
         if not decomposition.is_exact:
-            frame.doubt(_ROUNDS.format(name=decomposition.name))
+            frame.doubt(ROUNDS.format(name=decomposition.name))
         with frame.inside(call), self:  # the mode is off in its own handler
             result = decomposition.make_steps()(*args, **kwargs)
         try:
@@ -308,7 +308,7 @@ def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: As
             node.base_name = variable[position] or node.base_name
 
 
-_ROUNDS = (
+ROUNDS = (
     "it holds the steps of {name}, as ExtractionOptions(decompose=...) asks, which equal the function itself only "
     "within rounding"
 )

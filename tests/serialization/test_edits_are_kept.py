@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphpatch_notebook import (
     AddPatch,
-    EditedGraphWarning,
     ExtractionOptions,
     PatchableGraph,
     ProbePatch,
@@ -190,13 +189,15 @@ def test_edits_of_opened_functions(tmp_path: Path) -> None:
 
     options = ExtractionOptions(decompose=["scaled_dot_product_attention"], postprocessing_function=sharpen)
     inputs = x(1, 2, 3, 4)
-    with pytest.warns(EditedGraphWarning):
-        pg = PatchableGraph(nn.Sequential(Attention()), options, inputs)
+    pg = PatchableGraph(nn.Sequential(Attention()), options, inputs)
     pg.save(tmp_path / "graph.safetensors")
     loaded = PatchableGraph.load(tmp_path / "graph.safetensors")
     assert torch.equal(loaded(inputs), pg(inputs))
     expected = functional.scaled_dot_product_attention(inputs, inputs * 2, inputs * 3, scale=2.5)
     assert torch.allclose(loaded(inputs), expected, atol=1e-5)
+    longer = x(1, 2, 5, 4)
+    expected = functional.scaled_dot_product_attention(longer, longer * 2, longer * 3, scale=2.5)
+    assert torch.allclose(pg(longer), expected, atol=1e-5)
 
 
 def test_loaded_models_of_transformers(tmp_path: Path) -> None:
