@@ -154,6 +154,8 @@ class CompiledGraphModule(GraphModule):
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph, or the module."""
         if self.has_own_graph or (not is_compiling() and interpretation.current.get() is not None):
+            if not is_compiling() and not is_tracing():
+                self._check_call(args, kwargs)
             return self.run_graph(args, kwargs)
         if is_compiling():
             is_believed = belief.is_believed(self, args, kwargs)
@@ -191,15 +193,19 @@ class CompiledGraphModule(GraphModule):
             kwargs: The keyword arguments.
         """
         is_record = self._frame.custom_graph is None
-        if self._form is not None:
-            self._form.check(args, kwargs)
-        if self._call_check is not None:
-            self._call_check.check(args, kwargs)
+        self._check_call(args, kwargs)
         function = self._code(names).function
         # The graph of a custom extraction function is written over the user's module, others over this one.
         owner = self if is_record else self._original_module
         with patches_from(patched):
             return self._unwrapped(run_as(function, RunningGraph(is_record, is_patched_run=True), owner, args, kwargs))
+
+    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Makes sure that the graph, if it was edited, holds for this call."""
+        if self._form is not None:
+            self._form.check(args, kwargs)
+        if self._call_check is not None:
+            self._call_check.check(args, kwargs)
 
     def _unwrapped(self, result: Any) -> Any:
         # The graphs of custom extraction functions hand out a one-element tuple.

@@ -434,6 +434,8 @@ def test_other_sizes_are_compared_with_the_module_first() -> None:
     for _ in range(2):
         with pytest.raises(GraphError, match=r"'<root>' .SizesInside. does not hold for this call: before it"):
             pg(torch.randn(3, 6))
+    with pytest.raises(GraphError, match="does not hold for this call"):
+        pg._graph_module(torch.randn(3, 6))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
