@@ -10,7 +10,7 @@
     interpretation.py graphs node by node, where an error names the node
     live_runs.py      the module itself runs in place of its graph
     copies.py         deepcopy and pickle
-    postprocessing.py edits of graphs: whether they can run (`edited_checks`), the names of new nodes (`edited_records`),
+    postprocessing.py edits of graphs: whether they can run (`edited_checks`), names of new nodes (`edited_records`),
                       the calls that they hold for (`edited_form`, `edited_calls`), the hooks below them (`hooks`)
     weaving.py        patches in the code of a graph
     plain_fx.py       the same as plain `torch.fx` modules
