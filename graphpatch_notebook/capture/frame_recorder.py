@@ -21,7 +21,7 @@ from graphpatch_notebook.capture.identity import alias, memory_of, weak
 from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.capture.sizes import Size
-from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors
+from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
 
 _PLAIN = (
@@ -167,6 +167,11 @@ class FrameRecorder:
         self.register(value, node)
         return Ref(node)
 
+    def notice_switches(self) -> None:
+        """Notes a doubt where the frame's code has switched something that no torch call tells of."""
+        if _switches() != self._switches:
+            self.doubt("switches autocast or inference mode, of which a graph knows nothing")
+
     def doubt(self, reason: str) -> None:
         """Notes a reason why the graph may not stand for the module."""
         if reason not in self.record.doubts:
@@ -183,6 +188,7 @@ class FrameRecorder:
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
         """Adds a node for each parameter of `forward`; returns the values that `forward` is to be given."""
         given = dict(bound)
+        self.record.input_flags = tensor_flags(bound)
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)
@@ -277,8 +283,7 @@ class FrameRecorder:
             variable: What the user's code assigns the result to.
         """
         node.base_name = variable if isinstance(variable, str) else node.op.rstrip("_") or node.op
-        if _switches() != self._switches:
-            self.doubt("switches autocast or inference mode, of which a graph knows nothing")
+        self.notice_switches()
         for tensor in wrote:
             self._mark_mutated(tensor)
         if (wrote or result is None) and _is_on_parameter(node):

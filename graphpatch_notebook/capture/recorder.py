@@ -244,6 +244,7 @@ class Recorder(TorchFunctionMode):
         call = None
         path = ""
         if parent is not None:
+            parent.notice_switches()
             path = self.paths.path(parent.record.module, module)
             call = Node(kind="call", op=type(module).__name__, target=path, base_name=path)
             call.site = self.sites.site(call_sites.caller(1))

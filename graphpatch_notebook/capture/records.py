@@ -201,6 +201,7 @@ class Frame:
         output: What `forward` returned, with a `Ref` for each value that has a node.
         training: The module's `training` flag at capture.
         hooks: The ids of the forward hooks and pre-hooks that the module had.
+        input_flags: For each tensor in the inputs, whether it required gradients, and was contiguous.
         same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records know
             it by the second only.
         opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
@@ -223,6 +224,7 @@ class Frame:
     output: Any = None
     training: bool = False
     hooks: frozenset[int] = frozenset()
+    input_flags: tuple[tuple[bool, bool], ...] = ()
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
     opaque_reason: str | None = None
     doubts: list[str] = field(default_factory=list)

@@ -126,6 +126,11 @@ class AttributePaths:
         return known
 
 
+def tensor_flags(value: Any) -> tuple[tuple[bool, bool], ...]:
+    """Returns of each tensor in a value what code may ask beside its shape: `requires_grad`, and is it contiguous?"""
+    return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in plain_tensors(value))
+
+
 def plain_tensors(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in a value and in the tuples, lists and dicts that it is made of."""
     if isinstance(value, Tensor):

@@ -21,6 +21,7 @@ from graphpatch_notebook.capture.forward_swap import invoke, original_forward
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.recorder import ROUNDS
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.tensor_sources import tensor_flags
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graph_modules.belief import Refusal
 from graphpatch_notebook.graph_modules.equality import IncomparableError, difference
@@ -60,7 +61,7 @@ class CallCheck:
         self._recorded = recorded
         example = tuple(_form(node.spec) for node in frame.inputs())
         # The graph is the record of a call of this form, with torch switched as it was.
-        self._problems: dict[Hashable, Refusal | None] = {(example, settings_key()): None}
+        self._problems: dict[Hashable, Refusal | None] = {(example, frame.input_flags, settings_key()): None}
         self._look = _look_of(frame)
         # Numbers that a submodule returns are in the graph as they were, too.
         doubts = [doubt for doubt in frame.doubts if not doubt.startswith(_OPENED)]
@@ -81,7 +82,7 @@ class CallCheck:
         frame = self._frame
         given = [given_input(frame.parameters, node.target, args, kwargs) for node in frame.inputs()]
         forms = tuple(_form(describe(value)) for value in given)
-        form: Hashable = (forms, settings_key())
+        form: Hashable = (forms, tensor_flags(given), settings_key())
         if (look := _look_of(frame)) != self._look or len(self._problems) >= _MOST_FORMS:
             self._look = look
             self._problems.clear()

@@ -619,6 +619,34 @@ def test_switches_that_no_graph_has_in_it(switch: Any) -> None:
         pg(X)
 
 
+def test_switches_around_a_submodule() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.linear(x)
+
+    pg = PatchableGraph(Around(), ExtractionOptions(postprocessing_function=double), X)
+    with pytest.raises(GraphError, match="'<root>' .Around. does not hold for this call"):
+        pg(X)
+
+
+@pytest.mark.parametrize("asks", [lambda x: x.requires_grad, lambda x: not x.is_contiguous()])
+def test_what_code_may_ask_of_a_tensor(asks: Any) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if asks(x) else x * 3
+
+    pg = PatchableGraph(Asks(), ExtractionOptions(postprocessing_function=double), X)
+    assert torch.equal(pg(X + 1), (X + 1) * 6)
+    other = torch.randn(4, 3).T.requires_grad_()
+    with pytest.raises(GraphError, match="'<root>' .Asks. does not hold for this call"):
+        pg(other)
+
+
 def test_other_dtypes_and_switches_around_are_compared() -> None:
     class Casting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
