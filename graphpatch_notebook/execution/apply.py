@@ -16,7 +16,7 @@ from graphpatch_notebook.errors import (
     add_note,
 )
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.shapes import shape_problem
+from graphpatch_notebook.execution.shapes import Inputs, problem_beside_cache, shape_problem
 from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
@@ -29,7 +29,7 @@ class MissingChildError(Exception):
     """The container that came up does not hold the value to patch (caught inside the package)."""
 
 
-def apply_entry(entry: Entry, value: Any, steps: Steps | None = None) -> Any:
+def apply_entry(entry: Entry, value: Any, steps: Steps | None = None, inputs: Inputs | None = None) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
     Containers on the way to a dug value are copied, never written into.
@@ -38,6 +38,7 @@ def apply_entry(entry: Entry, value: Any, steps: Steps | None = None) -> Any:
         entry: The patches.
         value: What came up.
         steps: Tells positions; needed for entries that have some.
+        inputs: The arguments of the frame's `forward`, for an entry on an op: more can be told of shapes by these.
 
     Raises:
         HeldBackError: The value holds none of the positions of the patch.
@@ -45,7 +46,7 @@ def apply_entry(entry: Entry, value: Any, steps: Steps | None = None) -> Any:
         PatchShapeError: The value is not of the kind that was captured.
         PatchValueError: A patch cannot be applied to it.
     """
-    patched = _apply_at(entry, value, entry.target.dig, steps)
+    patched = _apply_at(entry, value, entry.target.dig, steps, inputs)
     if patched is not value and entry.target.node.is_view_filled_later:
         _warn_of_lost_writes(entry)
     return patched
@@ -60,21 +61,21 @@ def _warn_of_lost_writes(entry: Entry) -> None:
     )
 
 
-def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | None) -> Any:
+def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | None, inputs: Inputs | None) -> Any:
     if not dig:
-        return _apply(entry, value, steps)
+        return _apply(entry, value, steps, inputs)
     try:
         child = take(value, dig[0])
     except (LookupError, AttributeError, TypeError) as error:
         raise MissingChildError(f"there is no {dig[0]!r} in the {type(value).__name__} that came up") from error
-    patched = _apply_at(entry, child, dig[1:], steps)
+    patched = _apply_at(entry, child, dig[1:], steps, inputs)
     return value if patched is child else replaced(value, dig[0], patched)
 
 
-def _apply(entry: Entry, value: Any, steps: Steps | None) -> Any:
+def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None) -> Any:
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.spec, TensorSpec) and value.shape != target.spec.shape:
-        _check_shape(entry, value)
+        _check_shape(entry, value, inputs)
     if steps is not None and entry.restriction is not None and entry.restriction.positions is not None:
         (patch,) = entry.patches
         return _apply_patch_at(steps.indices(entry, value), entry.restriction.dim, patch, target, value)
@@ -142,22 +143,19 @@ def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
         )
 
 
-def _check_shape(entry: Entry, value: Tensor) -> None:
+def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
     if all(patch.any_shape for patch in entry.patches):
         return
     target = entry.target
     problem = shape_problem(target, value.shape)
+    if problem is None and inputs is not None:
+        problem = problem_beside_cache(target, value.shape, inputs)
     if problem is not None:
-        raise PatchShapeError(shape_text(target, value.shape, problem))
-
-
-def shape_text(target: Target, shape: torch.Size, problem: str) -> str:
-    """Returns the message for a value of another shape than the captured one."""
-    return (
-        f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]
-        f"of shape {tuple(shape)} now: {problem}, so the name may mean another value here; if this is "
-        "meant, give the patch any_shape=True"
-    )
+        raise PatchShapeError(
+            f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]
+            f"of shape {tuple(value.shape)} now: {problem}, so the name may mean another value here; if this is "
+            "meant, give the patch any_shape=True"
+        )
 
 
 def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) -> str:

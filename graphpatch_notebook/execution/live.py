@@ -19,14 +19,14 @@ from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
 from graphpatch_notebook.capture.inputs import given_input, with_input
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import GraphPatchError, PatchShapeError
-from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, shape_text, write_back
+from graphpatch_notebook.errors import GraphPatchError
+from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
 from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
 from graphpatch_notebook.execution.repetitions import Repetitions
-from graphpatch_notebook.execution.shapes import problem_beside_cache
+from graphpatch_notebook.execution.shapes import Inputs
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.execution.tracebacks import explain
@@ -47,7 +47,7 @@ class FrameRun:
 
     __slots__ = ("counts", "inputs", "plan")
 
-    def __init__(self, plan: FramePlan | None, inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})) -> None:
+    def __init__(self, plan: FramePlan | None, inputs: Inputs = ((), {})) -> None:
         self.plan = plan
         self.counts: dict[int, int] = {}
         self.inputs = inputs
@@ -349,11 +349,8 @@ class Run:
 
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
-        if isinstance(value, Tensor) and getattr(entry.target.spec, "shape", value.shape) != value.shape:
-            with self._unseen():
-                self._check_beside_cache(entry, value.shape)
         try:
-            patched = apply_entry(entry, value) if entry.restriction is None else self._apply_restricted(entry, value)
+            patched = apply_entry(entry, value, self._steps_for(entry), self._inputs_for(entry))
         except MissingChildError as missing:
             self.missing[id(entry)] = str(missing)
             return value
@@ -363,22 +360,22 @@ class Run:
         self.has_changed |= patched is not value
         return patched
 
-    def _check_beside_cache(self, entry: Entry, shape: torch.Size) -> None:
-        frame_run = self.stack[-1]
-        if frame_run.plan is None or frame_run.plan.frame is not entry.target.frame or entry.target.dig:
-            return
-        if all(patch.any_shape for patch in entry.patches) or entry.target.node.kind in ("input", "output"):
-            return
-        if (problem := problem_beside_cache(entry.target, shape, *frame_run.inputs)) is not None:
-            raise PatchShapeError(shape_text(entry.target, shape, problem))
-
-    def _apply_restricted(self, entry: Entry, value: Any) -> Any:
+    def _steps_for(self, entry: Entry) -> Steps | None:
+        """Returns what an entry for some steps or positions goes by; raises where this is no step that it is for."""
         steps = self.steps
+        if entry.restriction is None:
+            return None
         if steps is None:  # no call of the `PatchableGraph`, but backward
             raise GraphPatchError(_RECOMPUTED_STEP.format(path=entry.target.path))
         if not steps.admits(entry):
             raise HeldBackError
-        return apply_entry(entry, value, steps)
+        return steps
+
+    def _inputs_for(self, entry: Entry) -> Inputs | None:
+        """Returns the arguments of the frame that runs, if the entry stands on one of its ops."""
+        frame_run, target = self.stack[-1], entry.target
+        is_here = frame_run.plan is not None and frame_run.plan.frame is target.frame
+        return frame_run.inputs if is_here and target.node.kind == "op" and not target.dig else None
 
     def may_apply(self, entry: Entry) -> bool:
         """Whether an entry may have an effect at the current step of a generation."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,6 +24,10 @@ from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, Va
 _VIEWS = {"view", "reshape", "flatten", "unflatten"}
 _WITH_WEIGHTS = {"linear", "addmm"}
 _PERMUTATIONS = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "T", "mT", "t"}
+
+
+Inputs: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+"""The arguments of a `forward`, positional and by keyword."""
 
 
 def shape_problem(target: Target, shape: torch.Size) -> str | None:
@@ -41,16 +45,14 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
     return None
 
 
-def problem_beside_cache(
-    target: Target, shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str | None:
+def problem_beside_cache(target: Target, shape: torch.Size, inputs: Inputs) -> str | None:
     """Returns in words how `shape` differs, in a frame that is given an object such as a cache; `None` where it may.
 
     There, one step may do under a name what another one does not: pack the heads that share keys into the sequence,
     say. So a size may differ only if it was that of an input whose size differs too, or such a size times another.
     """
     frame = target.frame
-    given = [describe(given_input(frame.parameters, node.target, args, kwargs)) for node in frame.inputs()]
+    given = [describe(given_input(frame.parameters, node.target, *inputs)) for node in frame.inputs()]
     if not isinstance(target.spec, TensorSpec) or not any(map(_holds_object, given)):
         return None
     sizes = [pair for node, spec in zip(frame.inputs(), given, strict=True) for pair in _size_pairs(node.spec, spec)]

@@ -61,3 +61,14 @@ class Mlp(nn.Module):
 
 def x(*shape: int) -> Tensor:
     return torch.randn(*(shape or (3, 4)), generator=torch.Generator().manual_seed(0))
+
+
+class Numpy(nn.Module):
+    """Goes through numpy, which no graph sees, and calls a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.from_numpy(x.detach().numpy() * 2))

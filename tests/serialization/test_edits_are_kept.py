@@ -25,21 +25,10 @@ from graphpatch_notebook import (
     UnstoredFrameWarning,
     ZeroPatch,
 )
-from tests.serialization.files import Mlp, x
+from tests.serialization.files import Mlp, Numpy, x
 
 pytestmark = pytest.mark.filterwarnings("ignore:options that hold functions")
 Edit = Callable[[Any, nn.Module], None]
-
-
-class Numpy(nn.Module):
-    """Goes through numpy, which no graph sees, and calls a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.from_numpy(x.detach().numpy() * 2))
 
 
 class Around(nn.Module):

@@ -20,7 +20,7 @@ from graphpatch_notebook import (
     UnstoredFrameWarning,
     ZeroPatch,
 )
-from tests.serialization.files import Mlp, rewritten, x
+from tests.serialization.files import Mlp, Numpy, rewritten, x
 
 
 class Outer(nn.Module):
@@ -33,17 +33,6 @@ class Outer(nn.Module):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         hidden = self.opaque(torch.tanh(self.first(x)))
         return self.second(hidden * scale)
-
-
-class Numpy(nn.Module):
-    """Goes through numpy, which no graph sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.from_numpy(x.detach().numpy() * 2))
 
 
 def saved(model: nn.Module, folder: Path, *options: Any, match: str = "") -> tuple[PatchableGraph, Path]:
