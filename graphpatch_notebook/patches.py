@@ -24,6 +24,9 @@ TensorIndex: TypeAlias = Any
 """Anything that indexes a tensor: an int, a slice, `...`, `None`, a list or tensor of indices, a mask, or a tuple."""
 
 
+_NO_SLICES = "a slice cannot be taken of the number {!r}; drop slice="
+
+
 class _SetOnce:
     """A field that keeps what it was made with: contexts lay out, on entry, where a patch has an effect."""
 
@@ -128,6 +131,19 @@ def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | N
     return None
 
 
+def _slice_problem(index: TensorIndex, shape: torch.Size | None) -> str | None:
+    try:
+        dimensions = indexed_dimensions(index)
+    except TypeError as error:
+        return str(error)
+    if shape is None or dimensions <= len(shape):
+        return None
+    return (
+        f"slice {index!r} has {dimensions} dimensions, but the value recorded here has {len(shape)}: "
+        f"shape {tuple(shape)}"
+    )
+
+
 @dataclass(eq=False)
 class _SlicePatch(Patch[Any]):
     """A patch that writes into a slice of a tensor, or replaces a number."""
@@ -141,7 +157,7 @@ class _SlicePatch(Patch[Any]):
             return original_output
         if isinstance(original_output, (bool, int, float, complex)):
             if index is not None:
-                raise PatchValueError(f"a slice cannot be taken of the number {original_output!r}; drop slice=")
+                raise PatchValueError(_NO_SLICES.format(original_output))
             return self._number(original_output)
         raise PatchValueError(
             f"{type(self).__name__} needs a tensor or a number, but the value here is of type "
@@ -149,16 +165,8 @@ class _SlicePatch(Patch[Any]):
         )
 
     def problem(self, shape: torch.Size | None) -> str | None:
-        index = getattr(self, "slice", None)
-        try:
-            dimensions = indexed_dimensions(index)
-        except TypeError as error:
-            return str(error)
-        if shape is not None and dimensions > len(shape):
-            return (
-                f"slice {index!r} has {dimensions} dimensions, but the value recorded here has {len(shape)}: "
-                f"shape {tuple(shape)}"
-            )
+        if (problem := _slice_problem(getattr(self, "slice", None), shape)) is not None:
+            return problem
         value = getattr(self, "value", 0)
         if not isinstance(value, (Tensor, bool, int, float, complex)):
             return f"value must be a tensor or a number, not {type(value).__name__}; use value=torch.as_tensor(...)"
@@ -332,27 +340,63 @@ def _check_unchanged(value: Any, version: int | None) -> None:
 
 @dataclass(eq=False)
 class CustomPatch(Patch[Any]):
-    """Applies a function of your own.
+    """Applies a function of your own to the value, or to a slice of it.
 
     Args:
-        custom_op: From the value to what stands in for it.
+        custom_op: From the value to what stands in for it; with a slice, from `value[slice]` to what is written there.
         requires_clone: Whether `custom_op` may write into the value that it is given. `True` is safe; `False` saves
-            a copy for functions that only read.
+            a copy for functions that only read, and cannot be had together with a slice.
+        slice: What `custom_op` is for, as in `value[slice] = custom_op(value[slice])`; `None` for everything. It is
+            given a copy; what it returns is a tensor that broadcasts to the slice, or a number, and the dtype stays
+            that of the node.
 
     Example:
         >>> CustomPatch(custom_op=lambda t: t.flip(0)).op(torch.arange(3))
         tensor([2, 1, 0])
+        >>> CustomPatch(custom_op=lambda t: t.flip(0), slice=slice(1, None)).op(torch.arange(3))
+        tensor([0, 2, 1])
     """
 
     custom_op: Callable[[Any], Any]
     requires_clone: bool = field(default=True, kw_only=True)  # type: ignore[misc]  # here the user chooses
+    slice: TensorIndex = field(default=None, kw_only=True)
 
     def op(self, original_output: Any) -> Any:
-        return self.custom_op(original_output)
+        if self.slice is None:
+            return self.custom_op(original_output)
+        if not isinstance(original_output, Tensor):
+            if isinstance(original_output, (bool, int, float, complex)):
+                raise PatchValueError(_NO_SLICES.format(original_output))
+            raise PatchValueError(
+                f"a slice can only be taken of a tensor, but the value here is of type "
+                f"{type(original_output).__name__}; drop slice="
+            )
+        return self._written(original_output)
+
+    def _written(self, value: Tensor) -> Tensor:
+        try:
+            part = value[self.slice]
+        except (IndexError, RuntimeError) as error:
+            raise PatchValueError(f"slice {self.slice!r} of a value of shape {tuple(value.shape)}: {error}") from error
+        # A copy: what the function keeps for its gradient would be overwritten with its own result.
+        result = self.custom_op(part.clone())
+        try:
+            value[self.slice] = result
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(result)
+            raise PatchValueError(
+                f"custom_op returned {shown} for slice={self.slice!r}, which has shape {tuple(part.shape)}; it must "
+                f"return a tensor that broadcasts to that, or a number: {error}"
+            ) from error
+        return value
 
     def problem(self, shape: torch.Size | None) -> str | None:
         custom_op: Any = self.custom_op
-        return super().problem(shape) if callable(custom_op) else f"custom_op must be callable, not {custom_op!r}"
+        if not callable(custom_op):
+            return f"custom_op must be callable, not {custom_op!r}"
+        if self.slice is not None and not self.requires_clone:
+            return "what custom_op returns is written into the value: slice= needs requires_clone=True"
+        return _slice_problem(self.slice, shape) or super().problem(shape)
 
 
 def indexed_dimensions(index: TensorIndex) -> int:

@@ -53,8 +53,10 @@ def value() -> Tensor:
         (lambda s: ZeroPatch(slice=s), lambda old: torch.zeros_like(old)),
         (lambda s: AddPatch(value=2.5, slice=s), lambda old: old + 2.5),
         (lambda s: ReplacePatch(value=-1, slice=s), lambda old: torch.full_like(old, -1)),
+        (lambda s: CustomPatch(custom_op=lambda t: t.square() - 3, slice=s), lambda old: old.square() - 3),
+        (lambda s: CustomPatch(custom_op=lambda t: t.mul_(2), slice=s), lambda old: old * 2),
     ],
-    ids=["zero", "add", "replace"],
+    ids=["zero", "add", "replace", "custom", "custom-in-place"],
 )
 def test_slices_are_written_like_torch_writes_them(make, edit, index):
     patch, expected = make(index), value()
@@ -128,7 +130,15 @@ def test_numbers_keep_their_type(patch, number, expected):
     assert type(patched) is type(number)
 
 
-@pytest.mark.parametrize("patch", [ZeroPatch(slice=0), AddPatch(value=1, slice=0), ReplacePatch(value=1, slice=0)])
+@pytest.mark.parametrize(
+    "patch",
+    [
+        ZeroPatch(slice=0),
+        AddPatch(value=1, slice=0),
+        ReplacePatch(value=1, slice=0),
+        CustomPatch(custom_op=abs, slice=0),
+    ],
+)
 def test_a_number_has_no_slices(patch):
     with pytest.raises(PatchValueError, match="a slice cannot be taken of the number 3; drop slice="):
         patch.op(3)
@@ -170,6 +180,48 @@ def test_custom_patch():
     assert "custom_op must be callable, not 3" in CustomPatch(custom_op=3).problem(None)  # type: ignore[arg-type]
 
 
+def test_custom_patch_on_a_slice_is_given_a_copy_of_the_slice_alone():
+    seen, given = [], value()
+    patched = CustomPatch(custom_op=lambda t: seen.append(t) or t * 10, slice=(slice(None), -1)).op(given)
+    assert patched is given  # a clone, where the engine calls it: `requires_clone`
+    assert seen[0].tolist() == [4.0, 8.0, 12.0]
+    assert given[:, -1].tolist() == [40.0, 80.0, 120.0]
+    assert CustomPatch(custom_op=lambda t: 7, slice=0).op(value())[0].tolist() == [7.0] * 4  # it may give a number
+    with pytest.raises(TypeError):
+        CustomPatch(abs, 0)  # type: ignore[misc]  # by keyword only
+
+
+def test_custom_patch_on_a_slice_lets_gradients_through():
+    """The square keeps what it was given: that must not be the memory that its result is written to."""
+    source, factor = value().requires_grad_(), torch.tensor(3.0, requires_grad=True)
+    target = CustomPatch(custom_op=lambda t: t.square() * factor, slice=0).op(source * 2)
+    target.sum().backward()
+    assert factor.grad.item() == (2 * value()[0]).square().sum().item()
+    assert torch.equal(source.grad[0], 24 * value()[0])
+    assert source.grad[1:].tolist() == [[2.0] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("custom_op", "index", "message"),
+    [
+        (lambda t: t[:2], 0, r"returned a tensor of shape \(2,\) for slice=0, which has shape \(4,\); it must return"),
+        (lambda t: None, 0, "custom_op returned None for slice=0, which has shape"),
+        (lambda t: "text", (0, 1), r"custom_op returned 'text' for slice=\(0, 1\)"),
+        (abs, 3, r"slice 3 of a value of shape \(3, 4\): index 3 is out of bounds"),
+    ],
+)
+def test_custom_patch_says_what_does_not_fit_its_slice(custom_op, index, message):
+    with pytest.raises(PatchValueError, match=message):
+        CustomPatch(custom_op=custom_op, slice=index).op(value())
+
+
+def test_errors_of_a_custom_function_stay_its_own():
+    with pytest.raises(ZeroDivisionError):
+        CustomPatch(custom_op=lambda t: 1 / 0, slice=0).op(value())
+    with pytest.raises(PatchValueError, match="only be taken of a tensor, but the value here is of type str"):
+        CustomPatch(custom_op=len, slice=0).op("text")
+
+
 @pytest.mark.parametrize(
     ("patch", "clones", "observes"),
     [
@@ -180,6 +232,7 @@ def test_custom_patch():
         (RecordPatch(), False, True),
         (CustomPatch(custom_op=id), True, False),
         (CustomPatch(custom_op=id, requires_clone=False), False, False),
+        (CustomPatch(custom_op=id, slice=0), True, False),
     ],
 )
 def test_what_a_patch_does_to_the_value_that_it_is_given(patch, clones, observes):
@@ -218,6 +271,10 @@ def test_a_patch_of_ones_own():
         (AddPatch(value=1, slice={1}), "cannot index a tensor"),
         (AddPatch(value=1, slice=1.5), "slice 1.5 cannot index a tensor"),
         (AddPatch(value=[1, 2]), r"value must be a tensor or a number, not list; use value=torch.as_tensor\(...\)"),
+        (CustomPatch(custom_op=abs, slice=(0, 0, 0)), r"slice \(0, 0, 0\) has 3 dimensions, but .* \(3, 4\)"),
+        (CustomPatch(custom_op=abs, slice="a"), "slice 'a' cannot index a tensor"),
+        (CustomPatch(custom_op=abs, slice=0, requires_clone=False), "slice= needs requires_clone=True"),
+        (CustomPatch(custom_op=abs, slice=0, position_dim=1), "position_dim=1 says nothing without positions"),
         (ReplacePatch(value=None), "value must be a tensor or a number, not NoneType"),
     ],
 )

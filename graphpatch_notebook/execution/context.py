@@ -89,6 +89,8 @@ class ActiveContext:
         self.has_runs = False
         self.has_direct_calls = False
         self.awaits_backward = False
+        self.is_left = False
+        self.after_call: tuple[Callable[[], None], ...] = ()
         self.origin: object = None
 
 
@@ -99,7 +101,17 @@ _entered: list[ActiveContext] = []
 
 def innermost(owner: object) -> ActiveContext | None:
     """Returns the innermost active context of `owner` in this thread or task."""
-    return next((context for context in reversed(_active.get()) if context.owner is owner), None)
+    return next((context for context in reversed(_entered_here()) if context.owner is owner), None)
+
+
+def _entered_here() -> tuple[ActiveContext, ...]:
+    """Returns the active contexts of this thread or task, the innermost last.
+
+    A task that was started inside of a block keeps a copy of the variable, and with it the context, when the block
+    has ended: what was left stays left.
+    """
+    active = _active.get()
+    return tuple(context for context in active if not context.is_left) if active else active
 
 
 def enter(
@@ -119,6 +131,8 @@ def enter(
         is_strict |= outer.is_strict
     step_count = outer.step_count if outer is not None else StepCount()
     context = ActiveContext(owner, root, prepared, callers, is_strict, own, step_count)
+    if outer is not None:
+        context.after_call = outer.after_call
     try:
         context.watched = swap(prepared.watched)
         for module in prepared.with_patched_boundary:
@@ -135,6 +149,7 @@ def enter(
 
 def leave(context: ActiveContext) -> None:
     """Takes back what `enter` did."""
+    context.is_left = True
     _active.set(tuple(c for c in _active.get() if c is not context))
     _let_go(context)
     if context.awaits_backward:
@@ -165,13 +180,23 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     steps = Steps(plan.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
     run = Run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
     context.has_runs = True
+    outer = observer.get()
+    is_inside = isinstance(outer, Run) and outer.root is context.root  # of another call of the same object
     result = _observed(run, function, args, kwargs)
+    if context.is_left:
+        raise GraphPatchError(
+            "the patch context ended while this call ran in it, in another thread: some of its patches may be missing "
+            "in the result; wait for the thread before the end of the `with` block"
+        )
     context.awaits_backward |= run.is_checkpointed and run.has_changed and torch.is_grad_enabled()
     unfired = run.unfired()
     if steps is not None:
         unfired = steps.settle(unfired, run.fired)
     if unfired:
         _report(f"{_patches(unfired)} never fired during this call", unfired, context.is_strict, stacklevel=5)
+    if context.after_call and not is_inside:
+        for tell in context.after_call:
+            tell()
     return result
 
 
@@ -219,12 +244,13 @@ def _recomputing(module: Module) -> Run | None:
         _note_direct_call(module)
         return None
     # Backward may run in a thread of the autograd engine, which has no context of ours.
-    candidates = _active.get() or tuple(_entered)
+    here = _entered_here()
+    candidates = here or tuple(_entered)
     mine = [c for c in candidates if id(module) in c.prepared.watched_ids and c.has_runs]
     if not mine:
         return None
     context = mine[-1]
-    is_ambiguous = any(c.owner is not context.owner for c in mine) or (not _active.get() and len(mine) > 1)
+    is_ambiguous = any(c.owner is not context.owner for c in mine) or (not here and len(mine) > 1)
     if context.has_direct_calls or is_ambiguous:
         raise GraphPatchError(
             f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it cannot be told "
@@ -244,7 +270,7 @@ def _recomputing(module: Module) -> Run | None:
 def _note_direct_call(module: Module) -> None:
     if not torch.is_grad_enabled():
         return
-    for context in _active.get():
+    for context in _entered_here():
         if id(module) in context.prepared.watched_ids:
             context.has_direct_calls = True
 
@@ -253,18 +279,28 @@ forward_swap.unobserved = _recomputing
 
 
 class PatchContext:
-    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads."""
+    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads.
+
+    Attributes:
+        after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
+            the caller has the result; not for calls that such a call makes. Set it before the context is entered.
+    """
+
+    after_call: Callable[[], None] | None = None
 
     def __init__(self, activate: Callable[[], ActiveContext]) -> None:
         self._activate = activate
 
     def __enter__(self) -> None:
-        self._activate().origin = self
+        context = self._activate()
+        context.origin = self
+        if self.after_call is not None:
+            context.after_call = (*context.after_call, self.after_call)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        context = next(context for context in reversed(_active.get()) if context.origin is self)
+        context = next(context for context in reversed(_entered_here()) if context.origin is self)
         leave(context)
         if kind is None:
             report_idle(context)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook import CustomPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graph_modules import CompiledGraphModule, code_generations
 from graphpatch_notebook.graph_modules.build import build
@@ -133,6 +133,20 @@ def test_code_is_generated_once_for_each_set_of_patched_nodes() -> None:
         with pg.patch({"mul": ZeroPatch(), "x": ZeroPatch()}):
             pg(X)
     assert code_generations() - before == 3
+
+
+def test_a_function_on_a_slice_in_woven_code() -> None:
+    """Also of a value that the model writes in place."""
+    live = PatchableGraph(Mlp(), X)
+    woven = PatchableGraph(live._module, X)
+    woven._graph_module.recompile()
+    for path in ("hidden", "setitem", "mul", "up.bias", "output"):
+        patch = CustomPatch(custom_op=lambda value: value.cos(), slice=(..., slice(1, 2)))
+        with live.patch({path: patch}):
+            expected = live(X)
+        with woven.patch({path: patch}):
+            assert torch.equal(woven(X), expected), path
+        assert not torch.equal(woven(X), expected), path
 
 
 def test_woven_code_reads_like_the_graph() -> None:

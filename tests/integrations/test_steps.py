@@ -116,6 +116,27 @@ def test_positions_as_with_a_hook_that_counts(name: str, way: str, chosen: Any) 
     assert same(expected, found)
 
 
+def test_a_function_on_a_slice_at_some_steps_and_positions() -> None:
+    model, pg = captured("gpt2-sdpa")
+    attribute_path, path = PATHS["gpt2-sdpa"]
+
+    def change(t: Tensor, step: int, past: int) -> Tensor:
+        t = t.clone()
+        if step == 0:
+            t[:, 2, 8:] = t[:, 2, 8:].square()
+        t[1:] = t[1:] * 0.5 if step == 1 else t[1:]
+        return t
+
+    with hooked(model, attribute_path, change):
+        expected = generated(model)
+    patches = [
+        CustomPatch(custom_op=torch.square, slice=(..., slice(8, None)), positions=2),
+        CustomPatch(custom_op=lambda t: t.mul_(0.5), slice=slice(1, None), steps=1),
+    ]
+    with pg.patch({path: patches}):
+        assert same(expected, generated(pg))
+
+
 def test_positions_give_the_same_tokens_with_and_without_a_cache() -> None:
     _, pg = captured("llama-eager")
     with pg.patch({"model.layers_0.mlp.mul": ZeroPatch(positions=[1, LENGTH + 1])}):

@@ -129,6 +129,7 @@ def gpt2_patches() -> dict[str, Patch[Any]]:
         "transformer.h_0.mlp.act.mul_3": ZeroPatch(slice=(..., slice(0, 8))),
         "transformer.h_0.output": AddPatch(value=torch.linspace(-1, 1, 16)),
         "transformer.h_1.attn.c_attn.weight": CustomPatch(lambda weight: weight * 2),
+        "transformer.h_1.mlp.act.tanh": CustomPatch(lambda value: value.square(), slice=(..., slice(0, 8))),
         "transformer.h_1.attn.output|sub_0": ReplacePatch(value=0.5, slice=(0, 0)),
         "output|logits": AddPatch(value=1.0, slice=(..., 0)),
     }

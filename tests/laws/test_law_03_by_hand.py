@@ -26,12 +26,12 @@ def _flip(value: Tensor) -> Tensor:
 class EditedNewGELU(nn.Module):
     """The activation of GPT-2, line by line, with one of its values edited."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, flip: Edit = _flip) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.flip = name, flip
 
     def edit(self, name: str, value: Tensor) -> Tensor:
-        return _flip(value) if name == self.name else value
+        return self.flip(value) if name == self.name else value
 
     def forward(self, input: Tensor) -> Tensor:
         mul = self.edit("mul", 0.5 * input)
@@ -52,6 +52,27 @@ def test_the_activation_of_gpt2(name: str) -> None:
     with capture.pg.patch({f"transformer.h_0.mlp.act.{name}": CustomPatch(custom_op=_flip)}):
         found = run(capture.pg, capture.case.example())
     assert bit_equal(expected, found) is None
+
+
+def _flip_half(value: Tensor) -> Tensor:
+    result = value.clone()
+    result[:, 1:, :96] = _flip(value[:, 1:, :96])
+    return result
+
+
+@pytest.mark.parametrize("name", ["mul", "tanh", "mul_3"])
+def test_a_slice_in_the_activation_of_gpt2(name: str) -> None:
+    capture = Capture.of(case_by_name("gpt2-eager"))
+    capture.reference.transformer.h[0].mlp.act = EditedNewGELU(name, _flip_half)
+    patch = CustomPatch(custom_op=_flip, slice=(slice(None), slice(1, None), slice(None, 96)))
+    found = []
+    for model, patches in ((capture.reference, {}), (capture.pg, {f"transformer.h_0.mlp.act.{name}": patch})):
+        model.zero_grad()
+        with capture.pg.patch(patches):
+            output = run(model, capture.case.example())
+            output.logits.sum().backward()
+        found.append((output, {path: parameter.grad.clone() for path, parameter in model.named_parameters()}))
+    assert bit_equal(*found) is None
 
 
 @pytest.mark.parametrize(("layer", "part"), [(0, "query_states"), (1, "key_states"), (1, "value_states")])

@@ -1,0 +1,230 @@
+"""Patch contexts: who is told of calls in them, and what is left of them when their block has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from graphpatch_notebook import AddPatch, PatchableGraph, PatchNotFiredError, ProbePatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.errors import GraphPatchError
+from tests.zoo import case_by_name
+
+X = torch.linspace(-1, 1, 6).view(2, 3)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.between: Callable[[], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        if self.between is not None:
+            self.between()
+        return self.last(hidden * 2)
+
+
+@pytest.fixture
+def pg() -> PatchableGraph:
+    return PatchableGraph(Stack(), X)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+PATCHES = {"mul": AddPatch(1.0), "first.output": ReplacePatch(0.5, slice=0), "last.bias": ZeroPatch()}
+
+
+def expected_with_patches(pg: PatchableGraph) -> Tensor:
+    with pg.patch(PATCHES):
+        return pg(X)
+
+
+# -- told after each call ----------------------------------------------------------------------------------------------
+
+
+def test_told_after_each_call_with_its_results_there(pg: PatchableGraph) -> None:
+    probe, told = ProbePatch(), []
+    context = pg.patch({"mul": probe})
+    context.after_call = lambda: told.append((probe.activation, threading.current_thread()))
+    pg(X)
+    with context:
+        assert told == []
+        pg(X)
+        assert len(told) == 1
+        pg(X * 2)
+        pg._module(X)
+    pg(X)
+    assert [thread for _, thread in told] == [threading.current_thread()] * 2
+    assert torch.equal(told[0][0], torch.relu(pg._module.first(X)) * 2)
+    assert torch.equal(told[1][0], torch.relu(pg._module.first(X * 2)) * 2)
+
+
+def test_told_of_calls_in_inner_contexts_outer_first(pg: PatchableGraph) -> None:
+    told: list[str] = []
+    outer, inner = pg.patch({"mul": ZeroPatch()}), pg.patch({"x": ZeroPatch()})
+    outer.after_call, inner.after_call = (lambda: told.append("outer")), (lambda: told.append("inner"))
+    with outer:
+        with inner:
+            pg(X)
+        assert told == ["outer", "inner"]
+        with pg.patch({}):
+            pg(X)
+    assert told == ["outer", "inner", "outer"]
+
+
+def test_told_once_of_a_generation() -> None:
+    case = case_by_name("gpt2-eager")
+    call = case.example()
+    pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
+    told: list[int] = []
+    context = pg.patch({"transformer.h_0.output": ZeroPatch()})
+    context.after_call = lambda: told.append(1)
+    ids = torch.tensor([[5, 6, 7]])
+    with context:
+        pg.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert told == [1]
+
+
+def test_not_told_of_a_call_inside_a_call(pg: PatchableGraph) -> None:
+    told: list[int] = []
+    context = pg.patch({"first.output": ZeroPatch()})
+    context.after_call = lambda: told.append(1)
+
+    def call_again() -> None:
+        pg._module.between = None
+        pg(X)
+
+    with context:
+        pg._module.between = call_again
+        pg(X)
+    assert told == [1]
+
+
+def test_not_told_of_a_call_that_raised(pg: PatchableGraph) -> None:
+    told: list[int] = []
+    context = pg.patch({"first.output": ZeroPatch()}, strict=True)
+    context.after_call = lambda: told.append(1)
+    with context, pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pg(torch.ones(2, 4))
+    pg._module.forward = lambda x: x
+    with context, pytest.raises(PatchNotFiredError):
+        pg(X)
+    assert told == []
+
+
+def test_what_it_raises_goes_to_the_caller(pg: PatchableGraph) -> None:
+    context = pg.patch({"mul": ZeroPatch()})
+    context.after_call = lambda: next(iter(()))
+    with context, pytest.raises(StopIteration):
+        pg(X)
+    assert torch.equal(pg(X), pg._module(X))
+
+
+# -- contexts that were left -------------------------------------------------------------------------------------------
+
+
+def test_a_task_started_in_the_block_runs_unpatched_after_it(pg: PatchableGraph) -> None:
+    expected, plain = expected_with_patches(pg), pg._module(X)
+
+    async def work(block_has_ended: asyncio.Event) -> tuple[Tensor, Tensor]:
+        in_block = pg(X)
+        await block_has_ended.wait()
+        return in_block, pg(X)
+
+    async def cell() -> tuple[Tensor, Tensor]:
+        block_has_ended = asyncio.Event()
+        with pg.patch(PATCHES):
+            task = asyncio.create_task(work(block_has_ended))
+            await asyncio.sleep(0)
+        block_has_ended.set()
+        return await task
+
+    in_block, after = asyncio.run(cell())
+    assert torch.equal(in_block, expected)
+    assert torch.equal(after, plain)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_copied_context_sees_only_the_blocks_that_are_open(pg: PatchableGraph, is_inner: bool) -> None:
+    expected, plain = expected_with_patches(pg), pg._module(X)
+    inner = pg.patch({"mul": ZeroPatch()} if is_inner else {})
+    with pg.patch(PATCHES):
+        with inner:
+            copied = contextvars.copy_context()
+        assert torch.equal(copied.run(pg, X), expected)
+    assert torch.equal(copied.run(pg, X), plain)
+    # A block entered over there counts from nothing.
+    assert torch.equal(copied.run(expected_with_patches, pg), expected)
+    with pg.patch({"mul": ZeroPatch()}):
+        assert torch.equal(copied.run(pg, X), plain)
+    assert not pg._module._forward_hooks
+    assert "forward" not in pg._module.__dict__
+
+
+def test_the_same_context_object_entered_again_in_a_task_of_the_first_time(pg: PatchableGraph) -> None:
+    expected, plain = expected_with_patches(pg), pg._module(X)
+    context = pg.patch(PATCHES)
+    with context:
+        copied = contextvars.copy_context()
+
+    def again() -> tuple[Tensor, Tensor]:
+        with context:
+            inside = pg(X)
+        return inside, pg(X)
+
+    inside, after = copied.run(again)
+    assert torch.equal(inside, expected)
+    assert torch.equal(after, plain)
+
+
+def test_a_call_that_outlives_the_block_is_an_error(pg: PatchableGraph) -> None:
+    """In a thread that was given the context: its first half ran patched, its second half did not."""
+    is_running, block_has_ended = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_running.set()
+        assert block_has_ended.wait(10)
+
+    pg._module.between = wait
+    with ThreadPoolExecutor(1) as pool:
+        with pg.patch({"first.output": ZeroPatch(), "last.output": ZeroPatch()}):
+            call = pool.submit(contextvars.copy_context().run, pg, X)
+            assert is_running.wait(10)
+        block_has_ended.set()
+        with pytest.raises(GraphPatchError, match="context ended while this call ran in it, in another thread"):
+            call.result()
+
+
+def test_recomputation_after_the_block_takes_no_patches(pg: PatchableGraph) -> None:
+    """What runs again in backward belongs to no block that has ended."""
+
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    pg = PatchableGraph(Checkpointed(), X)
+    x = X.clone().requires_grad_()
+    with pg.patch({"last.output": AddPatch(1.0)}):
+        pg(x).sum().backward()
+        copied = contextvars.copy_context()
+    expected = torch.autograd.grad(pg._module(x).sum(), x)[0]
+    with pg.patch({"first.output": ZeroPatch()}):  # swaps the forward of what runs again over there
+        loss = copied.run(pg, x).sum()
+        found = copied.run(torch.autograd.grad, loss, x)[0]
+    assert torch.equal(found, expected)
