@@ -10,6 +10,11 @@ GraphPatchError
 ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
 ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
 ├── GraphError(RuntimeError)              a graph cannot be built, or cannot stand for its module
+├── SessionError(ValueError)              the chosen patches of a notebook cannot be changed or used like this
+│   ├── ChosenPatchError                  ... because a field of a chosen patch cannot be what it is
+│   ├── StaleEditError                    ... because somebody else changed them in the meantime
+│   ├── SessionFileError                  ... because the file with them cannot be read or written
+│   └── ExportError                       ... because Python code cannot say what they say
 └── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
     ├── UnstoredFrameError(RuntimeError)  a loaded graph was called where the file has no graph
     └── StoredFormError                   a loaded graph was given inputs of a form that it is no record of
@@ -92,6 +97,34 @@ class PatchNotFiredError(GraphPatchError, RuntimeError):
 
 class GraphError(GraphPatchError, RuntimeError):
     """A graph cannot be built, or cannot stand for its module."""
+
+
+class SessionError(GraphPatchError, ValueError):
+    """The chosen patches of a notebook cannot be changed, or used, like this; nothing was changed."""
+
+
+class ChosenPatchError(SessionError):
+    """A field of a chosen patch cannot be what it is.
+
+    Attributes:
+        field: The name of the field: `path`, `kind`, `slice`, `value`, ...
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class StaleEditError(SessionError):
+    """An edit of the chosen patches was based on a version of them that is not the last one any more."""
+
+
+class SessionFileError(SessionError):
+    """A file with chosen patches cannot be read, or would overwrite something else."""
+
+
+class ExportError(SessionError):
+    """The chosen patches cannot be written down as Python in this form."""
 
 
 class SerializationError(GraphPatchError, ValueError):

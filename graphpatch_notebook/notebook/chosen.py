@@ -1,0 +1,216 @@
+"""A chosen patch: what a user picked for one node, as text, to be resolved when a context is entered."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+from graphpatch_notebook.errors import ChosenPatchError
+from graphpatch_notebook.notebook.expressions import evaluate, parse_expression
+from graphpatch_notebook.notebook.slices import Bounds, SliceText, parse_slice
+from graphpatch_notebook.patches import (
+    AddPatch,
+    CustomPatch,
+    Patch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.selections import NAMED_STEPS
+
+Kind: TypeAlias = Literal["zero", "add", "replace", "probe", "record", "custom"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WITH_VALUE = {"add": "a number or a tensor", "replace": "a number or a tensor", "custom": "a function"}
+OBSERVING = frozenset({"probe", "record"})
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPatch:
+    """One patch that a user chose, as typed. Immutable.
+
+    Attributes:
+        path: The node path, with what it digs out of a container.
+        kind: `zero`, `add`, `replace`, `probe`, `record` or `custom`.
+        slice: What was typed between brackets; `None` for the whole value.
+        value: A Python expression: what to add or put there, or the function of a `custom` patch.
+        name: The variable that receives what a probe or record keeps.
+        is_enabled: Whether it is applied.
+        steps: The steps of a generation it is for: `prefill`, `decoding`, or numbers as in a slice (`0`, `2, 4`, `1:`).
+        positions: The positions in the sequence it is for, as numbers in the same way.
+        position_dim: Which dimension runs along the sequence, where that cannot be told.
+        any_shape: Apply it also to values of another rank or of other sizes than at capture.
+        number: What `#n` means in the notebook; given by the session.
+
+    Raises:
+        ChosenPatchError: A field cannot be what it is, or does not belong to this kind.
+
+    Example:
+        >>> chosen = ChosenPatch("h_0.mlp.output", "add", slice=":, -1", value="0.5 * steering")
+        >>> print(chosen)
+        add h_0.mlp.output[:, -1] 0.5 * steering
+    """
+
+    path: str
+    kind: Kind
+    slice: str | None = None
+    value: str | None = None
+    name: str | None = None
+    is_enabled: bool = True
+    steps: str | None = None
+    positions: str | None = None
+    position_dim: int | None = None
+    any_shape: bool = False
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
+        if self.kind not in KINDS:
+            close = nearest(self.kind, KINDS, 1)
+            raise ChosenPatchError(
+                "kind", f"there is no kind {self.kind!r}; nearest: {close[0]!r} of {', '.join(KINDS)}"
+            )
+        self._check_fields_of_kind()
+        for what, parse in (("slice", parse_slice), ("value", parse_expression), ("steps", parse_numbers)):
+            self._check_text(what, parse)
+        self._check_text("positions", parse_numbers)
+        if self.positions in NAMED_STEPS:
+            raise ChosenPatchError("positions", f"positions are numbers, not {self.positions!r}, which names steps")
+        if self.position_dim is not None and self.positions is None:
+            raise ChosenPatchError("position_dim", f"position_dim={self.position_dim} says nothing without positions")
+        if self.name is not None:
+            _check_variable(self.name)
+
+    def _check_fields_of_kind(self) -> None:
+        if self.kind in WITH_VALUE and self.value is None:
+            raise ChosenPatchError("value", f"{self.kind} needs a value: {WITH_VALUE[self.kind]}")
+        if self.kind not in WITH_VALUE and self.value is not None:
+            raise ChosenPatchError("value", f"{self.kind} takes no value, but {self.value!r} was given")
+        if self.kind in OBSERVING and self.name is None:
+            raise ChosenPatchError("name", f"{self.kind} needs the name of a variable to put the activation in")
+        if self.kind not in OBSERVING and self.name is not None:
+            raise ChosenPatchError("name", f"{self.kind} puts nothing in a variable, but {self.name!r} was named")
+
+    def _check_text(self, what: str, parse: Any) -> None:
+        text = getattr(self, what)
+        if text is None:
+            return
+        try:
+            parsed = parse(text)
+        except ValueError as error:
+            raise ChosenPatchError(what, str(error)) from None
+        object.__setattr__(self, what, parsed if isinstance(parsed, str) else str(parsed))
+
+    @property
+    def index(self) -> SliceText | None:
+        """The slice, parsed."""
+        return None if self.slice is None else parse_slice(self.slice)
+
+    def restrictions(self) -> dict[str, Any]:
+        """Returns those fields of a `Patch` that say when and where it is applied, if they are set."""
+        found: dict[str, Any] = {}
+        if self.any_shape:
+            found["any_shape"] = True
+        for what in ("steps", "positions"):
+            if (text := getattr(self, what)) is not None:
+                found[what] = text if text in NAMED_STEPS else _numbers(parse_slice(text))
+        if self.position_dim is not None:
+            found["position_dim"] = self.position_dim
+        return found
+
+    def patch(self, namespace: dict[str, Any]) -> Patch[Any]:
+        """Returns the patch, with values and slices looked up in the user's `namespace`.
+
+        The slice of a probe or record is not in it: `taken` applies it.
+
+        Raises:
+            Exception: Whatever the value's expression raises.
+        """
+        index = None if self.index is None else self.index.index(namespace)
+        value = None if self.value is None else evaluate(self.value, namespace, f"value of patch #{self.number}")
+        more = self.restrictions()
+        if self.kind == "zero":
+            return ZeroPatch(slice=index, **more)
+        if self.kind == "add":
+            return AddPatch(value=value, slice=index, **more)  # type: ignore[arg-type]
+        if self.kind == "replace":
+            return ReplacePatch(value=value, slice=index, **more)  # type: ignore[arg-type]
+        if self.kind == "custom":
+            return CustomPatch(custom_op=value, slice=index, **more)  # type: ignore[arg-type]
+        return ProbePatch(**more) if self.kind == "probe" else RecordPatch(**more)
+
+    def taken(self, patch: Patch[Any], namespace: Mapping[str, Any]) -> Any:
+        """Returns what a probe or record kept, its slice taken: what its variable receives.
+
+        `None` for a probe that never fired.
+        """
+        if isinstance(patch, RecordPatch):
+            return [self._part(value, namespace) for value in patch.activations]
+        assert isinstance(patch, ProbePatch)
+        return None if patch.activation is None else self._part(patch.activation, namespace)
+
+    def _part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
+        return value if self.index is None else value[self.index.index(namespace)]
+
+    def __str__(self) -> str:
+        brackets = "" if self.slice is None else f"[{self.slice}]"
+        words = [self.kind, f"{self.path}{brackets}", self.value or self.name or "", *self.options()]
+        return " ".join(word for word in words if word)
+
+    def options(self) -> list[str]:
+        """Returns the rest of what was typed, as options of the magic: `--steps decoding`, ..."""
+        texts = [
+            f"--{what} {_quoted(text)}" for what in ("steps", "positions") if (text := getattr(self, what)) is not None
+        ]
+        dim = [] if self.position_dim is None else [f"--position-dim {self.position_dim}"]
+        return [*texts, *dim, *(["--any-shape"] if self.any_shape else [])]
+
+    def numbered(self, number: int) -> ChosenPatch:
+        """Returns the same patch under another number."""
+        return replace(self, number=number)
+
+
+def parse_numbers(text: str) -> str:
+    """Returns numbers as typed (`3`, `2, 40`, `1:`, `prefill`), in their usual spelling.
+
+    Raises:
+        ValueError: They are none.
+    """
+    stripped = text.strip()
+    if stripped in NAMED_STEPS:
+        return stripped
+    typed = parse_slice(stripped)
+    is_list = all(isinstance(part, int) for part in typed.parts)
+    is_range = len(typed.parts) == 1 and isinstance(typed.parts[0], Bounds)
+    if typed.names or not (is_list or is_range):
+        raise ValueError(f"{text!r} are no whole numbers; write 3, or 2, 40, or 1:5")
+    return str(typed)
+
+
+def _numbers(typed: SliceText) -> int | slice | list[int]:
+    parts = typed.index({})
+    return list(parts) if isinstance(parts, tuple) else parts
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if " " in text else text
+
+
+def _check_type(what: str, value: Any, annotation: str) -> None:
+    kinds = {"str": str, "Kind": str, "bool": bool, "int": int, "None": type(None)}
+    allowed = tuple(kinds[word.strip()] for word in annotation.split("|"))
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise ChosenPatchError(what, f"{what} must be {annotation.replace('Kind', 'str')}, not {value!r}")
+
+
+def _check_variable(name: str) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ChosenPatchError("name", f"{name!r} cannot be the name of a variable")
+    if name.startswith("_") or hasattr(builtins, name):
+        kind = "begins with an underscore, as IPython's own do" if name.startswith("_") else "is a builtin of Python"
+        raise ChosenPatchError("name", f"{name!r} {kind}: choose another name for the variable")

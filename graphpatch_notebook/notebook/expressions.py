@@ -1,0 +1,92 @@
+"""Values as users type them: Python expressions, kept as text, evaluated only when a context is entered."""
+
+from __future__ import annotations
+
+import ast
+import symtable
+import textwrap
+from typing import Any
+
+
+def parse_expression(text: str) -> str:
+    """Returns the text of an expression, without the space around it. Nothing is evaluated.
+
+    Raises:
+        ValueError: It is no Python expression.
+
+    Example:
+        >>> parse_expression(" 0.5 * steering[2] ")
+        '0.5 * steering[2]'
+    """
+    stripped = text.strip()
+    if not stripped:
+        raise ValueError("a value is empty; write a number, the name of a variable, or a Python expression")
+    try:
+        tree = _parsed(stripped)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ValueError(f"{text!r} is no Python expression ({reason}); to write spaces, quote the value") from None
+    if any(isinstance(node, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)) for node in ast.walk(tree)):
+        raise ValueError(f"{text!r}: a value cannot await, yield or assign; do that in a cell, and name the variable")
+    return stripped
+
+
+def evaluate(text: str, namespace: dict[str, Any], title: str) -> Any:
+    """Returns the value of an expression in the user's namespace.
+
+    Args:
+        text: What `parse_expression` returned.
+        namespace: The user's variables. Used as it is, so that functions in the expression find theirs.
+        title: Stands for the file name in tracebacks.
+    """
+    return eval(compile(_parsed(text), f"<{title}>", "eval"), namespace)
+
+
+def as_argument(text: str) -> str:
+    """Returns the expression as it can stand as one argument of a call, unchanged where that is possible.
+
+    Example:
+        >>> as_argument("a + b"), as_argument("1, 2"), as_argument("1 # one")
+        ('a + b', '(1, 2)', '1')
+    """
+    for candidate in (text, f"({text})"):
+        if "\n" in text or _argument(candidate) != ast.dump(_parsed(text).body):
+            continue
+        return candidate
+    return ast.unparse(_parsed(text).body)
+
+
+def _argument(source: str) -> str | None:
+    """Returns what Python reads where `source` stands as the last argument of a call on one line."""
+    try:
+        call = ast.parse(f"_(_, _={source}, __=0)", mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    is_one = isinstance(call, ast.Call) and len(call.args) == 1 and [k.arg for k in call.keywords] == ["_", "__"]
+    return ast.dump(call.keywords[0].value) if is_one else None  # type: ignore[attr-defined]
+
+
+def free_names(source: str) -> list[str]:
+    """Returns the global names that a piece of Python uses but does not bind, sorted; builtins included.
+
+    Example:
+        >>> free_names("x = f(lambda a: a + b)")
+        ['b', 'f']
+    """
+    top = symtable.symtable(textwrap.dedent(source), "<source>", "exec")
+    used, bound = set(), set()
+    tables = [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is top and (symbol.is_assigned() or symbol.is_imported()):
+                bound.add(symbol.get_name())
+            elif symbol.is_referenced() and (table is top or symbol.is_global()):
+                used.add(symbol.get_name())
+    return sorted(used - bound)
+
+
+def _parsed(text: str) -> ast.Expression:
+    # On a line of its own: what ends the expression early (a comment, a parenthesis) ends it for Python, too.
+    return ast.parse(text, mode="eval")

@@ -1,0 +1,251 @@
+"""Slices as people type them between brackets: `:, -1, 3:5, ...` (text only; nothing is evaluated).
+
+":, tok, 3:5"                   text
+  -> SliceText                  parsed by `ast`, checked            (`parse_slice`)
+  -> (slice(None), 7, ...)      with the variables' values          (`SliceText.index`)
+  -> "(slice(None), tok, ...)"  as Python source                    (`SliceText.source`)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from graphpatch_notebook.patches import indexed_dimensions
+
+_WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A part with colons, `start:stop:step`."""
+
+    start: Atom
+    stop: Atom
+    step: Atom
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The name of a variable."""
+
+    id: str
+
+
+Atom: TypeAlias = "int | Name | None"
+Part: TypeAlias = "Atom | Bounds | tuple[int | Name, ...] | type(Ellipsis)"  # type: ignore[valid-type]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceText:
+    """A slice that was typed.
+
+    Attributes:
+        parts: What stands between the commas. A list of integers is a tuple here.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The variables that it names, each once, in order."""
+        return tuple(dict.fromkeys(name.id for part in self.parts for name in _names(part)))
+
+    def index(self, namespace: Mapping[str, Any]) -> Any:
+        """Returns what indexes a tensor: one part, or a tuple of several.
+
+        Raises:
+            NameError: A variable is not in `namespace`.
+        """
+        parts = tuple(_value(part, namespace) for part in self.parts)
+        return parts[0] if len(parts) == 1 else parts
+
+    def source(self) -> str:
+        """Returns the index as Python source, for where brackets cannot stand.
+
+        Example:
+            >>> parse_slice(":, -1, 3:, ...").source()
+            '(slice(None), -1, slice(3, None), ...)'
+        """
+        parts = [_source(part) for part in self.parts]
+        return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        return ", ".join(map(_text, self.parts))
+
+
+def parse_slice(text: str) -> SliceText:
+    """Returns what was typed between brackets.
+
+    Raises:
+        ValueError: It is no slice, in words.
+
+    Example:
+        >>> str(parse_slice(":,-1 , start:"))
+        ':, -1, start:'
+    """
+    if not text.strip():
+        raise ValueError("a slice is empty; for everything, leave the brackets out")
+    try:
+        # In parentheses a line may end anywhere, and the text cannot close the brackets that it is put in.
+        index = ast.parse(f"_[\n{text}\n]", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"{text!r} is no slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
+    if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name) and index.value.id == "_"):
+        raise ValueError(f"{text!r} is no slice; write {_WHAT_A_SLICE_IS}, with commas between")
+    inside = index.slice
+    parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
+    if not parts:
+        raise ValueError("a slice is empty; for everything, leave the brackets out")
+    found = SliceText(tuple(_part(part, text) for part in parts))
+    if sum(part is Ellipsis for part in found.parts) > 1:
+        raise ValueError(f"{text!r} has more than one `...`; write `:` for single dimensions")
+    return found
+
+
+def _part(node: ast.expr, text: str) -> Part:
+    if isinstance(node, ast.Constant) and node.value is Ellipsis:
+        return Ellipsis
+    if isinstance(node, ast.Slice):
+        bounds = Bounds(*(None if n is None else _atom(n, text) for n in (node.lower, node.upper, node.step)))
+        if isinstance(bounds.step, int) and bounds.step < 1:
+            raise ValueError(f"{text!r}: torch takes no slices with a step of {bounds.step}; steps are 1 or more")
+        return bounds
+    if isinstance(node, ast.List) and node.elts:
+        atoms = tuple(_atom(n, text) for n in node.elts)
+        if None not in atoms:
+            return atoms
+    return _atom(node, text)
+
+
+def _atom(node: ast.expr, text: str) -> Atom:
+    if isinstance(node, ast.Name):
+        return Name(node.id)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _atom(node.operand, text)
+        if isinstance(value, int):
+            return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.Constant) and (node.value is None or type(node.value) is int):
+        return node.value
+    raise ValueError(f"{ast.unparse(node)!r} in the slice {text!r} is not possible: write {_WHAT_A_SLICE_IS}")
+
+
+def _names(part: Part) -> Iterator[Name]:
+    atoms = (part.start, part.stop, part.step) if isinstance(part, Bounds) else part
+    for atom in atoms if isinstance(atoms, tuple) else (atoms,):
+        if isinstance(atom, Name):
+            yield atom
+
+
+def _value(part: Part, namespace: Mapping[str, Any]) -> Any:
+    if isinstance(part, Bounds):
+        return slice(*(_value(atom, namespace) for atom in (part.start, part.stop, part.step)))
+    if isinstance(part, tuple):
+        return [_value(atom, namespace) for atom in part]
+    if isinstance(part, Name):
+        if part.id not in namespace:
+            raise NameError(f"name {part.id!r} is not defined")
+        return namespace[part.id]
+    return part
+
+
+def _source(part: Part) -> str:
+    if isinstance(part, Bounds):
+        bounds = [_source(part.start), _source(part.stop)]
+        if part.step is not None:
+            bounds.append(_source(part.step))
+        return "slice(None)" if bounds == ["None", "None"] else f"slice({', '.join(bounds)})"
+    return _text(part)
+
+
+def _text(part: Part) -> str:
+    if part is Ellipsis:
+        return "..."
+    if isinstance(part, Bounds):
+        ends = [*(("" if atom is None else _text(atom)) for atom in (part.start, part.stop, part.step))]
+        return ":".join(ends if ends[2] else ends[:2])
+    if isinstance(part, tuple):
+        return f"[{', '.join(map(_text, part))}]"
+    return part.id if isinstance(part, Name) else repr(part)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Against what was recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """What a slice takes out of a value of a known shape.
+
+    Attributes:
+        shape: The shape of the part; `None` where it depends on variables.
+        warning: What may be wrong, in words, though inputs of other sizes may make it right.
+    """
+
+    shape: tuple[int, ...] | None
+    warning: str | None = None
+
+
+def sliced_shape(typed: SliceText, shape: torch.Size) -> Sliced:
+    """Returns what `typed` takes out of a value of the recorded `shape`.
+
+    Raises:
+        ValueError: It has more dimensions than the value.
+
+    Example:
+        >>> sliced_shape(parse_slice(":, -1, 3:5"), torch.Size([2, 4, 8]))
+        Sliced(shape=(2, 2), warning=None)
+    """
+    used = indexed_dimensions(tuple(0 if isinstance(part, Name) else _stand_in(part) for part in typed.parts))
+    if used > len(shape):
+        raise ValueError(
+            f"slice [{typed}] has {used} dimensions, but the value recorded here has {len(shape)}: shape {tuple(shape)}"
+        )
+    warnings, parts = [], []
+    for part, size in zip(typed.parts, _sizes(typed.parts, shape), strict=True):
+        inside, warning = _within(part, size, str(typed), tuple(shape))
+        parts.append(inside)
+        warnings += [warning] if warning else []
+    if typed.names:
+        return Sliced(None, next(iter(warnings), None))
+    sliced = torch.empty(shape, device="meta")[tuple(parts)]
+    return Sliced(tuple(sliced.shape), next(iter(warnings), None))
+
+
+def _stand_in(part: Part) -> Any:
+    return slice(None) if isinstance(part, Bounds) else [0] * len(part) if isinstance(part, tuple) else part
+
+
+def _sizes(parts: tuple[Part, ...], shape: torch.Size) -> list[int | None]:
+    """Returns, for each part, the size of the dimension that it indexes; `None` where it indexes none."""
+    after = parts[parts.index(Ellipsis) + 1 :] if Ellipsis in parts else ()
+    before = parts[: len(parts) - len(after) - (Ellipsis in parts)]
+    front = iter(shape)
+    sizes = [None if part is None else next(front) for part in before]
+    count = sum(part is not None for part in after)
+    back = iter(shape[len(shape) - count :])
+    return sizes + [None] * (Ellipsis in parts) + [None if part is None else next(back) for part in after]
+
+
+def _within(part: Part, size: int | None, text: str, shape: tuple[int, ...]) -> tuple[Any, str | None]:
+    """Returns the part as an index that the recorded shape has, and what is to be said if that is another one."""
+    if size is None or isinstance(part, Name) or part is Ellipsis or part is None:
+        return (None if part is None else ... if part is Ellipsis else 0), None
+    beyond = (
+        f"beyond the size recorded here: [{text}] of shape {shape}; inputs of the example's sizes have no such part"
+    )
+    if isinstance(part, Bounds):
+        if any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
+            return slice(None), None
+        inside = slice(part.start, part.stop, part.step)
+        return inside, None if size == 0 or range(*inside.indices(size)) else f"{_text(part)} is {beyond}"
+    atoms = part if isinstance(part, tuple) else (part,)
+    missing = [atom for atom in atoms if isinstance(atom, int) and not -size <= atom < size]
+    warning = f"index {missing[0]} is {beyond}" if missing else None
+    if isinstance(part, tuple):
+        return ([0] * len(part) if size else []), warning
+    return (0 if missing and size else part if size else slice(0)), warning
