@@ -6,12 +6,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch._compile
 import torch.fx
 import torch.fx._pytree
 import torch.utils._pytree
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def is_in_backward() -> bool:
@@ -141,6 +145,15 @@ def compiled_code_runs_eagerly() -> AbstractContextManager[None]:
     """
     set_stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Returns `function` such that `torch.compile` breaks its graph there and runs it as it was written.
+
+    `torch._compile._disable_dynamo`: torch 2.1 to 2.13. The public `torch.compiler.disable` imports dynamo at once,
+    which takes as long as torch itself. Told by: tests/integrations/test_torch_compile.py, tests/test_packaging.py.
+    """
+    return torch._compile._disable_dynamo(function)
 
 
 def is_module_call(code: CodeType) -> bool:

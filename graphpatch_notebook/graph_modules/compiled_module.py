@@ -9,7 +9,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, final
 
-import torch
 from torch import fx
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList
@@ -30,7 +29,7 @@ from graphpatch_notebook.graph_modules.running import RunningGraph, run_as
 from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.graph_modules.weaving import patches_from, weave
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.torch_compat import is_tracing, tracing_paused
+from graphpatch_notebook.torch_compat import is_tracing, never_compiled, tracing_paused
 
 _build_lock = threading.RLock()
 
@@ -301,7 +300,7 @@ def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
     return [*here, *(graph for callee in graph_module.callees() for graph in own_graphs(callee))]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _examined(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compares this graph and all below it with their modules, before a compiler sees them: whether it is equal."""
     verify(graph_module, args, kwargs)
