@@ -84,17 +84,16 @@ class NodeMap(Mapping[str, NodeMeta]):
 
     def __init__(self, root: Frame) -> None:
         self._root = root
-        self._entries: dict[str, _Entry | NodeMeta] | None = None
+        self._entries: dict[str, _Entry] | None = None
+        self._metas: dict[str, NodeMeta] = {}
 
     def __getitem__(self, path: object) -> NodeMeta:
         text = str(path)
-        entry = self._built().get(text)
-        if entry is None:
-            text = self._canonical(text)
-            entry = self._built()[text]
-        if isinstance(entry, NodeMeta):
-            return entry
-        meta = self._built()[text] = _meta(text, *entry)
+        meta = self._metas.get(text)
+        if meta is None:
+            entry = self._entries.get(text) if self._entries is not None else None
+            meta = self._found(text) if entry is None else _meta(text, *entry)
+            meta = self._metas[text] = self._metas.setdefault(meta.path, meta)
         return meta
 
     def __iter__(self) -> Iterator[str]:
@@ -111,31 +110,31 @@ class NodeMap(Mapping[str, NodeMeta]):
         shown = ", ".join(f"{path!r}: {self[path].value}" for path in few) + (", ..." if len(self) > len(few) else "")
         return f"<{type(self).__name__} of {type(self._root.module).__name__}, {len(self):,} nodes: {{{shown}}}>"
 
-    def _built(self) -> dict[str, _Entry | NodeMeta]:
+    def _built(self) -> dict[str, _Entry]:
         if self._entries is None:
-            entries: dict[str, _Entry | NodeMeta] = {}
+            entries: dict[str, _Entry] = {}
             _add_entries(self._root, "", entries)
             self._entries = entries
         return self._entries
 
-    def _canonical(self, text: str) -> str:
-        """Returns how the map writes a path that was written in another way."""
+    def _found(self, text: str) -> NodeMeta:
+        # By walking down: whoever looks one path up does not wait for a list of all.
         try:
-            resolve(self._root, text)
+            target = resolve(self._root, text)
         except Unresolvable as problem:
             raise UnknownPathError(problem.message) from None
         parsed = parse_path(text)
         path = format_path(parsed.names, parsed.dig)
-        if path not in self._built():
+        if all(dig for dig, _ in leaves(target.spec)):
             raise UnknownPathError(f"the value recorded at {path!r} is neither a tensor nor a number: it has no entry")
-        return path
+        return _meta(path, target.frame, target.node, format_path(parsed.names[:-1]), target.spec)
 
 
 _Entry: TypeAlias = "tuple[Frame, Node, str, ValueSpec]"
 """What a `NodeMeta` is made from when somebody asks for it: frame, node, path of the frame, spec of the leaf."""
 
 
-def _add_entries(frame: Frame, frame_path: str, entries: dict[str, _Entry | NodeMeta]) -> None:
+def _add_entries(frame: Frame, frame_path: str, entries: dict[str, _Entry]) -> None:
     prefix = f"{frame_path}." if frame_path else ""
     for node in frame.nodes:
         if node.kind == "call":
