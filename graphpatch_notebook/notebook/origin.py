@@ -26,9 +26,10 @@ class Origin:
     def __post_init__(self) -> None:
         if not self.graph.isidentifier():
             raise SessionError(f"{self.graph!r} cannot be the name of a variable")
-        for call in (self.model and f"({self.model})", self.arguments is not None and f"_({self.arguments})"):
-            if call and not _is_expression(call):
-                raise SessionError(f"{call!r} is no Python expression")
+        if self.model is not None and _parsed(self.model) is None:
+            raise SessionError(f"{self.model!r} is no Python expression")
+        if self.arguments is not None and not _is_call_of_name(_parsed(f"_({self.arguments})")):
+            raise SessionError(f"{self.arguments!r} are no arguments of a call")
 
     @property
     def names(self) -> set[str]:
@@ -37,9 +38,13 @@ class Origin:
         return {self.graph, *free_names(call)}
 
 
-def _is_expression(text: str) -> bool:
+def _parsed(text: str) -> ast.expr | None:
     try:
-        ast.parse(text, mode="eval")
+        return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+        return None
+
+
+def _is_call_of_name(node: ast.expr | None) -> bool:
+    # Not `f(a) + f(b)` nor `f(a)(b)`, which texts with parentheses in them can make of it.
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
