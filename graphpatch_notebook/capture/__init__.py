@@ -1,7 +1,7 @@
 """Capture: a model and example inputs in, a hierarchy of frames out.
 
 recorder.py         the run: a function mode (torch calls) over swapped forwards (module calls: forward_swap.py)
-frame_recorder.py   one frame: which value belongs to which node
+frame_recorder.py   one frame: which value belongs to which node; frame_count.py: how many are done, to be shown
 records.py          what is kept: frames, nodes, call sites
 decompositions.py   the steps of composite functions, for those that the options say to open
 call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called

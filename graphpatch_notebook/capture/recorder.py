@@ -16,6 +16,7 @@ from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import Decomposition, chosen
+from graphpatch_notebook.capture.frame_count import frame_count
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.identity import alias
@@ -48,6 +49,7 @@ class Recorder(TorchFunctionMode):
         self.failures: list[tuple[Frame, BaseException]] = []
         self.muted = 0
         self.depth = 0
+        self.count = frame_count.get()
 
     def __enter__(self) -> Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -197,6 +199,8 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self.stack.pop()
+        if self.count is not None:
+            self.count.frames += 1
         with self.mute():
             return self._leave(parent, frame, output)
 
