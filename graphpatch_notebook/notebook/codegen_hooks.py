@@ -1,0 +1,188 @@
+"""Chosen patches as a script on plain forward hooks of torch, without graphpatch. Pure text: nothing runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.expressions import as_argument
+from graphpatch_notebook.notebook.hook_functions import Script, function_lines, takes_kwargs
+from graphpatch_notebook.notebook.hook_places import HookPlan, hook_plans
+from graphpatch_notebook.notebook.origin import Origin
+from graphpatch_notebook.notebook.session import ChosenPatches
+from graphpatch_notebook.notebook.source_code import SourceCode
+from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, indented, lines, text_literal
+from graphpatch_notebook.notebook.source_names import Names, Needs, as_name, in_order, last_words, user_names
+from graphpatch_notebook.notebook.source_parts import (
+    as_value,
+    call_arguments,
+    enabled_of,
+    is_name,
+    is_plain,
+    left_out,
+    needed_by,
+    result_lines,
+    unknown_inputs,
+)
+
+_VERBS = {"zero": "zero", "add": "add_to", "replace": "replace", "probe": "keep", "record": "keep", "custom": "change"}
+_MODULES = ("copy", "inspect", "torch")
+
+
+def hooks_source(chosen: ChosenPatches, origin: Origin, root: Frame) -> SourceCode:
+    """Returns a script that does what the enabled patches do by forward hooks on the model.
+
+    Run where there are the names that its first line lists, it gives the numbers of
+    `with pg.patch(session.resolve(...).patch_map)`, bit for bit, or raises: a module that is not called as often as in
+    the example is an error.
+
+    Args:
+        chosen: The patches.
+        origin: How the user made the graph.
+        root: The root frame of its capture.
+
+    Raises:
+        ExportError: No patch is enabled, or hooks cannot do what some of them do: the message names these, and what to
+            patch instead.
+    """
+    return _HooksExport(enabled_of(chosen), origin, root).source(len(chosen.patches))
+
+
+class _HooksExport:
+    """One export in the hooks form."""
+
+    def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame) -> None:
+        self.patches = patches
+        self.origin = origin
+        probes = {str(patch.name) for patch in patches}
+        self.arguments = call_arguments(origin, root, probes)
+        self.plans = hook_plans(patches, root, self.arguments, knows_call=origin.arguments is not None)
+        self.names = Names({*user_names(patches, origin), *in_order(self.arguments.expression)})
+        self.model = str(origin.model).strip() if is_name(origin.model) else self._name_of_model(probes)
+        torch = "torch" if "torch" in self.needed().imports else None
+        self.script = Script(self.names, self.names.free("calls"), self.names.free("kept"), {}, torch)
+        self.counter = self.names.free("Counter")
+        self.hoisted: dict[int, str] = {}
+        for patch in patches:
+            if patch.value is not None:
+                self.script.values[patch.number] = self._value(patch)
+        self.functions = {self.names.free(_function_name(plan)): plan for plan in self.plans}
+
+    def _name_of_model(self, probes: set[str]) -> str:
+        # Values such as `model.lm_head.weight[3]` mean the very same model.
+        return "model" if self.origin.model is None and "model" not in probes else self.names.free("model")
+
+    def _value(self, patch: ChosenPatch) -> str:
+        source = as_value(patch)
+        if is_plain(source) or (patch.kind == "custom" and _is_dotted(source)):
+            return source
+        name = self.hoisted[patch.number] = self.names.free(as_name(*last_words(patch.path), "value"))
+        return name
+
+    def needed(self) -> Needs:
+        """Returns what the script needs."""
+        first = [self.model] if self.origin.model is None or is_name(self.origin.model) else []
+        made = [] if first else [str(self.origin.model)]
+        return needed_by(self.patches, first, [*made, self.arguments.expression])
+
+    def source(self, count: int) -> SourceCode:
+        """Returns all of the script; `count` patches were chosen, enabled or not."""
+        functions = [function_lines(plan, name, self.script) for name, plan in self.functions.items()]
+        head = [*self.needed().comment(), *left_out(count - len(self.patches)), *self._imports()]
+        sections = [[*head, "", *self._preparations()], *self.script.helpers(), *functions]
+        text = "\n\n\n".join("\n".join(section) for section in [*sections, self._run()])
+        return SourceCode(text + "\n")
+
+    def _imports(self) -> list[str]:
+        statements = {
+            what: f"import {what}" + ("" if (name := self.script.use(what)) == what else f" as {name}")
+            for what in _MODULES
+            if what in self.script.used
+        }
+        alias = "" if self.counter == "Counter" else f" as {self.counter}"
+        torch = statements.pop("torch", None)
+        standard = [*statements.values(), f"from collections import Counter{alias}"]
+        return [*standard, *(["", torch] if torch else [])]
+
+    def _preparations(self) -> list[str]:
+        found: list[str] = []
+        if self.origin.model is not None and not is_name(self.origin.model):
+            found.append(f"{self.model} = {as_argument(self.origin.model)}")
+        found += [
+            f"{self.hoisted[patch.number]} = {as_value(patch)}"
+            for patch in self.patches
+            if patch.number in self.hoisted
+        ]
+        found.append(f"{self.script.calls} = {self.counter}()")
+        if any(patch.kind in OBSERVING for patch in self.patches):
+            records = tuple(f"{text_literal(str(p.name))}: []" for p in self.patches if p.kind == "record")
+            found += lines(Group(f"{self.script.kept} = {{", records, "}"))
+        return found
+
+    def _run(self) -> list[str]:
+        hooks, hook = self.names.free("hooks"), self.names.free("hook")
+        result = self.names.free("output", "result")
+        body = [line for name, plan in self.functions.items() for line in self._registration(hooks, name, plan)]
+        call = lines(Group(f"{result} = {self.model}(", self.arguments.sources, ")"), width=WIDTH - 4)
+        body += [*unknown_inputs(self.origin), *call]
+        kept = {
+            patch.number: f"{self.script.kept}[{text_literal(str(patch.name))}]"
+            for patch in self.patches
+            if patch.kind in OBSERVING
+        }
+        results = result_lines(self.patches, kept)
+        return [
+            f"{hooks} = []",
+            "try:",
+            *indented(body),
+            "finally:",
+            f"    for {hook} in {hooks}:",
+            f"        {hook}.remove()",
+            "",
+            *self._check(),
+            *([""] if results else []),
+            *results,
+        ]
+
+    def _registration(self, hooks: str, name: str, plan: HookPlan) -> list[str]:
+        module = f"{self.model}.get_submodule({text_literal(plan.module_path)})" if plan.module_path else self.model
+        if plan.side == "output":
+            handle = Group(f"{module}.register_forward_hook(", (name,), ")")
+        else:
+            options = ("with_kwargs=True",) if takes_kwargs(plan) else ()
+            handle = Group(f"{module}.register_forward_pre_hook(", (name, *options), ")")
+        flat = f"{hooks}.append({handle})"
+        if columns(flat) <= WIDTH - 4:
+            return [flat]
+        return [f"{hooks}.append(", *indented(lines(handle, width=WIDTH - 8)), ")"]
+
+    def _check(self) -> list[str]:
+        """Returns the statements that raise if a module was not called as often as in the example."""
+        expected = self.names.free("expected")
+        counts = tuple(f"{text_literal(name)}: {plan.count}" for name, plan in self.functions.items())
+        message = f'f"the hooks ran {{dict({self.script.calls})}} times, not {{{expected}}}"'
+        return [
+            *lines(Group(f"{expected} = {{", counts, "}")),
+            f"if {self.script.calls} != {expected}:",
+            *indented(lines(Group("raise RuntimeError(", (message,), ")"), width=WIDTH - 4)),
+        ]
+
+
+def _function_name(plan: HookPlan) -> str:
+    """Returns what a hook does, in a name."""
+    verbs = {_VERBS[patch.kind] for edit in plan.edits for patch in edit.patches}
+    verb = verbs.pop() if len(verbs) == 1 else "patch"
+    paths: Sequence[str] = list(dict.fromkeys(edit.target.path for edit in plan.edits))
+    if len(paths) == 1:
+        return f"{verb}_{as_name(*last_words(paths[0]))}"
+    inside = plan.edits[0].target.frame.attribute_path_from_root.split(".")[-2:]
+    return f"{verb}_{as_name(*inside) if any(inside) else 'model'}_{plan.side}"
+
+
+def _is_dotted(source: str) -> bool:
+    node = ast.parse(source, mode="eval").body
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)

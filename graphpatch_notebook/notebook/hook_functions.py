@@ -1,0 +1,380 @@
+"""The hook functions of an exported script, line by line, as a person would write them.
+
+def zero_h_0_mlp(module, args, output):
+    calls["zero_h_0_mlp"] += 1
+    output = output.clone()
+    output[:, -1] = 0
+    return output
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.hook_places import Edit, Form, HookPlan
+from graphpatch_notebook.notebook.source_layout import indented, text_literal
+from graphpatch_notebook.notebook.source_names import Names, as_name
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, key_text, plain_dict_key
+
+_HELPERS = {
+    "number_like": [
+        "def {number_like}(old, new):",
+        '    """Returns `new` as a number of the type of `old`."""',
+        "    if isinstance(old, {torch}.Tensor):",
+        '        raise TypeError("a tensor came up where the example had a number")',
+        "    return type(old)({plain_number}(new))",
+    ],
+    "plain_number": [
+        "def {plain_number}(value):",
+        "    return value.item() if isinstance(value, {torch}.Tensor) else value",
+    ],
+    "copied": [
+        "def {copied}(value):",
+        "    return value.clone() if isinstance(value, {torch}.Tensor) else value",
+    ],
+    "with_item": [
+        "def {with_item}(container, key, value):",
+        '    """Returns a shallow copy of a container with another value at `key`."""',
+        "    result = {copy}.copy(container)",
+        "    result[key] = value",
+        "    return result",
+    ],
+    "with_field": [
+        "def {with_field}(container, name, value):",
+        '    """Returns a shallow copy of an object with another value in a field."""',
+        "    result = {copy}.copy(container)",
+        "    object.__setattr__(result, name, value)",
+        "    return result",
+    ],
+}
+_USES = {
+    "number_like": ("torch", "plain_number"),
+    "plain_number": ("torch",),
+    "copied": ("torch",),
+    "with_item": ("copy",),
+    "with_field": ("copy",),
+}
+
+
+@dataclass(slots=True)
+class Script:
+    """The names that the functions share.
+
+    Attributes:
+        names: All names at the top of the script.
+        calls: The variable that counts how often each function was called.
+        kept: The variable that holds what probes and records keep.
+        values: The source of the value of each patch, by its number.
+        torch: What the module `torch` is called.
+        used: The helpers and imported modules that are used.
+    """
+
+    names: Names
+    calls: str
+    kept: str
+    values: dict[int, str]
+    torch: str | None = None
+    used: set[str] = field(default_factory=set)
+    _shared: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # All of them, used or not: no variable of a function may hide one that another line of it needs.
+        self._shared = {what: self.names.free(what) for what in (*_HELPERS, "copy", "inspect")}
+        self._shared["torch"] = self.torch or self.names.free("torch")
+        if self.torch is not None:
+            self.used.add("torch")
+
+    def use(self, what: str) -> str:
+        """Returns the name of a helper or of an imported module, which then is part of the script."""
+        if what not in self.used:
+            self.used.add(what)
+            for other in _USES.get(what, ()):
+                self.use(other)
+        return self._shared[what]
+
+    def helpers(self) -> list[list[str]]:
+        """Returns the functions that are used, each as lines."""
+        return [[line.format(**self._shared) for line in _HELPERS[what]] for what in _HELPERS if what in self.used]
+
+
+def function_lines(plan: HookPlan, name: str, script: Script) -> list[str]:
+    """Returns a hook function as lines."""
+    return _Function(plan, name, script).lines()
+
+
+def takes_kwargs(plan: HookPlan) -> bool:
+    """Whether a hook before `forward` needs the keyword arguments."""
+    return any(edit.form is not None and edit.form.name is not None for edit in plan.edits)
+
+
+class _Function:
+    def __init__(self, plan: HookPlan, name: str, script: Script) -> None:
+        self.plan = plan
+        self.name = name
+        self.script = script
+        self.names = script.names.inner()
+        self.module, self.args = self.names.free("module"), self.names.free("args")
+        self.kwargs = self.names.free("kwargs") if plan.side == "inputs" else ""
+        self.output = self.names.free("output") if plan.side == "output" else ""
+        self.has_changed = False
+
+    def lines(self) -> list[str]:
+        own = f"{self.script.calls}[{text_literal(self.name)}]"
+        body = [f"{own} += 1"]
+        for index, edits in sorted(self.plan.calls.items()):
+            block = [line for edit in edits for line in self._edit(edit)]
+            body += block if self.plan.count == 1 else [f"if {own} == {index + 1}:", *indented(block)]
+        return [f"def {self.name}({', '.join(self._parameters())}):", *indented(self._with_return(body))]
+
+    def _parameters(self) -> list[str]:
+        if self.plan.side == "output":
+            return [self.module, self.args, self.output]
+        return [self.module, self.args, *([self.kwargs] if takes_kwargs(self.plan) else [])]
+
+    def _with_return(self, body: list[str]) -> list[str]:
+        if not self.has_changed:
+            return body
+        if self.plan.side == "inputs" and takes_kwargs(self.plan):
+            return [*body, f"return {self.args}, {self.kwargs}"]
+        result = self.output or self.args
+        if body[-1].startswith(f"{result} = "):
+            return [*body[:-1], f"return {body[-1].removeprefix(f'{result} = ')}"]
+        return [*body, f"return {result}"]
+
+    # -- one value ---------------------------------------------------------------------------------------------------
+
+    def _edit(self, edit: Edit) -> list[str]:
+        """Returns the statements that read a value, do what the patches say, and put it back."""
+        spec = edit.target.node.spec if edit.form is None else _spec_of_input(edit)
+        found: list[str] = []
+        if edit.form is None:
+            whole = self.output
+        else:
+            whole, found = self._read(edit)
+        source = whole
+        for key, inside in _path_of(spec, edit.dig):
+            source = _child(source, key, inside)
+        variable = self.output if not edit.dig and edit.form is None else self._variable(edit, whole)
+        value = _Value(source, variable, edit, self.script)
+        for patch in edit.patches:
+            value.apply(patch)
+        found += value.lines
+        if not value.is_changed:
+            return found
+        self.has_changed = True
+        rebuilt = self._rebuilt(whole, list(_path_of(spec, edit.dig)), value.source)
+        if edit.form is not None:
+            return [*found, *self._write(edit.form, rebuilt)]
+        if rebuilt != self.output:
+            found.append(f"{self.output} = {rebuilt}")
+        elif any(patch.kind == "custom" and patch.slice is None for patch in edit.patches):
+            # For torch, a hook that returns None says that nothing is changed.
+            message = text_literal(f"{edit.target.path}: the function returned None")
+            found += [f"if {self.output} is None:", f"    raise TypeError({message})"]
+        return found
+
+    def _variable(self, edit: Edit, whole: str) -> str:
+        if whole.isidentifier() and not edit.dig:
+            return whole
+        last = key_text(edit.target.dig[-1]) if edit.target.dig else str(edit.target.node.target)
+        return self.names.free(as_name(last))
+
+    def _read(self, edit: Edit) -> tuple[str, list[str]]:
+        """Returns the source of an input, and the statements before it."""
+        form = edit.form
+        assert form is not None
+        by_name = self._by_name(edit, form)
+        if form.name is None:
+            return f"{self.args}[{form.position}]", []
+        if form.position is None or form.is_sure:
+            return by_name, []
+        variable = self.names.free(as_name(form.name))
+        by_position = f"{self.args}[{form.position}] if len({self.args}) > {form.position}"
+        return variable, [f"{variable} = {by_position} else {by_name}"]
+
+    def _by_name(self, edit: Edit, form: Form) -> str:
+        if form.name is None:
+            return ""
+        key = text_literal(form.name)
+        if not form.has_default:
+            return f"{self.kwargs}[{key}]"
+        if form.default is None:
+            return f"{self.kwargs}.get({key})"
+        if type(form.default) in (bool, int, str) or (type(form.default) is float and form.default - form.default == 0):
+            literal = text_literal(form.default) if isinstance(form.default, str) else repr(form.default)
+            return f"{self.kwargs}.get({key}, {literal})"
+        signature = f"{self.script.use('inspect')}.signature({self.module}.forward)"
+        return f"{self.kwargs}.get({key}, {signature}.parameters[{key}].default)"
+
+    def _write(self, form: Form, source: str) -> list[str]:
+        """Returns the statements that give an input another value."""
+        positional, by_name = "", ""
+        if form.position is not None:
+            before = [f"*{self.args}[:{form.position}]"] if form.position else []
+            items = [*before, source, f"*{self.args}[{form.position + 1} :]".replace("[1 :]", "[1:]")]
+            positional = f"{self.args} = ({', '.join(items)})"
+        if form.name is not None:
+            by_name = f"{self.kwargs} = {{**{self.kwargs}, {text_literal(form.name)}: {source}}}"
+        if form.name is None or form.position is None:
+            return [positional or by_name]
+        return [f"if len({self.args}) > {form.position}:", f"    {positional}", "else:", f"    {by_name}"]
+
+    def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> str:
+        """Returns the source of `whole` with `new` at the end of `path`, where the containers on the way are copies."""
+        if not path:
+            return new
+        (key, spec), *rest = path
+        inner = self._rebuilt(_child(whole, key, spec), rest, new)
+        return _replaced(whole, key, spec, inner, self.script.use)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Patches as statements
+
+
+class _Value:
+    """A value on its way through the patches.
+
+    Attributes:
+        source: The source of what it is now.
+        variable: The variable to put it in when it changes.
+        lines: The statements so far.
+        is_changed: Whether it is another object than before.
+    """
+
+    def __init__(self, source: str, variable: str, edit: Edit, script: Script) -> None:
+        self.source = source
+        self.variable = variable
+        self.lines: list[str] = []
+        self.is_changed = False
+        self._edit = edit
+        self._script = script
+        self._is_own = False
+        spec = edit.target.spec
+        self._is_number = isinstance(spec, ScalarSpec) and spec.is_number
+        self._is_tensor = isinstance(spec, TensorSpec)
+
+    def apply(self, patch: ChosenPatch) -> None:
+        """Adds the statements of one patch."""
+        if patch.kind in OBSERVING:
+            self._keep(patch)
+        elif patch.kind == "custom":
+            self._custom(patch, self._script.values[patch.number])
+        elif self._is_number:
+            self._number(patch, self._script.values.get(patch.number, "0"))
+        else:
+            self._write(patch, self._script.values.get(patch.number, "0"))
+
+    def _keep(self, patch: ChosenPatch) -> None:
+        place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
+        # What the model writes into later is kept as it was.
+        is_copied = self._edit.target.node.is_mutated_later and self._is_tensor
+        source = f"{self.source}.clone()" if is_copied else self.source
+        self.lines.append(f"{place}.append({source})" if patch.kind == "record" else f"{place} = {source}")
+        self._is_own = False
+
+    def _assign(self, source: str) -> None:
+        if source != self.variable:
+            self.lines.append(f"{self.variable} = {source}")
+        self.source = self.variable
+        self.is_changed = True
+
+    def _own(self) -> None:
+        if not self._is_own:
+            self._assign(f"{self.source}.clone()")
+            self._is_own = True
+
+    def _write(self, patch: ChosenPatch, value: str) -> None:
+        self._own()
+        part = f"{self.variable}[{patch.slice or '...'}]"
+        if patch.kind == "add":
+            self.lines.append(f"{part if patch.slice else self.variable} += {value}")
+        else:
+            self.lines.append(f"{part} = {value}")
+
+    def _custom(self, patch: ChosenPatch, function: str) -> None:
+        called = f"({function})" if function.startswith("lambda") else function
+        if patch.slice is not None:
+            self._own()
+            part = f"{self.variable}[{patch.slice}]"
+            self.lines.append(f"{part} = {called}({part}.clone())")
+            return
+        if self._is_tensor:
+            given = self.source if self._is_own else f"{self.source}.clone()"
+        else:
+            given = f"{self._script.use('copied')}({self.source})"
+        self._assign(f"{called}({given})")
+        self._is_own = False
+
+    def _number(self, patch: ChosenPatch, value: str) -> None:
+        like = self._script.use("number_like")
+        if patch.kind == "add":
+            value = f"{self.source} + {self._script.use('plain_number')}({value})"
+        self._assign(f"{like}({self.source}, {value})")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Containers
+
+
+def _spec_of_input(edit: Edit) -> ValueSpec:
+    """Returns the spec of what the form of an input leads to: one item of `*args` or `**kwargs`, or all of it."""
+    spec = edit.target.node.spec
+    for key in edit.target.dig[: len(edit.target.dig) - len(edit.dig)]:
+        assert isinstance(spec, ContainerSpec)
+        spec = next(child for _, other, child in spec.children if other == key)
+    return spec
+
+
+def _path_of(spec: ValueSpec, dig: tuple[Any, ...]) -> list[tuple[Any, ContainerSpec]]:
+    """Returns each key with the container that it leads into."""
+    found: list[tuple[Any, ContainerSpec]] = []
+    for key in dig:
+        assert isinstance(spec, ContainerSpec)
+        found.append((key, spec))
+        spec = next(child for _, other, child in spec.children if other == key)
+    return found
+
+
+def _is_sequence(spec: ContainerSpec) -> bool:
+    return issubclass(spec.type, (tuple, list))
+
+
+def _is_object(spec: ContainerSpec) -> bool:
+    return dataclasses.is_dataclass(spec.type) and not issubclass(spec.type, (dict, OrderedDict))
+
+
+def _child(source: str, key: Any, spec: ContainerSpec) -> str:
+    if not isinstance(key, str) or _is_sequence(spec):
+        return f"{source}[{_literal(plain_dict_key(key))}]"
+    is_attribute = dataclasses.is_dataclass(spec.type) and key.isidentifier()
+    return f"{source}.{key}" if is_attribute else f"{source}[{text_literal(key)}]"
+
+
+def _literal(key: Any) -> str:
+    return text_literal(key) if isinstance(key, str) else repr(key)
+
+
+def _replaced(source: str, key: Any, spec: ContainerSpec, child: str, use: Callable[[str], str]) -> str:
+    kind = spec.type
+    if _is_sequence(spec):
+        if (names := getattr(kind, "_fields", None)) is not None:
+            return f"{source}._replace({names[key]}={child})"
+        before = [f"*{source}[:{key}]"] if key else []
+        after = [] if key == len(spec.children) - 1 else [f"*{source}[{key + 1}:]"]
+        items = ", ".join([*before, child, *after])
+        if kind is list:
+            return f"[{items}]"
+        comma = "," if len(before) + len(after) == 0 else ""
+        return f"({items}{comma})" if kind is tuple else f"type({source})(({items}{comma}))"
+    plain = plain_dict_key(key)
+    if _is_object(spec):
+        return f"{use('with_field')}({source}, {_literal(plain)}, {child})"
+    if kind is dict:
+        return f"{{**{source}, {_literal(plain)}: {child}}}"
+    return f"{use('with_item')}({source}, {_literal(plain)}, {child})"

@@ -1,0 +1,292 @@
+"""What of the chosen patches plain forward hooks can do, and where: which module, which side, which call.
+
+ChosenPatch -> Target (`resolution`) -> Edit, in the HookPlan of its module     or a sentence: why hooks cannot
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure
+from graphpatch_notebook.capture.tensor_sources import registered_modules
+from graphpatch_notebook.errors import ExportError
+from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.source_names import Arguments
+from graphpatch_notebook.notebook.source_parts import by_path
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.torch_compat import is_compiled
+from graphpatch_notebook.values import key_text, leaves, plain_dict_key
+
+Side: TypeAlias = Literal["inputs", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a call gives an input, if that is known.
+
+    Attributes:
+        position: Where it stands among the positional arguments, if it may.
+        name: Its name among the keyword arguments, if it may be there.
+        is_sure: Whether it is where `position` says, or else where `name` says, in each call like the example's.
+        has_default: Whether the call may leave it out.
+        default: Its default.
+    """
+
+    position: int | None
+    name: str | None
+    is_sure: bool
+    has_default: bool = False
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The patches on one value, in one call of a module.
+
+    Attributes:
+        target: The value.
+        patches: What is done with it, in order.
+        dig: The keys that lead to it, from the input or the output.
+        form: How the call gives the input; `None` for an output.
+    """
+
+    target: Target
+    patches: tuple[ChosenPatch, ...]
+    dig: tuple[Any, ...]
+    form: Form | None
+
+
+@dataclass(slots=True)
+class HookPlan:
+    """What one hook does.
+
+    Attributes:
+        module_path: The module, as `get_submodule` of the model takes it.
+        side: Which hook it is: the one before `forward`, or the one after.
+        count: How often the module is called in one run of the model.
+        calls: What is done in which of these calls, from zero.
+    """
+
+    module_path: str
+    side: Side
+    count: int
+    calls: dict[int, list[Edit]] = field(default_factory=dict)
+
+    @property
+    def edits(self) -> list[Edit]:
+        """All that it does, by call."""
+        return [edit for _, edits in sorted(self.calls.items()) for edit in edits]
+
+
+def hook_plans(
+    patches: Sequence[ChosenPatch], root: Frame, arguments: Arguments, *, knows_call: bool
+) -> list[HookPlan]:
+    """Returns the hooks that do what the patches do.
+
+    Args:
+        patches: The patches.
+        root: The root frame of the capture.
+        arguments: The arguments of the call of the model.
+        knows_call: Whether that is how it is called, rather than a suggestion.
+
+    Raises:
+        ExportError: Hooks cannot do what some of them do; the message names them all.
+    """
+    problems: list[str] = list(_problems_of_graph(root))
+    order = _CallOrder(root)
+    plans: dict[tuple[int, Side], HookPlan] = {}
+    for path, on_path in by_path(patches).items():
+        try:
+            target = resolve(root, path)
+        except Unresolvable as problem:
+            problems.append(problem.message)
+            continue
+        found = list(_problems(target, on_path, root))
+        problems += found
+        if found:
+            continue
+        side: Side = "output" if target.node.kind == "output" else "inputs"
+        module = target.frame.module
+        plan = plans.setdefault(
+            (id(module), side), HookPlan(str(module_path(root.module, target.frame)), side, order.count(module))
+        )
+        edit = _edit(target, tuple(on_path), root, arguments if knows_call else None)
+        plan.calls.setdefault(order.index(target.frame, side), []).append(edit)
+    if problems:
+        more = "the graphpatch form can do it" if len(problems) == 1 else "the graphpatch form can do them all"
+        raise ExportError(f"hooks cannot do this: {'; '.join(problems)} ({more})")
+    return list(plans.values())
+
+
+def module_path(root: Module, frame: Frame) -> str | None:
+    """Returns the name by which `get_submodule` of the root finds the module of a frame; `None` where it does not."""
+    candidates = [frame.attribute_path_from_root]
+    candidates += [path for path, module in registered_modules(root) if module is frame.module]
+    return next((path for path in candidates if _submodule(root, path) is frame.module), None)
+
+
+def _submodule(root: Module, path: str) -> Module | None:
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+class _CallOrder:
+    """In which order the frames of a module begin, and end: a module may call itself."""
+
+    def __init__(self, root: Frame) -> None:
+        self._frames: dict[Side, list[Frame]] = {"inputs": list(root.walk()), "output": list(_ends(root))}
+
+    def _of(self, module: Module, side: Side) -> list[Frame]:
+        return [frame for frame in self._frames[side] if frame.module is module]
+
+    def count(self, module: Module) -> int:
+        return len(self._of(module, "inputs"))
+
+    def index(self, frame: Frame, side: Side) -> int:
+        return next(i for i, other in enumerate(self._of(frame.module, side)) if other is frame)
+
+
+def _ends(frame: Frame) -> Iterator[Frame]:
+    for call in frame.calls():
+        if call.frame is not None:
+            yield from _ends(call.frame)
+    yield frame
+
+
+def _edit(target: Target, patches: tuple[ChosenPatch, ...], root: Frame, arguments: Arguments | None) -> Edit:
+    if target.node.kind == "output":
+        return Edit(target, patches, target.dig, None)
+    frame = target.frame
+    index, parameter = next((i, p) for i, p in enumerate(frame.parameters) if p.name == target.node.target)
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        return Edit(target, patches, target.dig[1:], Form(index + int(target.dig[0]), None, True))
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return Edit(target, patches, target.dig[1:], Form(None, str(target.dig[0]), True))
+    return Edit(target, patches, target.dig, _form(frame, index, parameter, arguments if frame is root else None))
+
+
+def _form(frame: Frame, index: int, parameter: InputParameter, arguments: Arguments | None) -> Form:
+    if arguments is not None:
+        positional, keywords = arguments.positional, arguments.keywords
+    elif frame.call is not None:
+        positional, keywords = len(frame.call.args), frozenset(frame.call.kwargs)
+    else:
+        positional, keywords = None, frozenset()
+    may_be_positional = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    may_be_keyword = parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    if positional is not None and may_be_positional and index < positional:
+        return Form(index, None, True)
+    if parameter.name in keywords and may_be_keyword:
+        return Form(None, parameter.name, True)
+    has_default = parameter.default is not inspect.Parameter.empty
+    return Form(
+        index if may_be_positional else None,
+        parameter.name if may_be_keyword else None,
+        not (may_be_positional and may_be_keyword),
+        has_default,
+        parameter.default if has_default else None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What hooks cannot do
+
+
+def _problems_of_graph(root: Frame) -> Iterator[str]:
+    own = next((frame for frame in root.walk() if frame.has_own_graph), None)
+    if own is not None:
+        where = format_path(own.path) or "the whole model"
+        yield f"{where!r} runs as a graph (edited, custom, or from a file), and hooks run the model's own code"
+    compiled = next((frame for frame in root.walk() if is_compiled(frame.module)), None)
+    if compiled is not None:
+        where = format_path(compiled.path) or "the whole model"
+        yield f"{where!r} is compiled, and its patched run is not: the last bits would differ"
+
+
+def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> Iterator[str]:
+    title = f"{'#' + str(patches[0].number) + ' ' if patches[0].number else ''}{target.path!r}"
+    node, frame = target.node, target.frame
+    if any(patch.steps is not None or patch.positions is not None for patch in patches):
+        yield f"{title} has steps or positions, which a hook does not know: choose a part with a slice instead"
+    if node.kind == "op":
+        kind = f"an operation ({node.op}) inside of {type(frame.module).__name__}, which hooks do not see"
+        yield f"{title} is {kind}; nearest: {_nearest_boundary(target)!r}"
+    elif node.kind not in ("input", "output"):
+        near = _boundary_paths(frame, frame.output_node)
+        instead = f"; what is made of it is in {near[0]!r}" if near else ""
+        yield f"{title} is a {node.kind}, and hooks see inputs and outputs only{instead}"
+    if module_path(root.module, frame) is None:
+        yield f"{title}: this {type(frame.module).__name__} is no registered submodule: a hook cannot be put on it"
+    elif isinstance(frame.module, torch.jit.ScriptModule):
+        yield f"{title}: this is a TorchScript module, which takes no hooks"
+    elif (layer := _fused_layer(frame)) is not None:
+        where = format_path(layer.path) or "the model"
+        yield f"{title}: a hook here switches the fused kernel of {where!r} off: the last bits would differ"
+    keys = [plain_dict_key(key) for key in target.dig]
+    if odd := next((key for key in keys if not _is_literal(key)), None):
+        yield f"{title}: the key {odd!r} has no literal in Python"
+
+
+def _is_literal(key: Any) -> bool:
+    return key is None or type(key) in (bool, int, str, bytes) or (type(key) is tuple and all(map(_is_literal, key)))
+
+
+def _fused_layer(frame: Frame | None) -> Frame | None:
+    while frame is not None and not isinstance(frame.module, torch.nn.TransformerEncoderLayer):
+        frame = frame.parent
+    return frame
+
+
+def _nearest_boundary(target: Target) -> str:
+    """Returns a path at the boundary of a module where the value of an op is, or else what becomes of it."""
+    frame, node = target.frame, target.node
+    for dig in _places_of(node, frame.output):
+        return format_path((*frame.path, frame.output_node.name), map(key_text, dig))
+    for call in frame.calls():
+        if call.frame is None:
+            continue
+        for dig in _places_of(node, (call.args, call.kwargs)):
+            if (name := _input_name(call.frame, dig)) is not None:
+                return format_path((*call.frame.path, name))
+    return next(iter(_boundary_paths(frame, frame.output_node)), format_path((*frame.path, "output")))
+
+
+def _input_name(frame: Frame, place: tuple[Any, ...]) -> str | None:
+    """Returns the input of a frame that takes what stands at `place` in (args, kwargs) as a whole."""
+    if len(place) != 2:
+        return None
+    _, key = place
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    plain = [parameter.name for parameter in frame.parameters if parameter.kind not in variadic]
+    if isinstance(key, int):
+        return plain[key] if key < len(plain) else None
+    return key if key in plain else None
+
+
+def _places_of(node: Node, value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields the keys that lead to the whole value of `node`, in a structure over `Ref`s."""
+    if isinstance(value, Ref):
+        if value.node is node and not value.dig:
+            yield ()
+    elif isinstance(value, Structure):
+        for key, child in value.children:
+            yield from ((key, *rest) for rest in _places_of(node, child))
+    elif isinstance(value, (tuple, list)):
+        for index, child in enumerate(value):
+            yield from ((index, *rest) for rest in _places_of(node, child))
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from ((key, *rest) for rest in _places_of(node, child))
+
+
+def _boundary_paths(frame: Frame, node: Node) -> list[str]:
+    return [format_path((*frame.path, node.name), dig) for dig, _ in leaves(node.spec)]

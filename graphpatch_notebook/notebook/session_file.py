@@ -1,0 +1,260 @@
+"""Sessions as files: the chosen patches as JSON that people can read, and edit.
+
+    {
+      "schema": "graphpatch-session",
+      "version": 1,
+      "origin": {"graph": "pg", "model": "model", "arguments": "ids"},
+      "patches": [
+        {"path": "h_0.mlp.output", "kind": "zero", "slice": ":, -1"},
+        {"path": "h_1.output", "kind": "probe", "name": "hidden", "enabled": false}
+      ]
+    }
+
+A patch has the fields of `ChosenPatch` (`enabled` for `is_enabled`), but no number: those come from the order. Fields
+that say nothing are left out. `origin` tells people what the graph was made from; `null` stands for what is not known.
+Nothing in a file is ever evaluated by reading it: values are texts until a patch context is entered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError
+from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.origin import Origin
+from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.paths import nearest
+
+SCHEMA = "graphpatch-session"
+VERSION = 1
+MOST_PATCHES = 10_000
+_MOST_BYTES = 32 * 2**20
+_MOST_PROBLEMS = 20
+
+_FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
+del _FIELDS["number"]
+_REQUIRED = [name for name, field in _FIELDS.items() if field.default is MISSING]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def dumps(session: Session) -> str:
+    """Returns the chosen patches of a session, and where its graph came from, as JSON."""
+    origin = {field.name: getattr(session.origin, field.name) for field in fields(Origin)}
+    head = f'"schema": {_json(SCHEMA)},\n  "version": {VERSION},\n  "origin": {_json(origin)},\n  "patches": '
+    entries = [f"    {_json(_entry(patch))}" for patch in session.chosen.patches]
+    patches = "[\n" + ",\n".join(entries) + "\n  ]" if entries else "[]"
+    return "{\n  " + head + patches + "\n}\n"
+
+
+def _entry(patch: ChosenPatch) -> dict[str, Any]:
+    values = {name: getattr(patch, field.name) for name, field in _FIELDS.items()}
+    return {name: value for name, value in values.items() if value != _FIELDS[name].default}
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    # What UTF-8 cannot say, and what breaks lines or turns them around in an editor, is escaped.
+    return text if text.isprintable() else json.dumps(value)
+
+
+def save(session: Session, file: str | os.PathLike[str], force: bool = False) -> Path:
+    """Writes the chosen patches to a file, whole or not at all; returns the file.
+
+    Args:
+        session: The session.
+        file: The name of the file; `~` is the home directory.
+        force: Overwrite the file whatever is in it. Else only a session file of this version is overwritten.
+
+    Raises:
+        SessionFileError: The file cannot be written, or is something else; it stays as it was.
+    """
+    target = Path(os.path.realpath(Path(file).expanduser()))
+    try:
+        if target.exists():
+            _check_overwritten(target, force)
+        _replace(target, dumps(session))
+    except OSError as error:
+        raise SessionFileError(f"{str(file)!r} cannot be written: {_reason(error)}") from error
+    return target
+
+
+def _check_overwritten(target: Path, force: bool) -> None:
+    if not target.is_file():
+        what = "a directory" if target.is_dir() else "no plain file"
+        raise SessionFileError(f"{str(target)!r} is {what}: give the name of a file")
+    if force:
+        return
+    try:
+        _document(_text(target))
+    except SessionFileError as problem:
+        raise SessionFileError(
+            f"{str(target)!r} would be overwritten, but {problem}; choose another name, or force it"
+        ) from None
+
+
+def _replace(target: Path, text: str) -> None:
+    """Puts a file with this text in the place of `target`."""
+    written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        written.write_text(text, encoding="utf8", newline="\n")
+        if target.exists():
+            shutil.copymode(target, written)
+        written.replace(target)
+    finally:
+        written.unlink(missing_ok=True)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load(session: Session, file: str | os.PathLike[str]) -> tuple[ChosenPatch, ...]:
+    """Chooses the patches in a file instead of all that were chosen, in one step of undo; returns them.
+
+    The origin of the session stays as it is.
+
+    Raises:
+        SessionFileError: The file cannot be read, or something in it cannot be applied to this graph; the message
+            names all of that, and nothing was changed.
+    """
+    source = Path(file).expanduser()
+    try:
+        return loads(session, _text(source))
+    except OSError as error:
+        raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
+    except SessionFileError as problem:
+        raise SessionFileError(f"{str(file)!r}: {problem}") from None
+
+
+def loads(session: Session, text: str) -> tuple[ChosenPatch, ...]:
+    """Chooses the patches in a JSON text, as `load` does for a file."""
+    document = _document(text)
+    problems = [*_unknown(document, ["schema", "version", "origin", "patches"], ""), *_origin_problems(document)]
+    found: list[ChosenPatch] = []
+    for position, entry in enumerate(_entries(document)):
+        where = f"patches[{position}]"
+        mistakes = _mistakes(entry, where)
+        problems += mistakes
+        if mistakes:
+            continue
+        try:
+            patch = ChosenPatch(**{_FIELDS[name].name: value for name, value in entry.items()})
+            found.append(session.check(patch, found).patch)
+        except ChosenPatchError as problem:
+            problems.append(f"{where}: {problem}")
+    if problems:
+        more = len(problems) - _MOST_PROBLEMS
+        raise SessionFileError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+    return session.replace_all(found)
+
+
+def _text(source: Path) -> str:
+    with source.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise SessionFileError(f"it is no session: more than {_MOST_BYTES >> 20} MiB long")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SessionFileError(f"it is no session: no UTF-8 text (at byte {error.start})") from None
+
+
+def _document(text: str) -> dict[str, Any]:
+    """Returns what a text holds, if it is a session that this version can read."""
+    try:
+        document = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise SessionFileError(f"it is no session: no JSON ({error.msg} at {where})") from None
+    except RecursionError:
+        raise SessionFileError("it is no session: no JSON that can be read (nested too deeply)") from None
+    except ValueError as error:
+        raise SessionFileError(f"it is no session: no JSON that can be read ({error})") from None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise SessionFileError(f'it is no session: there is no "schema": "{SCHEMA}" in it')
+    version = document.get("version")
+    if type(version) is not int or version < 1:
+        raise SessionFileError(f"its version {_shown(version)} is no number from 1 on")
+    if version > VERSION:
+        raise SessionFileError(
+            f"it is of version {_shown(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
+        )
+    return document
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{_shown(twice)} stands twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _entries(document: dict[str, Any]) -> list[Any]:
+    entries = document.get("patches")
+    if not isinstance(entries, list):
+        raise SessionFileError(f"patches must be a list, not {_shown(entries)}")
+    if len(entries) > MOST_PATCHES:
+        raise SessionFileError(f"it has {len(entries):,} patches, and there may be {MOST_PATCHES:,}")
+    return entries
+
+
+def _origin_problems(document: dict[str, Any]) -> Iterator[str]:
+    origin = document.get("origin", {})
+    if not isinstance(origin, dict):
+        yield f"origin must be an object, not {_shown(origin)}"
+        return
+    names = [field.name for field in fields(Origin)]
+    yield from _unknown(origin, names, "origin: ")
+    known = {name: origin[name] for name in names if name in origin}
+    wrong = [
+        name for name, value in known.items() if not isinstance(value, str) and (value is not None or name == "graph")
+    ]
+    yield from (f"origin: {name} must be a text, not {_shown(known[name])}" for name in wrong)
+    if not wrong:
+        try:
+            Origin(**known)
+        except SessionError as problem:
+            yield f"origin: {problem}"
+
+
+def _mistakes(entry: Any, where: str) -> list[str]:
+    """Returns what is wrong with the fields of a patch as such: their names, and that they are there."""
+    if not isinstance(entry, dict):
+        return [f"{where} must be an object, not {_shown(entry)}"]
+    missing = [f"{where}: {name} is missing" for name in _REQUIRED if name not in entry]
+    enabled = entry.get("enabled", True)
+    wrong = [] if isinstance(enabled, bool) else [f"{where}: enabled must be true or false, not {_shown(enabled)}"]
+    return [*_unknown(entry, list(_FIELDS), f"{where}: "), *missing, *wrong]
+
+
+def _unknown(given: dict[str, Any], known: list[str], where: str) -> list[str]:
+    return [
+        f"{where}there is no field {_shown(name)}; nearest: {nearest(name[:100], known, 1)[0]!r}"
+        for name in given
+        if name not in known
+    ]
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

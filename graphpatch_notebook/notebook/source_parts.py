@@ -1,0 +1,199 @@
+"""Parts of exported code that both of its forms have: values, inputs of the call, results, comments."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Container, Iterator, Sequence
+
+from graphpatch_notebook.capture.records import Frame, InputParameter, Node
+from graphpatch_notebook.errors import ExportError
+from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.expressions import as_argument
+from graphpatch_notebook.notebook.origin import Origin
+from graphpatch_notebook.notebook.session import ChosenPatches
+from graphpatch_notebook.notebook.source_code import SourceCode
+from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, lines, text_literal
+from graphpatch_notebook.notebook.source_names import Arguments, Names, Needs, is_reserved, needs, parse_arguments
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec
+
+_EMPTY = inspect.Parameter.empty
+
+
+def enabled_of(chosen: ChosenPatches) -> tuple[ChosenPatch, ...]:
+    """Returns the patches that are exported.
+
+    Raises:
+        ExportError: There are none.
+    """
+    if not chosen.enabled:
+        there = f"; all {len(chosen.patches)} are switched off: switch one on" if chosen.patches else ": choose one"
+        raise ExportError(f"there is no patch to export{there} first")
+    return chosen.enabled
+
+
+def by_path(patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
+    """Returns the patches by their paths, as a patch map has them."""
+    found: dict[str, list[ChosenPatch]] = {}
+    for patch in patches:
+        found.setdefault(patch.path, []).append(patch)
+    return found
+
+
+def as_value(patch: ChosenPatch) -> str:
+    """Returns the value of a patch as source that can stand anywhere in a line.
+
+    Raises:
+        ExportError: It cannot be written on one line.
+    """
+    try:
+        return as_argument(str(patch.value))
+    except (ValueError, RecursionError, MemoryError) as error:
+        problem = f"#{patch.number} {patch.path!r}: its value cannot be written on one line ({error})"
+        raise ExportError(f"{problem}; put it in a variable, and name that") from None
+
+
+def is_name(text: str | None) -> bool:
+    """Whether a text is a variable, and no more."""
+    return text is not None and text.strip().isidentifier()
+
+
+def is_plain(expression: str) -> bool:
+    """Whether an expression is a variable, a number or a function, so that it does not matter when it is evaluated."""
+    body = ast.parse(expression, mode="eval").body
+    if isinstance(body, ast.UnaryOp):
+        body = body.operand
+    return isinstance(body, (ast.Name, ast.Constant)) or (isinstance(body, ast.Lambda) and not has_effects(expression))
+
+
+def has_effects(expression: str) -> bool:
+    """Whether an expression calls something when it is evaluated: a random generator goes on by that."""
+    return any(isinstance(node, ast.Call) for node in _evaluated(ast.parse(expression, mode="eval").body))
+
+
+def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for name, child in ast.iter_fields(node):
+        if isinstance(node, ast.Lambda) and name == "body":
+            continue
+        for one in child if isinstance(child, list) else [child]:
+            if isinstance(one, ast.AST):
+                yield from _evaluated(one)
+
+
+def needed_by(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Sequence[str]) -> Needs:
+    """Returns what the code needs: `first`, what `expressions` use, and what the patches do."""
+    values: list[str] = []
+    for patch in patches:
+        if patch.value is not None and not (patch.kind == "custom" and is_name(patch.value)):
+            values.append(patch.value)
+        elif patch.value is not None:
+            values.append(f"{patch.value}()")  # a function, also where it is a builtin
+    slices = [name for patch in patches if patch.index is not None for name in patch.index.names]
+    return needs(first, [*expressions, *values], slices)
+
+
+def left_out(count: int) -> list[str]:
+    """Returns the comment that says how many patches are not exported."""
+    return [f"# Left out: {count} patch{'es' * (count != 1)} that {'is' if count == 1 else 'are'} off"] * (count > 0)
+
+
+def unknown_inputs(origin: Origin) -> list[str]:
+    """Returns the comment for a reader who has to write the inputs down."""
+    return ["# Fill in your inputs."] if origin.arguments is None else []
+
+
+def result_lines(patches: Sequence[ChosenPatch], kept: dict[int, str]) -> list[str]:
+    """Returns the statements that put what was kept in its variables.
+
+    Args:
+        patches: The patches.
+        kept: For each that keeps something, by its number, the source of that.
+    """
+    pairs = [(str(patch.name), _part(patch, kept[patch.number])) for patch in patches if patch.number in kept]
+    assigned: set[str | None] = set()
+    for patch in patches:
+        if patch.number in kept:
+            if patch.index is not None and assigned & set(patch.index.names):
+                # A slice means the variable as it was before: all are looked up before any is assigned.
+                targets = ", ".join(name for name, _ in pairs)
+                return lines(Group(f"{targets} = (", tuple(source for _, source in pairs), ")"))
+            assigned.add(patch.name)
+    return [line for name, source in pairs for line in _assigned(name, source)]
+
+
+def _part(patch: ChosenPatch, kept: str) -> str:
+    if patch.index is None:
+        return kept
+    if patch.kind == "probe":
+        return f"{kept}[{patch.slice}]"
+    item = Names(patch.index.names).free("a", "activation")
+    return f"[{item}[{patch.slice}] for {item} in {kept}]"
+
+
+def _assigned(name: str, source: str) -> list[str]:
+    flat = f"{name} = {source}"
+    if columns(flat) <= WIDTH or not source.startswith("["):
+        return [flat]
+    return [f"{name} = [", f"    {source[1:-1]}", "]"]
+
+
+def joined(blocks: Sequence[Sequence[str]]) -> SourceCode:
+    """Returns blocks of lines with an empty line between each two."""
+    return SourceCode("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The inputs of the call
+
+
+def call_arguments(origin: Origin, root: Frame, avoided: Container[str]) -> Arguments:
+    """Returns the arguments of the user's call; where they are not known, names for what the example had.
+
+    Args:
+        origin: How the user made the graph.
+        root: The root frame of its capture.
+        avoided: Names that these must not be.
+    """
+    if origin.arguments is not None:
+        return parse_arguments(origin.arguments)
+    nodes = {node.target: node for node in root.inputs()}
+    given = [(p, nodes[p.name]) for p in root.parameters if p.name in nodes and _was_given(p, nodes[p.name])]
+    by_position: set[object] = {inspect.Parameter.POSITIONAL_ONLY}
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p, _ in given):
+        # What stands before `*args` cannot be given by keyword.
+        by_position.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    sources: list[str] = []
+    for parameter, node in given:
+        sources += _argument(parameter, node, origin.names, avoided, parameter.kind in by_position)
+    return parse_arguments(", ".join(sources))
+
+
+def _was_given(parameter: InputParameter, node: Node) -> bool:
+    spec = node.spec
+    if isinstance(spec, ContainerSpec):
+        return bool(spec.children) or parameter.default is _EMPTY
+    if isinstance(spec, (TensorSpec, ObjectSpec)):
+        return parameter.default is _EMPTY or parameter.default is None
+    if isinstance(spec, ScalarSpec) and parameter.default is not _EMPTY:
+        return type(spec.value) is not type(parameter.default) or bool(spec.value != parameter.default)
+    return True
+
+
+def _argument(
+    parameter: InputParameter, node: Node, mine: Container[str], avoided: Container[str], is_positional: bool
+) -> list[str]:
+    def variable(name: str) -> str:
+        return f"{name}_input" if name in mine or name in avoided or is_reserved(name) else name
+
+    name, spec = parameter.name, node.spec
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        return [f"*{variable(name)}"]
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        keys = [text for text, *_ in spec.children] if isinstance(spec, ContainerSpec) else []
+        return [f"{k}={variable(k)}" for k in keys] if all(map(is_name, keys)) else [f"**{variable(name)}"]
+    if isinstance(spec, ScalarSpec) and type(spec.value) in (bool, int, str, type(None)):
+        value = text_literal(spec.value) if isinstance(spec.value, str) else repr(spec.value)
+    else:
+        value = variable(name)
+    return [value if is_positional else f"{name}={value}"]
