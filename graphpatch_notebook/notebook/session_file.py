@@ -37,6 +37,7 @@ VERSION = 1
 MOST_PATCHES = 10_000
 _MOST_BYTES = 32 * 2**20
 _MOST_PROBLEMS = 20
+_LONGEST_PROBLEM = 500
 
 _FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
 del _FIELDS["number"]
@@ -155,7 +156,7 @@ def loads(session: Session, text: str) -> tuple[ChosenPatch, ...]:
             patch = ChosenPatch(**{_FIELDS[name].name: value for name, value in entry.items()})
             found.append(session.check(patch, found).patch)
         except ChosenPatchError as problem:
-            problems.append(f"{where}: {problem}")
+            problems.append(_cut(f"{where}: {problem}", _LONGEST_PROBLEM))
     if problems:
         more = len(problems) - _MOST_PROBLEMS
         raise SessionFileError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
@@ -256,5 +257,12 @@ def _unknown(given: dict[str, Any], known: list[str], where: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    try:
+        text = json.dumps(value)
+    except (RecursionError, ValueError):  # ValueError: a number of very many digits
+        text = f"a {type(value).__name__}"
+    return _cut(text, 60)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

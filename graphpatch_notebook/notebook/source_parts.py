@@ -47,10 +47,18 @@ def as_value(patch: ChosenPatch) -> str:
         ExportError: It cannot be written on one line.
     """
     try:
-        return as_argument(str(patch.value))
-    except (ValueError, RecursionError, MemoryError) as error:
-        problem = f"#{patch.number} {patch.path!r}: its value cannot be written on one line ({error})"
-        raise ExportError(f"{problem}; put it in a variable, and name that") from None
+        written = as_argument(str(patch.value))
+        if "\n" not in written and ast.dump(_parsed(written)) == ast.dump(_parsed(str(patch.value))):
+            return written
+    except (ValueError, RecursionError, MemoryError):
+        pass
+    raise ExportError(
+        f"#{patch.number} {patch.path!r}: its value cannot be written on one line; put it in a variable, and name that"
+    )
+
+
+def _parsed(expression: str) -> ast.Expression:
+    return ast.parse(expression, mode="eval")
 
 
 def is_name(text: str | None) -> bool:
@@ -71,14 +79,13 @@ def has_effects(expression: str) -> bool:
     return any(isinstance(node, ast.Call) for node in _evaluated(ast.parse(expression, mode="eval").body))
 
 
-def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for name, child in ast.iter_fields(node):
-        if isinstance(node, ast.Lambda) and name == "body":
-            continue
-        for one in child if isinstance(child, list) else [child]:
-            if isinstance(one, ast.AST):
-                yield from _evaluated(one)
+def _evaluated(top: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes of an expression but for those that run when a function in it is called."""
+    waiting = [top]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += ast.iter_child_nodes(node.args if isinstance(node, ast.Lambda) else node)
 
 
 def needed_by(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Sequence[str]) -> Needs:
