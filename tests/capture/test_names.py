@@ -92,3 +92,17 @@ def test_two_calls_of_one_helper_stay_apart() -> None:
     assert sites["shifted"] is not sites["shifted_1"]
     lines = [line.text for line in pg.nodes["shifted_1"].source_lines]
     assert lines == ["return helper(x) + helper(x - 1)", "shifted = x + 1"]
+
+
+class Loop(nn.Module):
+    """One variable and one function over and over, beside an input that has one of the numbered names already."""
+
+    def forward(self, x: Tensor, x_3: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.relu(x + 1)
+        return x * x_3
+
+
+def test_numbering_goes_on_where_it_stopped_and_skips_what_is_taken() -> None:
+    pg = PatchableGraph(Loop(), torch.ones(2), torch.ones(2))
+    assert names(pg) == ["x", "x_3", "add", "x_1", "add_1", "x_2", "add_2", "x_4", "add_3", "x_5", "mul", "output"]
