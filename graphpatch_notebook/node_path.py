@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
@@ -164,12 +162,7 @@ class NodePath:
             printer.text(f"NodePath({str(self)!r})")
             return
         lines = self.__lines(False, tree.MAX_LINES, None)
-        printer.text(tree.coloured(lines) if _is_colour_terminal() else tree.plain(lines))
-
-
-def _is_colour_terminal() -> bool:
-    is_terminal = bool(getattr(sys.stdout, "isatty", bool)())
-    return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        printer.text(tree.coloured(lines) if tree.is_colour_terminal() else tree.plain(lines))
 
 
 def _attribute(place: Place, name: str) -> Place:

@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.records import Frame, Node, Site, SourceLine
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.paths import format_path, format_segment, parse_path
 from graphpatch_notebook.resolution import Unresolvable, is_patchable, resolve
-from graphpatch_notebook.values import ValueSpec, leaves
+from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
 
 NodeKind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "op", "output"]
 
@@ -84,38 +84,42 @@ class NodeMap(Mapping[str, NodeMeta]):
 
     def __init__(self, root: Frame) -> None:
         self._root = root
-        self._entries: dict[str, _Entry] | None = None
         self._metas: dict[str, NodeMeta] = {}
+        self._built: tuple[NodeRows, dict[str, int]] | None = None
+
+    @property
+    def root(self) -> Frame:
+        """The frame of the whole model."""
+        return self._root
 
     def __getitem__(self, path: object) -> NodeMeta:
         text = str(path)
         meta = self._metas.get(text)
         if meta is None:
-            entry = self._entries.get(text) if self._entries is not None else None
-            meta = self._found(text) if entry is None else _meta(text, *entry)
+            row = self._built[1].get(text) if self._built is not None else None
+            meta = self._found(text) if self._built is None or row is None else self._built[0].meta(row)
             meta = self._metas[text] = self._metas.setdefault(meta.path, meta)
         return meta
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._built())
+        return iter(self._rows()[1])
 
     def __len__(self) -> int:
-        return len(self._built())
+        return len(self._rows()[1])
 
     def __contains__(self, path: object) -> bool:
-        return str(path) in self._built()
+        return str(path) in self._rows()[1]
 
     def __repr__(self) -> str:
         few = list(self)[:3]
         shown = ", ".join(f"{path!r}: {self[path].value}" for path in few) + (", ..." if len(self) > len(few) else "")
         return f"<{type(self).__name__} of {type(self._root.module).__name__}, {len(self):,} nodes: {{{shown}}}>"
 
-    def _built(self) -> dict[str, _Entry]:
-        if self._entries is None:
-            entries: dict[str, _Entry] = {}
-            _add_entries(self._root, "", entries)
-            self._entries = entries
-        return self._entries
+    def _rows(self) -> tuple[NodeRows, dict[str, int]]:
+        if self._built is None:
+            rows = NodeRows.of(self._root)
+            self._built = (rows, {path: row for row, path in enumerate(rows.paths)})
+        return self._built
 
     def _found(self, text: str) -> NodeMeta:
         # By walking down: whoever looks one path up does not wait for a list of all.
@@ -127,28 +131,62 @@ class NodeMap(Mapping[str, NodeMeta]):
         path = format_path(parsed.names, parsed.dig)
         if all(dig for dig, _ in leaves(target.spec)):
             raise UnknownPathError(f"the value recorded at {path!r} is neither a tensor nor a number: it has no entry")
-        return _meta(path, target.frame, target.node, format_path(parsed.names[:-1]), target.spec)
+        return _meta(path, target.frame, target.node, target.spec)
 
 
-_Entry: TypeAlias = "tuple[Frame, Node, str, ValueSpec]"
-"""What a `NodeMeta` is made from when somebody asks for it: frame, node, path of the frame, spec of the leaf."""
+@dataclass(frozen=True, slots=True)
+class NodeRows:
+    """The paths of a capture that can be patched, and the records behind them: a list each, in order of execution.
+
+    Attributes:
+        paths: The paths.
+        nodes: The nodes that they lead to.
+        frames: The frames that the nodes are in.
+        specs: What was recorded of the values: leaves only.
+    """
+
+    # Lists, not one record for each path: those would take longer to make than everything else here together.
+    paths: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
+    specs: list[ValueSpec] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, root: Frame, *, with_plumbing: bool = True) -> NodeRows:
+        """Returns the rows of the capture whose root frame is `root`."""
+        rows = cls()
+        rows._add_frame(root, "", with_plumbing)
+        return rows
+
+    def _add_frame(self, frame: Frame, prefix: str, with_plumbing: bool) -> None:
+        for node in frame.nodes:
+            if node.kind == "call":
+                if node.frame is not None:
+                    self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", with_plumbing)
+            elif is_patchable(node) and (with_plumbing or not node.is_plumbing):
+                path, spec = prefix + format_segment(node.name), node.spec
+                if type(spec) is TensorSpec:  # nearly all of them
+                    self._add(path, node, frame, spec)
+                    continue
+                inside: dict[str, ValueSpec] = {}
+                for dig, leaf in leaves(spec):
+                    # Of two keys that read the same (1 and "1"), a path means the first.
+                    inside.setdefault(f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path, leaf)
+                for full, value in inside.items():
+                    self._add(full, node, frame, value)
+
+    def _add(self, path: str, node: Node, frame: Frame, spec: ValueSpec) -> None:
+        self.paths.append(path)
+        self.nodes.append(node)
+        self.frames.append(frame)
+        self.specs.append(spec)
+
+    def meta(self, row: int) -> NodeMeta:
+        """Returns what is known of the node in a row."""
+        return _meta(self.paths[row], self.frames[row], self.nodes[row], self.specs[row])
 
 
-def _add_entries(frame: Frame, frame_path: str, entries: dict[str, _Entry]) -> None:
-    prefix = f"{frame_path}." if frame_path else ""
-    for node in frame.nodes:
-        if node.kind == "call":
-            if node.frame is not None:
-                _add_entries(node.frame, prefix + format_segment(node.name), entries)
-        elif is_patchable(node):
-            path = prefix + format_segment(node.name)
-            for dig, spec in leaves(node.spec):
-                full = f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path
-                # Of two keys that read the same (1 and "1"), a path means the first.
-                entries.setdefault(full, (frame, node, frame_path, spec))
-
-
-def _meta(path: str, frame: Frame, node: Node, frame_path: str, spec: ValueSpec) -> NodeMeta:
+def _meta(path: str, frame: Frame, node: Node, spec: ValueSpec) -> NodeMeta:
     return NodeMeta(
         path=path,
         name=node.name,
@@ -158,7 +196,7 @@ def _meta(path: str, frame: Frame, node: Node, frame_path: str, spec: ValueSpec)
         dtype=getattr(spec, "dtype", None),
         device=getattr(spec, "device", None),
         value=str(spec),
-        frame_path=frame_path,
+        frame_path=format_path(frame.path),
         module_class=type(frame.module).__name__,
         is_plumbing=node.is_plumbing,
         is_mutated_later=node.is_mutated_later,

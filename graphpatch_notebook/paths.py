@@ -30,7 +30,8 @@ class ParsedPath:
 
 def format_segment(name: str) -> str:
     """Returns `name` as it stands in a path: plain where that is unambiguous, else as a JSON string."""
-    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+    # Nearly all names are identifiers, which is quicker to see.
+    return name if name.isidentifier() or _PLAIN.fullmatch(name) else json.dumps(name)
 
 
 def format_path(names: Iterable[str], dig: Iterable[str] = ()) -> str:

@@ -9,7 +9,9 @@ Frame or ValueSpec
 from __future__ import annotations
 
 import html as html_module
+import os
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -302,6 +304,12 @@ def _draw(row: _Row, branch: str, indent: str, lines: list[Line]) -> None:
         _draw(child, indent + ("└─" if is_last else "├─"), indent + ("  " if is_last else "│ "), lines)
 
 
+def is_colour_terminal() -> bool:
+    """Whether what is printed now is read in a terminal that shows colours."""
+    is_terminal = bool(getattr(sys.stdout, "isatty", bool)())
+    return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
 _ANSI: dict[Style, str] = {
     "name": "",
     "graph": "\x1b[1;36m",
@@ -312,7 +320,7 @@ _ANSI: dict[Style, str] = {
     "note": "\x1b[2m",
     "line": "\x1b[2m",
 }
-_RICH: dict[Style, str] = {
+RICH_STYLES: dict[Style, str] = {
     "name": "",
     "graph": "bold cyan",
     "tensor": "green",
@@ -323,7 +331,7 @@ _RICH: dict[Style, str] = {
     "line": "dim",
 }
 # Readable on white and on black: contrast of at least 4 to both.
-_CSS: dict[Style, str] = {
+CSS_STYLES: dict[Style, str] = {
     "name": "",
     "graph": "color:#2c7fb8;font-weight:600",
     "tensor": "color:#3a8a4d",
@@ -357,7 +365,7 @@ def rich_text(lines: Iterable[Line]) -> Text:
     for line in lines:
         if parts:
             parts.append(("\n", ""))
-        parts += [(text, _RICH[style]) for text, style in line.parts()]
+        parts += [(text, RICH_STYLES[style]) for text, style in line.parts()]
     return Text.assemble(*parts, no_wrap=True, overflow="ignore")
 
 
@@ -369,4 +377,4 @@ def html(lines: Iterable[Line]) -> str:
 
 def _span(text: str, style: Style) -> str:
     escaped = html_module.escape(text)
-    return f'<span style="{_CSS[style]}">{escaped}</span>' if _CSS[style] else escaped
+    return f'<span style="{CSS_STYLES[style]}">{escaped}</span>' if CSS_STYLES[style] else escaped

@@ -1,0 +1,307 @@
+"""Finds nodes of a capture by a query: what `%graphpatch find` and the search field of the widget do."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from typing import Any, overload
+
+from graphpatch_notebook.nodes import NodeMap, NodeMeta, NodeRows
+from graphpatch_notebook.notebook.labels import op_label, source_label, value_label
+from graphpatch_notebook.notebook.query import Term, parse_query
+from graphpatch_notebook.notebook.tables import Column, Table
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
+from graphpatch_notebook.resolution import nearest_paths
+from graphpatch_notebook.values import ScalarSpec, TensorSpec
+
+_COLUMNS = (
+    Column("path"),
+    Column("op", "graph"),
+    Column("value", "tensor"),
+    Column("source", "note", is_cut=True),
+)
+
+
+class FoundNodes(Table[NodeMeta]):
+    """The nodes that a query found, in order of execution: a sequence of `NodeMeta`s that shows as a table.
+
+    Args:
+        query: The query.
+        columns: What is known of the nodes.
+        positions: Which of them were found.
+        hints: Gives what else there is to say, where nothing was found; asked when the table is shown.
+    """
+
+    def __init__(
+        self, query: str, columns: NodeColumns, positions: Sequence[int], hints: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        super().__init__(
+            _COLUMNS,
+            _Metas(columns.rows, positions),
+            _cells,
+            title=f"{len(positions):,} node{'s' * (len(positions) != 1)}" + (f" for {query}" if query.strip() else ""),
+            notes=lambda: () if positions else hints(),
+            empty="nothing found" if query.strip() else "no nodes",
+            how_to_narrow="narrow the query",
+        )
+        self.query = query
+        self._paths = columns.rows.paths
+        self._positions = positions
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all nodes found, as `pg.patch` takes them."""
+        return [self._paths[position] for position in self._positions]
+
+
+def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
+    """Returns the nodes of `pg` that a query finds, in order of execution.
+
+    Args:
+        pg: The graph.
+        query: Terms, as `graphpatch_notebook.notebook.query` explains them; all must hold. An empty query finds all.
+        patched_paths: The paths that `is:patched` means.
+
+    Raises:
+        ValueError: The text is no query; the message is one line.
+
+    Example:
+        >>> import torch
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(1, 2))
+        >>> find(pg, "shape:[1,3] -op:relu").paths
+        ['sub_0.linear', 'sub_0.output', 'sub_1.input', 'sub_1.output', 'output']
+    """
+    terms = parse_query(query)
+    index = index_of(pg)
+    patched = frozenset(map(_canonical, patched_paths))
+    asks_for_plumbing = any(term.kind == "is" and term.value == "plumbing" for term in terms if not term.is_excluded)
+    columns = index.all_nodes if asks_for_plumbing else index.without_plumbing
+    rows = columns.matching(terms, patched)
+    return FoundNodes(query, columns, rows, lambda: _hints(index, terms, patched))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is looked through
+
+
+class NodeColumns:
+    """What terms ask of the nodes of a capture: a list for each property, made when the first term asks for it.
+
+    Args:
+        rows: The nodes.
+    """
+
+    def __init__(self, rows: NodeRows) -> None:
+        self.rows = rows
+        self._columns: dict[str, list[Any]] = {}
+
+    @property
+    def lowered_paths(self) -> list[str]:
+        """The paths in lower case."""
+        return self._column("lowered_paths", lambda: [path.lower() for path in self.rows.paths])
+
+    @property
+    def ops(self) -> list[str]:
+        """The names of the torch functions in lower case; empty for nodes that are no ops."""
+        return self._column("ops", lambda: [n.op.lower() if n.kind == "op" else "" for n in self.rows.nodes])
+
+    @property
+    def module_classes(self) -> list[str]:
+        """The names of the classes of the modules that the nodes are in, in lower case."""
+        return self._column("classes", lambda: [type(frame.module).__name__.lower() for frame in self.rows.frames])
+
+    @property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """The shapes; `None` for what is no tensor."""
+        return self._column("shapes", lambda: [getattr(spec, "shape", None) for spec in self.rows.specs])
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The names of the dtypes, such as `float32`; empty for what is no tensor."""
+        return self._column("dtypes", lambda: list(map(_dtype_name, self.rows.specs)))
+
+    def _column(self, name: str, make: Callable[[], list[Any]]) -> list[Any]:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = make()
+        return column
+
+    def matching(self, terms: Sequence[Term], patched: Set[str]) -> list[int]:
+        """Returns the positions of the nodes for which all terms hold."""
+        positions: Sequence[int] = range(len(self.rows.paths))
+        for term in sorted(terms, key=lambda term: term.kind == "regex"):  # the slow ones last
+            has = self._test(term, patched)
+            is_wanted = not term.is_excluded
+            positions = [position for position in positions if has(position) is is_wanted]
+        return list(positions)
+
+    def _test(self, term: Term, patched: Set[str]) -> Callable[[int], bool]:
+        """Returns what tells of the node at a position whether the term holds, not minding that it may be excluded."""
+        value: Any = term.value
+        paths = self.rows.paths
+        match term.kind:
+            case "text":
+                lowered = self.lowered_paths
+                return lambda at: value in lowered[at]
+            case "exact":
+                return lambda at: has_names(paths[at], value)
+            case "regex":
+                return lambda at: value.search(paths[at]) is not None
+            case "op":
+                return _is_among(self.ops, value)
+            case "module":
+                return _is_among(self.module_classes, value)
+            case "dtype":
+                return _is_among(self.dtypes, value)
+            case "shape":
+                shapes = self.shapes
+                return lambda at: (shape := shapes[at]) is not None and value.matches(shape)
+            case "is":
+                return self._state_test(value, patched)
+
+    def _state_test(self, state: str, patched: Set[str]) -> Callable[[int], bool]:
+        rows = self.rows
+        match state:
+            case "patched":
+                return lambda at: rows.paths[at] in patched
+            case "opaque":
+                return lambda at: rows.frames[at].opaque_reason is not None
+            case "plumbing":
+                return lambda at: rows.nodes[at].is_plumbing
+            case "tensor":
+                return lambda at: isinstance(rows.specs[at], TensorSpec)
+            case "number":
+                return lambda at: isinstance(rows.specs[at], ScalarSpec)
+            case _:
+                return lambda at: rows.nodes[at].kind == state
+
+
+class NodeIndex:
+    """What queries look through in one capture: made in parts, when the first query needs them.
+
+    Args:
+        nodes: The nodes of the capture.
+    """
+
+    def __init__(self, nodes: NodeMap) -> None:
+        self.nodes = nodes
+        self._columns: dict[bool, NodeColumns] = {}
+
+    @property
+    def all_nodes(self) -> NodeColumns:
+        """All nodes that can be patched."""
+        return self._of(True)
+
+    @property
+    def without_plumbing(self) -> NodeColumns:
+        """Those that carry more than sizes."""
+        return self._of(False)
+
+    def _of(self, with_plumbing: bool) -> NodeColumns:
+        if with_plumbing not in self._columns:
+            self._columns[with_plumbing] = NodeColumns(NodeRows.of(self.nodes.root, with_plumbing=with_plumbing))
+        return self._columns[with_plumbing]
+
+
+_indices: weakref.WeakKeyDictionary[PatchableGraph, NodeIndex] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # the widget searches in another thread than the cells
+
+
+def index_of(pg: PatchableGraph) -> NodeIndex:
+    """Returns the index of `pg`, which is kept as long as `pg` and made anew when its graphs were edited."""
+    nodes = pg.nodes  # another object after an edit
+    with _lock:
+        index = _indices.get(pg)
+        if index is None or index.nodes is not nodes:
+            index = _indices[pg] = NodeIndex(nodes)
+        return index
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What terms mean
+
+
+def has_names(path: str, wanted: str) -> bool:
+    """Whether `wanted`, one name or several with the dots between them, stands in `path` as whole names.
+
+    Example:
+        >>> has_names("h_0.mlp.act.mul", "mlp.act"), has_names("h_0.mlp.act", "ml"), has_names('out|"a.b"', "a.b")
+        (True, False, True)
+    """
+    if '"' not in path:
+        return wanted in path and f".{wanted.replace('|', '.')}." in f".{path.replace('|', '.')}."
+    parsed = parse_path(path)
+    names = [*parsed.names, *parsed.dig]
+    parts = re.split(r"[.|]", wanted)
+    return wanted in names or any(names[i : i + len(parts)] == parts for i in range(len(names)))
+
+
+def _is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
+    """Returns what tells of a position whether the name there is the one meant; `*` stands for any letters."""
+    if "*" not in pattern:
+        return lambda at: names[at] == pattern
+    matcher = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+    wanted = {name for name in set(names) if name and matcher.fullmatch(name)}
+    return lambda at: names[at] in wanted
+
+
+def _dtype_name(spec: object) -> str:
+    return str(spec.dtype).removeprefix("torch.") if isinstance(spec, TensorSpec) else ""
+
+
+def _canonical(path: str) -> str:
+    try:
+        parsed = parse_path(path)
+    except ValueError:
+        return path
+    return format_path(parsed.names, parsed.dig)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+class _Metas(Sequence[NodeMeta]):
+    """The `NodeMeta`s of some rows, made when somebody looks."""
+
+    def __init__(self, rows: NodeRows, positions: Sequence[int]) -> None:
+        self._rows, self._positions = rows, positions
+
+    @overload
+    def __getitem__(self, position: int) -> NodeMeta: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[NodeMeta]: ...
+
+    def __getitem__(self, position: int | slice) -> NodeMeta | Sequence[NodeMeta]:
+        if isinstance(position, slice):
+            return list(map(self._rows.meta, self._positions[position]))
+        return self._rows.meta(self._positions[position])
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+
+def _cells(meta: NodeMeta) -> list[str]:
+    value = value_label(meta.shape, meta.dtype, meta.value)
+    return [meta.path, op_label(meta.kind, meta.op), value, source_label(meta.source_lines, meta.module_class)]
+
+
+def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
+    """Yields what may help somebody whose query found nothing."""
+    if hidden := len(index.all_nodes.matching(terms, patched)):
+        yield f"{hidden:,} in the plumbing, that only carries sizes: add is:plumbing"
+        return
+    columns = index.without_plumbing
+    for term in terms:
+        if term.is_excluded or columns.matching([term], patched):
+            continue
+        value = str(term.value)
+        if term.kind == "op":
+            yield f"no op is called {value}; nearest: {', '.join(nearest(value, sorted({*columns.ops} - {''})))}"
+        elif term.kind in ("text", "exact"):
+            close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
+            yield f"no path has {value} in it; nearest: {', '.join(close)}"

@@ -1,0 +1,159 @@
+"""Tables hold what comes from anywhere, and show it as text: in a pipe, a terminal of any width, and HTML."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+from IPython.lib.pretty import pretty
+from rich.console import Console
+
+from graphpatch_notebook.notebook.labels import visible
+from graphpatch_notebook.notebook.search import find
+from graphpatch_notebook.notebook.tables import Column, Table
+from tests.notebook.hostile import KEYS, hostile_graph
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def table(cells: list[list[str]], **options: object) -> Table[list[str]]:
+    columns = [Column("first"), Column("second", "tensor"), Column("third", "note", is_cut=True)]
+    return Table(columns, cells, lambda row: row, **options)  # type: ignore[arg-type]
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    return monkeypatch
+
+
+def shown_at(stdout: StringIO, value: object) -> str:
+    """What IPython writes of a value where its output goes to `stdout`."""
+    with contextlib.redirect_stdout(stdout):
+        return pretty(value)
+
+
+class Elements(HTMLParser):
+    """The tags of a piece of HTML, with the names of their attributes, and the text of each table cell."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.cells: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cells:
+            self.cells[-1] += data
+
+
+def test_plain_text_is_aligned_whole_and_without_colours() -> None:
+    shown = repr(table([["a", "名前", "c" * 200], ["abcdef", "x", ""]], title="Title", notes=["note"]))
+    title, head, first, second, note = shown.split("\n")
+    assert (title, note) == ("Title", "note")
+    assert head == "first   second  third"
+    assert first == "a       名前    " + "c" * 200  # these two letters are two columns wide each
+    assert second == "abcdef  x"
+    assert str(table([["a", "b", "c"]])) == repr(table([["a", "b", "c"]]))
+
+
+def test_a_table_without_rows_says_so() -> None:
+    empty = table([], title="Title", empty="no patches chosen")
+    assert repr(empty) == "Title\nno patches chosen"
+    assert "no patches chosen" in empty._repr_html_()
+    assert "<table" not in empty._repr_html_()
+
+
+def test_it_is_the_sequence_of_all_its_rows() -> None:
+    rows = [[str(number), "", ""] for number in range(60)]
+    long = table(rows, how_to_narrow="look elsewhere")
+    assert list(long) == rows
+    assert len(long) == 60
+    assert long[-1] == rows[-1]
+    assert long[2:4] == rows[2:4]
+    assert repr(long).endswith("\n… 10 more: look elsewhere")
+    assert repr(long).count("\n") == 51
+    assert Elements(long._repr_html_()).cells[-3].startswith("49")
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_in_a_terminal_it_fits_the_width_and_loses_no_path(terminal: pytest.MonkeyPatch, width: int) -> None:
+    terminal.setenv("COLUMNS", str(width))
+    path = "model.layers_17.self_attn.q_proj.linear_with_a_very_long_name"
+    shown = shown_at(Terminal(), table([[path, "[1, 2] f32", "x = " + "f(" * 60]]))
+    assert "\x1b[32m" in shown
+    lines = ANSI.sub("", shown).split("\n")
+    assert max(map(len, lines)) <= width
+    body = lines[next(i for i, line in enumerate(lines) if line.startswith("m")) :]  # below the head
+    first_column = max(len(line.split()[0]) for line in body)
+    assert "".join(line[:first_column].strip() for line in body) == path
+    if width == 200:
+        assert len(lines) == 2
+
+
+def test_colours_only_where_somebody_sees_them(terminal: pytest.MonkeyPatch) -> None:
+    one = table([["a", "b", "c"]])
+    assert "\x1b[" in shown_at(Terminal(), one)
+    assert shown_at(Terminal(), [one]) == "[<Table of 1 rows>]"
+    assert shown_at(StringIO(), one) == repr(one)
+    terminal.setenv("NO_COLOR", "1")
+    assert shown_at(Terminal(), one) == repr(one)
+    terminal.delenv("NO_COLOR")
+    terminal.setenv("TERM", "dumb")
+    assert shown_at(Terminal(), one) == repr(one)
+
+
+def test_rich_prints_it_too() -> None:
+    console = Console(file=StringIO(), width=60)
+    console.print(table([["[red]a[/red]", "b", ":smile:"]], title="[bold]t"))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.rstrip() for line in shown.rstrip().split("\n")] == [
+        "[bold]t",
+        "first         second  third",
+        "[red]a[/red]  b       :smile:",
+    ]
+
+
+@pytest.mark.parametrize("text", [*KEYS, "\u202eright to left", "\x9b31m", "\ud800", "\r", "tab\t", "\u2028"])
+def test_hostile_text_is_shown_as_text(terminal: pytest.MonkeyPatch, text: str) -> None:
+    hostile = table([[text] * 3], title=text, notes=[text])
+    terminal.setenv("COLUMNS", "200")
+    for shown in (repr(hostile), ANSI.sub("", shown_at(Terminal(), hostile))):
+        assert shown.replace("\n", "").isprintable()
+        assert shown.count("\n") == 3
+        assert shown.count(visible(text)) == 5
+    html = Elements(hostile._repr_html_())
+    assert html.tags <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
+    assert html.attributes == {"style"}
+    assert html.cells[0] == visible(text)
+
+
+def test_hostile_names_of_a_model_are_found_and_shown() -> None:
+    found = find(hostile_graph(), "output")
+    html = Elements(found._repr_html_())
+    assert html.tags <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
+    assert repr(found).replace("\n", "").isprintable()
+    assert all(path in repr(found) for path in found.paths if path.isprintable())
+    assert "color:" in found._repr_html_()
+
+
+def test_endless_text_is_cut() -> None:
+    assert len(repr(table([["x" * 100_000, "", ""]]))) < 1000
