@@ -11,6 +11,8 @@ Example:
 
 from __future__ import annotations
 
+from typing import Any as _Any
+
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     CaptureError,
@@ -100,3 +102,17 @@ __all__ = [
     "UnverifiedGraphWarning",
     "ZeroPatch",
 ]
+
+
+def load_ipython_extension(shell: _Any) -> None:
+    """Adds `%graphpatch` to an IPython shell: what `%load_ext graphpatch` calls."""
+    from graphpatch_notebook.notebook.extension import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: _Any) -> None:
+    """Takes it away again: what `%unload_ext graphpatch` calls."""
+    from graphpatch_notebook.notebook.extension import unload
+
+    unload(shell)

@@ -1,0 +1,117 @@
+"""The commands of `%graphpatch`: their names, how each is written, and which function runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook import choosing, files, views, wrapping
+from graphpatch_notebook.notebook.command_line import arguments
+from graphpatch_notebook.notebook.workspace import Workspace
+from graphpatch_notebook.paths import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: Its name.
+        usage: What follows the name.
+        summary: What it does.
+        run: Runs it on what follows the name; returns what is to be shown, or `None`.
+    """
+
+    name: str
+    usage: str
+    summary: str
+    run: Callable[[Workspace, str], Any]
+
+    @property
+    def line(self) -> str:
+        """How it is written."""
+        return f"%graphpatch {self.name} {self.usage}".rstrip()
+
+
+def _choose(kind: Any) -> Callable[[Workspace, str], None]:
+    return lambda workspace, text: choosing.choose(workspace, kind, text)
+
+
+_WHEN = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape]"
+_ALL = [
+    Command("wrap", "NAME = MODEL(ARGS)", "makes a PatchableGraph of a model, on example inputs", wrapping.wrap),
+    Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
+    Command("show", "[PATH]", "the tree", views.show),
+    Command("ls", "[PATH]", "what is in a graph", views.ls),
+    Command("find", "QUERY", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find),
+    Command("code", "PATH", "the code of a graph or a node", views.code),
+    Command("shape", "PATH[slice]", "the recorded shape", views.shape),
+    Command("zero", f"PATH[slice] {_WHEN}", "sets a value to zero", _choose("zero")),
+    Command("add", f"PATH[slice] VALUE {_WHEN}", "adds a value", _choose("add")),
+    Command("replace", f"PATH[slice] VALUE {_WHEN}", "replaces a value", _choose("replace")),
+    Command("probe", f"PATH[slice] [NAME] {_WHEN}", "puts a value in a variable", _choose("probe")),
+    Command("record", f"PATH[slice] [NAME] {_WHEN}", "puts the values of all calls in a list", _choose("record")),
+    Command("custom", f"PATH[slice] FUNCTION {_WHEN}", "puts there what a function makes of it", _choose("custom")),
+    Command("rm", "PATH|#n ...", "removes patches", choosing.remove),
+    Command("enable", "PATH|#n ...", "switches patches on", choosing.enable),
+    Command("disable", "PATH|#n ...", "switches patches off, and keeps them", choosing.disable),
+    Command("clear", "", "removes all patches", choosing.clear),
+    Command("undo", "", "takes the last edit back", choosing.undo),
+    Command("redo", "", "does again what was taken back", choosing.redo),
+    Command("list", "", "the chosen patches", views.listed),
+    Command("export", "[-o NAME|FILE] [--cell] [--hooks] [--force]", "the chosen patches as Python", files.export),
+    Command("save", "FILE [--force]", "writes the chosen patches to a file", files.save),
+    Command("load", "FILE", "reads them back", files.load),
+]
+COMMANDS = {command.name: command for command in _ALL}
+
+
+def run(workspace: Workspace, line: str) -> Any:
+    """Runs what follows `%graphpatch` on a line; returns what is to be shown, or `None`.
+
+    Raises:
+        SessionError: The user's mistake, in words.
+    """
+    __tracebackhide__ = True
+    name, _, rest = line.strip().partition(" ")
+    if not name or name.startswith("# "):
+        return views.status(workspace)
+    if name in ("help", "-h", "--help"):
+        return help_on(rest)
+    if name not in COMMANDS:
+        raise SessionError(_unknown(workspace, name))
+    if rest.strip() in ("-h", "--help"):
+        return help_on(name)
+    return COMMANDS[name].run(workspace, rest)
+
+
+def help_on(text: str) -> None:
+    """Prints how a command is written, or all of them."""
+    asked = arguments(text)
+    if not asked:
+        print(overview())
+        return
+    for name in asked:
+        if name not in COMMANDS:
+            raise SessionError(f"there is no command {name!r}; nearest: {', '.join(nearest(name, list(COMMANDS)))}")
+        print(f"{COMMANDS[name].line}\n    {COMMANDS[name].summary}")
+
+
+def overview() -> str:
+    """Returns a line for each command, and how cells run."""
+    first = ("", "the active graph and the chosen patches")
+    last = ("help [COMMAND]", "how it is written")
+    texts = [first, *((f"{c.name} {c.usage.replace(_WHEN, '[OPTIONS]')}", c.summary) for c in _ALL), last]
+    lines = [f"%graphpatch {text:<58}{summary}" for text, summary in texts]
+    cell = f"{'%%graphpatch [NAME] [--only PATH|#n ...]':<70}runs the cell under the chosen patches"
+    options = f"[OPTIONS] are {_WHEN}"
+    return "\n".join([*lines, cell, "", options])
+
+
+def _unknown(workspace: Workspace, name: str) -> str:
+    if name in workspace.graphs():
+        return f"{name!r} is a graph, not a command; %graphpatch use {name} picks it"
+    close = ", ".join(map(repr, nearest(name, list(COMMANDS))))
+    return f"there is no command {name!r}; nearest: {close}; %graphpatch help shows all"

@@ -1,0 +1,58 @@
+"""What `%load_ext graphpatch` adds to a shell, and `%unload_ext graphpatch` takes away again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from graphpatch_notebook.notebook.cell import CellTransformer, mark_cell
+from graphpatch_notebook.notebook.magics import GraphPatchMagic
+
+_NAME = "graphpatch"
+
+
+class Extension:
+    """The extension in one shell.
+
+    Args:
+        shell: The `InteractiveShell` (much of it has no types).
+    """
+
+    def __init__(self, shell: Any) -> None:
+        proxy = weakref.proxy(shell)  # the extensions of all shells are kept: they must not keep their shells
+        self.magic = GraphPatchMagic(proxy)
+        self._transformer = CellTransformer(lambda: str(proxy.ast_node_interactivity))
+        tables = shell.magics_manager.magics
+        self._before = {kind: tables[kind][_NAME] for kind in tables if _NAME in tables[kind]}
+        shell.register_magic_function(self.magic.graphpatch, magic_kind="line_cell", magic_name=_NAME)
+        shell.input_transformers_cleanup.append(mark_cell)
+        shell.ast_transformers.append(self._transformer)
+
+    def remove(self, shell: Any) -> None:
+        """Leaves the shell as it was."""
+        for table in shell.magics_manager.magics.values():
+            table.pop(_NAME, None)
+        for kind, magic in self._before.items():
+            shell.magics_manager.magics[kind][_NAME] = magic
+        _remove(shell.input_transformers_cleanup, mark_cell)
+        _remove(shell.ast_transformers, self._transformer)
+
+
+def _remove(items: list[Any], item: Any) -> None:
+    items[:] = [other for other in items if other is not item]
+
+
+_extensions: weakref.WeakKeyDictionary[Any, Extension] = weakref.WeakKeyDictionary()
+
+
+def load(shell: Any) -> None:
+    """Adds the extension to a shell; once, however often it is asked to."""
+    if shell not in _extensions:
+        _extensions[shell] = Extension(shell)
+
+
+def unload(shell: Any) -> None:
+    """Takes it away again."""
+    extension = _extensions.pop(shell, None)
+    if extension is not None:
+        extension.remove(shell)

@@ -1,0 +1,113 @@
+"""The commands that leave with something: Python code, or a file with the chosen patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.command_line import arguments, split_options, without_comment
+from graphpatch_notebook.notebook.workspace import Workspace, counted
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.codegen import Form
+    from graphpatch_notebook.notebook.source_code import SourceCode
+
+_EXPORT_OPTIONS = {"-o": True, "--cell": False, "--hooks": False, "--force": False}
+# The first line of a file with exported code: such a file may be overwritten.
+MARK = "# Written by %graphpatch export"
+
+
+def export(workspace: Workspace, text: str) -> SourceCode | None:
+    """Returns the chosen patches as Python; with a target, puts the code there instead.
+
+    Raises:
+        SessionError: The code cannot be made, or would overwrite something.
+    """
+    from graphpatch_notebook.notebook import codegen
+
+    options, rest = split_options(without_comment(text), _EXPORT_OPTIONS)
+    if rest:
+        raise SessionError(f"{rest!r} is too much; write export [-o NAME|FILE] [--cell] [--hooks]")
+    session = workspace.current().session
+    target = options.get("-o")
+    is_variable = target is not None and target.isidentifier()
+    form: Form = "hooks" if "--hooks" in options else "graphpatch"
+    # A file is run by itself: there the graph must be made, too.
+    code = codegen.export(session, form, wrap=target is not None and not is_variable)
+    if target is not None and is_variable:
+        _to_variable(workspace.namespace, target, code, "--force" in options)
+    elif target is not None:
+        _to_file(Path(target).expanduser(), code, "--force" in options)
+    if "--cell" in options:
+        workspace.put_in_new_cell(code.rstrip("\n"))
+        print("the code is in a new cell")
+    return code if target is None and "--cell" not in options else None
+
+
+def _to_variable(namespace: dict[str, Any], name: str, code: SourceCode, is_forced: bool) -> None:
+    from graphpatch_notebook.notebook.source_code import SourceCode
+
+    there = namespace.get(name)
+    if name in namespace and not isinstance(there, SourceCode) and not is_forced:
+        raise SessionError(
+            f"the variable {name!r} holds an object of {type(there).__name__}, which no export has put there; "
+            "choose another name, or add --force"
+        )
+    namespace[name] = code
+    print(f"the code is in the variable {name}")
+
+
+def _to_file(file: Path, code: SourceCode, is_forced: bool) -> None:
+    if file.exists() and not is_forced and not _is_own(file):
+        raise SessionError(f"{str(file)!r} was not written by %graphpatch export; choose another file, or add --force")
+    try:
+        file.write_text(f"{MARK}\n{code}", "utf8", newline="\n")
+    except OSError as error:
+        raise SessionError(f"{str(file)!r} cannot be written: {error.strerror or error}") from None
+    print(f"the code is in {file}")
+
+
+def _is_own(file: Path) -> bool:
+    try:
+        with file.open(encoding="utf8") as lines:
+            return lines.readline().startswith(MARK)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sessions
+
+
+def save(workspace: Workspace, text: str) -> None:
+    """Writes the chosen patches to a file."""
+    from graphpatch_notebook.notebook import session_file
+
+    options, rest = split_options(without_comment(text), {"--force": False})
+    name, session = _name(rest, "save"), workspace.current().session
+    session_file.save(session, name, force="--force" in options)
+    print(f"wrote {counted(len(session.chosen.patches))} to {name}")
+
+
+def load(workspace: Workspace, text: str) -> None:
+    """Chooses what a file holds, in place of what is chosen."""
+    from graphpatch_notebook.notebook import session_file
+
+    name, session = _name(without_comment(text), "load"), workspace.current().session
+    before = len(session.chosen.patches)
+    patches = session_file.load(session, name)
+    instead = f" in place of {counted(before)}; undo brings those back" if before else ""
+    print(f"read {counted(len(patches))} from {name}{instead}")
+    values = [f"#{patch.number} {patch.value}" for patch in patches if patch.value is not None]
+    if values:
+        print(f"these values are run as Python when the patches are used: {'; '.join(values)}")
+
+
+def _name(text: str, command: str) -> str:
+    names = arguments(text)
+    if len(names) != 1:
+        raise SessionError(f"{command} takes the name of a file; one with spaces stands in quotes")
+    name = names[0]
+    is_quoted = len(name) > 1 and name[0] in "\"'" and name[-1] == name[0]
+    return name[1:-1] if is_quoted else name

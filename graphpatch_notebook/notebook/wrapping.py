@@ -1,0 +1,165 @@
+"""The commands that make a graph, or pick one."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.errors import ChosenPatchError, OptionError, SessionError
+from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.command_line import arguments
+from graphpatch_notebook.notebook.origin import Origin
+from graphpatch_notebook.notebook.progress import capture_progress
+from graphpatch_notebook.notebook.session import Session, session_of
+from graphpatch_notebook.notebook.workspace import Workspace, counted
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+_USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
+_MAKE = "<graphpatch>"  # no name that a user could have
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """`NAME = MODEL(ARGS)`, taken apart.
+
+    Attributes:
+        name: The variable.
+        model: The expression for the model, as typed.
+        arguments: What stands between the parentheses, as typed.
+        call: The call, parsed.
+    """
+
+    name: str
+    model: str
+    arguments: str
+    call: ast.Call
+
+    @classmethod
+    def parse(cls, text: str) -> Assignment:
+        """Takes it apart.
+
+        Raises:
+            SessionError: It is something else.
+        """
+        text = text.strip()
+        try:
+            body = ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise SessionError(f"{text!r} is no Python ({reason}); {_USAGE}") from None
+        if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Call):
+            raise SessionError(f"wrap needs a name for the graph: %graphpatch wrap pg = {text}")
+        statement = body[0] if len(body) == 1 else None
+        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
+            raise SessionError(f"{text!r} is no assignment; {_USAGE}" if text else f"wrap what? {_USAGE}")
+        target, call = statement.targets[0], statement.value
+        if not isinstance(target, ast.Name):
+            raise SessionError(f"{ast.unparse(target)!r} is no plain name; {_USAGE}")
+        if not isinstance(call, ast.Call):
+            raise SessionError(f"the model must be called on example inputs: {target.id} = {ast.unparse(call)}(...)")
+        return cls(target.id, *_texts(text, call), call)
+
+
+def _texts(text: str, call: ast.Call) -> tuple[str, str]:
+    """Returns the texts of function and arguments of a call."""
+    model = ast.get_source_segment(text, call.func) or ast.unparse(call.func)
+    whole = ast.get_source_segment(text, call) or ast.unparse(call)
+    opened = re.compile(r"[\s)]*\(").match(whole, whole.index(model) + len(model))
+    assert opened is not None
+    return model, whole[opened.end() : -1].strip()
+
+
+def wrap(workspace: Workspace, text: str) -> None:
+    """Makes a `PatchableGraph` of a model and puts it in a variable; chosen patches go over to it.
+
+    Raises:
+        SessionError: The text is no such assignment, or what it calls is no model.
+        Exception: Whatever the model raises on the example inputs.
+    """
+    __tracebackhide__ = True
+    assignment = Assignment.parse(text)
+    namespace = workspace.namespace
+    origin = Origin(assignment.name, assignment.model, assignment.arguments)
+    start = time.perf_counter()
+    graph = _evaluate(assignment, namespace)
+    seconds = time.perf_counter() - start
+    before = namespace.get(assignment.name)
+    session = session_of(graph)
+    session.origin = origin
+    namespace[assignment.name] = graph
+    print(f"{workspace.use(assignment.name).title} ({seconds:.1f} s)")
+    if isinstance(before, PatchableGraph):
+        _hand_over(session_of(before).chosen.patches, session)
+
+
+def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> PatchableGraph:
+    """Returns the graph: the call with `PatchableGraph` in place of the model, evaluated among the user's variables."""
+    __tracebackhide__ = True
+
+    def make(module: Any, *args: Any, **kwargs: Any) -> PatchableGraph:
+        __tracebackhide__ = True
+        _check_model(module, assignment)
+        try:
+            with capture_progress(module):
+                return PatchableGraph(module, *args, **kwargs)
+        except OptionError as error:
+            raise SessionError(str(error)) from None
+
+    function = ast.copy_location(ast.Name(_MAKE, ast.Load()), assignment.call.func)
+    call = ast.copy_location(
+        ast.Call(function, [assignment.call.func, *assignment.call.args], assignment.call.keywords), assignment.call
+    )
+    code = compile(ast.fix_missing_locations(ast.Expression(call)), "<%graphpatch wrap>", "eval")
+    local: dict[str, Any] = {_MAKE: make, "__tracebackhide__": True}
+    graph = eval(code, namespace, local)
+    namespace.update({name: value for name, value in local.items() if name not in (_MAKE, "__tracebackhide__")})
+    assert isinstance(graph, PatchableGraph)
+    return graph
+
+
+def _check_model(module: Any, assignment: Assignment) -> None:
+    if isinstance(module, PatchableGraph):
+        raise SessionError(f"{assignment.model!r} is a PatchableGraph already; use it, or wrap the model itself")
+    if not isinstance(module, Module):
+        kind = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise SessionError(f"{assignment.model!r} is no torch.nn.Module but {kind}; {_USAGE}")
+
+
+def _hand_over(patches: tuple[ChosenPatch, ...], session: Session) -> None:
+    """Chooses the patches of the graph that the variable held before; says what became of them."""
+    kept: list[ChosenPatch] = []
+    dropped: list[str] = []
+    for patch in patches:
+        problem = _problem(patch, kept, session)
+        if problem is None:
+            kept.append(patch)
+        else:
+            dropped.append(f"dropped #{patch.number} {patch}: {problem}")
+    if kept:
+        session.replace_all(kept)
+        print(f"the graph has the {counted(len(kept))} chosen for the one that was in {session.origin.graph} before")
+    for line in dropped:
+        print(line)
+
+
+def _problem(patch: ChosenPatch, others: list[ChosenPatch], session: Session) -> ChosenPatchError | None:
+    try:
+        session.check(patch, others)
+    except ChosenPatchError as problem:
+        return problem
+    return None
+
+
+def use(workspace: Workspace, text: str) -> None:
+    """Picks the graph that commands are about."""
+    names = arguments(text)
+    if len(names) != 1:
+        there = ", ".join(workspace.graphs())
+        raise SessionError("use takes the name of a graph" + (f"; there are {there}" if there else f"; {_USAGE}"))
+    active = workspace.use(names[0])
+    print(f"{active.title}, {counted(len(active.session.chosen.patches))} chosen")
