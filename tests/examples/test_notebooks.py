@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from nbformat import NotebookNode
 
-from tests.examples.notebooks import NOTEBOOKS, code_cells, execute, outputs, read, text
+from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, code_cells, execute, outputs, read, text
 
 # The variables whose values the tests below look at, by notebook.
 NAMES = {
@@ -35,6 +35,7 @@ NAMES = {
         "distance_with_all",
         "same_weight",
     ),
+    "04_magics": ("accuracy_without", "to_follower", "share_without", "share_with_10", "share_with_20", "code"),
 }
 HEADS = [str((layer, head)) for layer in range(2) for head in range(4)]
 
@@ -150,3 +151,22 @@ def test_generation_finds_the_one_step_that_needs_a_position() -> None:
     assert min(shares[:10]) > 0.98
     assert shares[10] < 0.05
     assert found["least"] > 0.9
+
+
+def test_magics_find_what_python_found() -> None:
+    spoken, written = run("04_magics")[1], run("01_quickstart")[1]
+    assert spoken["accuracy_without"] == pytest.approx(written["accuracy_without"]["(1, 3)"], abs=1e-3)
+    assert spoken["to_follower"] == pytest.approx(written["to_follower"]["(1, 3)"], abs=1e-6)
+
+
+def test_magics_look_values_up_anew() -> None:
+    found = run("04_magics")[1]
+    assert found["share_without"] < 0.05
+    assert 0.3 < found["share_with_10"] < 0.8
+    assert found["share_with_20"] > 0.95
+
+
+def test_magics_leave_with_code_and_without_files() -> None:
+    found = run("04_magics")[1]
+    assert '"transformer.h_1.attn.c_proj.x": ZeroPatch(slice=(..., slice(48, 64)))' in found["code"]
+    assert not list(EXAMPLES.glob("*.json"))

@@ -1,0 +1,181 @@
+"""The same story in each host, a process of its own: load, wrap, find, zero, run a cell, export, run the export."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from tests.notebook.hosts import SETTING, Kernel, Terminal, environment
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+CHANGED = "bool((patched != model(x)).any())"
+UNTOUCHED = (
+    "torch.equal(pg(x), model(x)) and not any('forward' in vars(m) or m._forward_hooks for m in model.modules())"
+)
+CHOICE = ["%graphpatch wrap pg = model(x)", "%graphpatch zero sub_1.softmax[:, -1]"]
+
+
+@contextmanager
+def terminal(command: list[str], folder: Path) -> Iterator[Terminal]:
+    host = Terminal(command, folder)
+    try:
+        host.start()
+        yield host
+    finally:
+        host.close()
+
+
+# -- terminals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "IPython", "--no-banner"], ["-m", "jupyter_console", "--kernel", "python3"]],
+    ids=["ipython", "jupyter-console"],
+)
+def test_the_story_in_a_terminal(command: list[str], tmp_path: Path) -> None:
+    with terminal(command, tmp_path) as host:
+        for cell in SETTING:
+            host.run(cell)
+        assert "pg: Sequential, 15 nodes" in host.run("%graphpatch wrap pg = model(x)")
+        found = host.run("%graphpatch find op:softmax")
+        assert "sub_1.softmax" in found
+        assert "[3, 4] f32" in found
+        # A kernel cannot know whether its text is for a terminal or for a file.
+        assert bool(host.colours("sub_1.softmax")) == ("IPython" in command)
+        assert "#1 zero sub_1.softmax[:, -1] -> (3,)" in host.run("%graphpatch zero sub_1.softmax[:, -1]")
+        assert "Out[7]: True" in host.run(f"%%graphpatch\npatched = pg(x)\n{CHANGED}")
+        assert "Out[8]: True" in host.run(UNTOUCHED)
+        assert re.search(r"\n1  zero +sub_1\.softmax\[:, -1\] +\(3,\)$", host.run("%graphpatch list"))
+        code = host.run("%graphpatch export")
+        assert 'with pg.patch({"sub_1.softmax": ZeroPatch(slice=(slice(None), -1))}):' in code
+        assert "\x1b" not in code
+        host.run("code = %graphpatch export")
+        assert "Out[12]: True" in host.run("exec(str(code)); torch.equal(output, patched)")
+        assert "UsageError: no node 'softmx' in sub_1; nearest: 'sub_1.softmax'" in host.run(
+            "%graphpatch add sub_1.softmx 1"
+        )
+        host.enter("%%graphpatch\nprint('run' + 'ning', flush=True)\nwhile True: pg(x)")
+        host.wait(r"\nrunning$")
+        host.interrupt()
+        assert "KeyboardInterrupt" in host.result(14)
+        assert "Out[15]: True" in host.run(UNTOUCHED)
+        host.run("import time; _ = model[1].register_forward_hook(lambda *_: time.sleep(1.5))")
+        host.enter("%graphpatch wrap slow = model(x)")
+        host.wait("Capturing Sequential .* of about 4 calls")
+        assert "slow: Sequential, 15 nodes" in host.result(17)
+
+
+def ipython_in_a_pipe(folder: Path, *arguments: str) -> tuple[str, str, int]:
+    result = subprocess.run(
+        [sys.executable, "-m", "IPython", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return result.stdout, result.stderr, result.returncode
+
+
+def test_one_command_of_ipython_in_a_pipe(tmp_path: Path) -> None:
+    lines = "\n".join([*SETTING, *CHOICE])
+    out, err, status = ipython_in_a_pipe(tmp_path, "-c", f"{lines}\n%graphpatch zero sub_2.lin")
+    assert "#1 zero sub_1.softmax[:, -1] -> (3,)\n" in out
+    assert "UsageError: no node 'lin' in sub_2; nearest: 'sub_2.linear'" in out + err
+    assert "Traceback" not in out + err
+    assert status == 1
+    (tmp_path / "setting.ipy").write_text(lines, "utf8")
+    before = "--InteractiveShellApp.exec_files=setting.ipy"
+    source = f"%%graphpatch\npatched = pg(x)\nassert {CHANGED}\nget_ipython().run_line_magic('graphpatch', 'list')"
+    out, err, status = ipython_in_a_pipe(tmp_path, before, "-c", source)
+    assert "\n1  zero  sub_1.softmax[:, -1]         (3,)\n" in out
+    assert "\x1b" not in out
+    assert (err, status) == ("", 0)
+
+
+# -- notebooks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_notebook_is_run_like_any_other(tmp_path: Path) -> None:
+    sources = [
+        *SETTING,
+        *CHOICE,
+        "%graphpatch list",
+        "%%graphpatch\nimport asyncio\nawait asyncio.sleep(0)\npatched = pg(x)\nprint('in between')\npatched.shape",
+        "%%graphpatch\npg(x);",
+        CHANGED,
+        f"%%graphpatch\npatched = pg(x)\nwidth = patched.shape[1] - 2\npatched / (1 // width)\n{UNTOUCHED}",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    client = NotebookClient(
+        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        client.execute(env=environment(tmp_path))
+    shown = [cell.outputs for cell in notebook.cells]
+    assert shown[5][0].data["text/plain"].endswith("1  zero  sub_1.softmax[:, -1]         (3,)")
+    assert "<table" in shown[5][0].data["text/html"] or "<pre" in shown[5][0].data["text/html"]
+    assert shown[6][0].text == "in between\n"
+    assert shown[6][1].data == {"text/plain": "torch.Size([3, 2])"}
+    assert shown[7] == []
+    assert shown[8][0].data == {"text/plain": "True"}
+    (error,) = shown[9]
+    traceback = ANSI.sub("", "\n".join(error.traceback))
+    assert error.ename == "ZeroDivisionError"
+    assert "----> 4 patched / (1 // width)" in traceback
+    assert "graphpatch_notebook" not in traceback
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    host = Kernel(tmp_path)
+    try:
+        for cell in [*SETTING, *CHOICE]:
+            host.ok(cell)
+        yield host
+    finally:
+        host.close()
+
+
+def test_a_kernel_through_a_whole_session(kernel: Kernel, tmp_path: Path) -> None:
+    # An interrupt in the middle of a call.
+    ran = kernel.interrupted("%%graphpatch\nprint('running', flush=True)\nwhile True: pg(x)", "running")
+    assert (ran.reply["status"], ran.reply["ename"]) == ("error", "KeyboardInterrupt")
+    assert kernel.value(UNTOUCHED) == "True"
+    assert "1 patch chosen" in kernel.value("%graphpatch list")
+    # Cells that await, and what they leave behind.
+    awaiting = "%%graphpatch\nimport asyncio\nawait asyncio.sleep(0.01)\npatched = pg(x)\n"
+    later = "async def later():\n    await asyncio.sleep(0.05)\n    return pg(x)\ntask = asyncio.create_task(later())\n"
+    assert kernel.value(awaiting + later + CHANGED) == "True"
+    assert kernel.value("torch.equal(await task, model(x))") == "True"
+    # Probes land in their variables, as the cell runs.
+    kernel.ok("%graphpatch probe sub_1.output kept")
+    assert kernel.value("%%graphpatch\n_ = pg(x)\nkept[:, -1].abs().sum().item()") == "0.0"
+    assert kernel.value("kept.shape") == "torch.Size([3, 4])"
+    # A script that needs nothing of this session.
+    kernel.ok("%graphpatch export -o patches.py")
+    kernel.ok("torch.save(model, 'model.pt'); torch.save((x, patched), 'values.pt')")
+    script = (
+        "import torch; model = torch.load('model.pt', weights_only=False); x, patched = torch.load('values.pt')\n"
+        "exec(open('patches.py').read())\nprint(torch.equal(output, patched))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout == "True\n"
+    # Unloading leaves a kernel that does not know the magic.
+    kernel.ok("%unload_ext graphpatch")
+    assert kernel.run("%%graphpatch\npg(x)").reply["ename"] == "UsageError"
+    assert kernel.value(UNTOUCHED) == "True"
