@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -221,6 +221,8 @@ def make_plan(
     plans: dict[int, FramePlan] = {id(root): FramePlan(root)}
     for frame in (*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in entries)):
         _keep(frame, plans, callers)
+    for frame in callers.calling_frames(plans):
+        _keep(frame, plans, callers)
     for graph in own_graphs:
         plans[id(graph.frame)].own_graph = graph
     for plan in list(plans.values())[1:]:
@@ -285,6 +287,20 @@ class Callers:
     def has_one_frame(self, module: Module) -> bool:
         """Whether `module` is called once in the whole capture."""
         return len(self.frames_of(module)) == 1
+
+    def calling_frames(self, plans: Mapping[int, FramePlan]) -> Iterator[Frame]:
+        """Yields the frames in which modules of `plans` are called that are called several times; also those of what
+        is planned meanwhile.
+
+        Their modules are watched, so that a call in one of them is not taken for one in a frame above it.
+        """
+        seen: set[int] = set()
+        while new := [plan.frame.module for plan in plans.values() if id(plan.frame.module) not in seen]:
+            for module in new:
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    frames = self.frames_of(module)
+                    yield from (f.parent for f in frames if len(frames) > 1 and f.parent is not None)
 
     def modules_to_watch(self, plan: FramePlan) -> list[Module]:
         """Returns the modules whose frames must be seen to tell the frames of `plan` from all others.

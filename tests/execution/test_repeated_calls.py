@@ -561,3 +561,30 @@ def test_an_exception_within_a_method_leaves_nothing_behind() -> None:
         model.is_failing = True
         with pytest.warns(PatchNotFiredWarning, match="'linear_0.output'"):
             assert torch.equal(pg(X), model.linear(X))
+
+
+class Beside(nn.Module):
+    """A module that is called once, in a frame where another one is called that is called elsewhere, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.child = nn.Sequential(nn.Tanh(), self.shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(self.shared(x))
+
+
+def test_a_module_that_is_called_beside_a_shared_one_is_patched() -> None:
+    model = Beside()
+    pg = PatchableGraph(model, X)
+    seen = RecordPatch()
+
+    with pg.patch(
+        {"child.sub_0.output": [AddPatch(value=1.0), seen], "shared.output": AddPatch(value=2.0)}, strict=True
+    ):
+        patched = pg(X)
+
+    tanh = torch.tanh(model.shared(X) + 2.0) + 1.0
+    assert torch.equal(seen.activations[0], tanh)
+    assert torch.equal(patched, model.shared(tanh))
