@@ -289,10 +289,10 @@ class Callers:
         return len(self.frames_of(module)) == 1
 
     def calling_frames(self, plans: Mapping[int, FramePlan]) -> Iterator[Frame]:
-        """Yields the frames in which modules of `plans` are called that are called several times; also those of what
-        is planned meanwhile.
+        """Yields the frames in which modules of `plans` are called that have several frames.
 
-        Their modules are watched, so that a call in one of them is not taken for one in a frame above it.
+        Also those of what is planned meanwhile. Their modules are watched, so that a call in one of them is not taken
+        for one in a frame above it.
         """
         seen: set[int] = set()
         while new := [plan.frame.module for plan in plans.values() if id(plan.frame.module) not in seen]:

@@ -163,7 +163,10 @@ class _HooksExport:
         expected = self.names.free("expected")
         counts = tuple(f"{text_literal(name)}: {plan.count}" for name, plan in self.functions.items())
         message = f'f"the hooks ran {{dict({self.script.calls})}} times, not {{{expected}}}"'
+        is_counted = any(plan.count > 1 for plan in self.plans)
+        why = ["# Calls are told by their number, so there must be as many as in the example."]
         return [
+            *(why if is_counted else []),
             *lines(Group(f"{expected} = {{", counts, "}")),
             f"if {self.script.calls} != {expected}:",
             *indented(lines(Group("raise RuntimeError(", (message,), ")"), width=WIDTH - 4)),

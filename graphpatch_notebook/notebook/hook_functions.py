@@ -17,7 +17,15 @@ from typing import Any
 
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.hook_places import Edit, Form, HookPlan
-from graphpatch_notebook.notebook.source_layout import indented, text_literal
+from graphpatch_notebook.notebook.source_layout import (
+    Block,
+    Group,
+    Source,
+    Statement,
+    laid_out,
+    text_literal,
+    with_prefix,
+)
 from graphpatch_notebook.notebook.source_names import Names, as_name
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, key_text, plain_dict_key
 
@@ -104,7 +112,7 @@ class Script:
 
 def function_lines(plan: HookPlan, name: str, script: Script) -> list[str]:
     """Returns a hook function as lines."""
-    return _Function(plan, name, script).lines()
+    return laid_out([_Function(plan, name, script).statement()])
 
 
 def takes_kwargs(plan: HookPlan) -> bool:
@@ -123,39 +131,43 @@ class _Function:
         self.output = self.names.free("output") if plan.side == "output" else ""
         self.has_changed = False
 
-    def lines(self) -> list[str]:
+    def statement(self) -> Block:
+        """Returns the definition of the function."""
         own = f"{self.script.calls}[{text_literal(self.name)}]"
-        body = [f"{own} += 1"]
+        body: list[Statement] = [f"{own} += 1"]
         for index, edits in sorted(self.plan.calls.items()):
-            block = [line for edit in edits for line in self._edit(edit)]
-            body += block if self.plan.count == 1 else [f"if {own} == {index + 1}:", *indented(block)]
-        return [f"def {self.name}({', '.join(self._parameters())}):", *indented(self._with_return(body))]
+            block = tuple(statement for edit in edits for statement in self._edit(edit))
+            body += block if self.plan.count == 1 else [Block(f"if {own} == {index + 1}:", block)]
+        return Block(f"def {self.name}({', '.join(self._parameters())}):", tuple(self._with_return(body)))
 
     def _parameters(self) -> list[str]:
         if self.plan.side == "output":
             return [self.module, self.args, self.output]
         return [self.module, self.args, *([self.kwargs] if takes_kwargs(self.plan) else [])]
 
-    def _with_return(self, body: list[str]) -> list[str]:
+    def _with_return(self, body: list[Statement]) -> list[Statement]:
         if not self.has_changed:
             return body
         if self.plan.side == "inputs" and takes_kwargs(self.plan):
             return [*body, f"return {self.args}, {self.kwargs}"]
         result = self.output or self.args
-        if body[-1].startswith(f"{result} = "):
-            return [*body[:-1], f"return {body[-1].removeprefix(f'{result} = ')}"]
+        last, start = body[-1], f"{result} = "
+        if isinstance(last, str) and last.startswith(start):
+            return [*body[:-1], f"return {last.removeprefix(start)}"]
+        if isinstance(last, Group) and last.opening.startswith(start):
+            return [*body[:-1], Group(f"return {last.opening.removeprefix(start)}", last.items, last.closing)]
         return [*body, f"return {result}"]
 
     # -- one value ---------------------------------------------------------------------------------------------------
 
-    def _edit(self, edit: Edit) -> list[str]:
+    def _edit(self, edit: Edit) -> list[Statement]:
         """Returns the statements that read a value, do what the patches say, and put it back."""
         spec = edit.target.node.spec if edit.form is None else _spec_of_input(edit)
-        found: list[str] = []
-        if edit.form is None:
-            whole = self.output
-        else:
-            whole, found = self._read(edit)
+        found: list[Statement] = []
+        whole = self.output
+        if edit.form is not None:
+            whole, before = self._read(edit)
+            found += before
         source = whole
         for key, inside in _path_of(spec, edit.dig):
             source = _child(source, key, inside)
@@ -171,11 +183,11 @@ class _Function:
         if edit.form is not None:
             return [*found, *self._write(edit.form, rebuilt)]
         if rebuilt != self.output:
-            found.append(f"{self.output} = {rebuilt}")
+            found.append(with_prefix(f"{self.output} = ", rebuilt))
         elif any(patch.kind == "custom" and patch.slice is None for patch in edit.patches):
             # For torch, a hook that returns None says that nothing is changed.
             message = text_literal(f"{edit.target.path}: the function returned None")
-            found += [f"if {self.output} is None:", f"    raise TypeError({message})"]
+            found.append(Block(f"if {self.output} is None:", (Group("raise TypeError(", (message,), ")"),)))
         return found
 
     def _variable(self, edit: Edit, whole: str) -> str:
@@ -211,20 +223,22 @@ class _Function:
         signature = f"{self.script.use('inspect')}.signature({self.module}.forward)"
         return f"{self.kwargs}.get({key}, {signature}.parameters[{key}].default)"
 
-    def _write(self, form: Form, source: str) -> list[str]:
+    def _write(self, form: Form, source: Source) -> list[Statement]:
         """Returns the statements that give an input another value."""
-        positional, by_name = "", ""
+        found: list[Statement] = []
         if form.position is not None:
             before = [f"*{self.args}[:{form.position}]"] if form.position else []
-            items = [*before, source, f"*{self.args}[{form.position + 1} :]".replace("[1 :]", "[1:]")]
-            positional = f"{self.args} = ({', '.join(items)})"
+            items = (*before, source, f"*{self.args}[{form.position + 1}:]")
+            found.append(Group(f"{self.args} = (", items, ")"))
         if form.name is not None:
-            by_name = f"{self.kwargs} = {{**{self.kwargs}, {text_literal(form.name)}: {source}}}"
-        if form.name is None or form.position is None:
-            return [positional or by_name]
-        return [f"if len({self.args}) > {form.position}:", f"    {positional}", "else:", f"    {by_name}"]
+            item = with_prefix(f"{text_literal(form.name)}: ", source)
+            found.append(Group(f"{self.kwargs} = {{", (f"**{self.kwargs}", item), "}"))
+        if len(found) == 1:
+            return found
+        by_position, by_name = found
+        return [Block(f"if len({self.args}) > {form.position}:", (by_position,)), Block("else:", (by_name,))]
 
-    def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> str:
+    def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> Source:
         """Returns the source of `whole` with `new` at the end of `path`, where the containers on the way are copies."""
         if not path:
             return new
@@ -360,21 +374,21 @@ def _literal(key: Any) -> str:
     return text_literal(key) if isinstance(key, str) else repr(key)
 
 
-def _replaced(source: str, key: Any, spec: ContainerSpec, child: str, use: Callable[[str], str]) -> str:
+def _replaced(source: str, key: Any, spec: ContainerSpec, child: Source, use: Callable[[str], str]) -> Source:
     kind = spec.type
     if _is_sequence(spec):
         if (names := getattr(kind, "_fields", None)) is not None:
-            return f"{source}._replace({names[key]}={child})"
+            return Group(f"{source}._replace(", (with_prefix(f"{names[key]}=", child),), ")")
         before = [f"*{source}[:{key}]"] if key else []
         after = [] if key == len(spec.children) - 1 else [f"*{source}[{key + 1}:]"]
-        items = ", ".join([*before, child, *after])
+        items = (*before, child, *after)
         if kind is list:
-            return f"[{items}]"
-        comma = "," if len(before) + len(after) == 0 else ""
-        return f"({items}{comma})" if kind is tuple else f"type({source})(({items}{comma}))"
-    plain = plain_dict_key(key)
+            return Group("[", items, "]")
+        as_tuple = Group("(", items, ")") if len(items) > 1 else f"({child},)"
+        return as_tuple if kind is tuple else Group(f"type({source})(", (as_tuple,), ")")
+    plain = _literal(plain_dict_key(key))
     if _is_object(spec):
-        return f"{use('with_field')}({source}, {_literal(plain)}, {child})"
+        return Group(f"{use('with_field')}(", (source, plain, child), ")")
     if kind is dict:
-        return f"{{**{source}, {_literal(plain)}: {child}}}"
-    return f"{use('with_item')}({source}, {_literal(plain)}, {child})"
+        return Group("{", (f"**{source}", with_prefix(f"{plain}: ", child)), "}")
+    return Group(f"{use('with_item')}(", (source, plain, child), ")")

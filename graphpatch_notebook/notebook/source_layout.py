@@ -62,6 +62,33 @@ def lines(source: Source, indent: str = "", width: int = WIDTH, after: str = "")
     return [f"{indent}{source.opening}", *inside, f"{indent}{source.closing}{after}"]
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A compound statement.
+
+    Attributes:
+        head: Its first line.
+        body: The statements in it.
+    """
+
+    head: str
+    body: tuple[Statement, ...]
+
+
+Statement: TypeAlias = "Source | Block"
+
+
+def laid_out(statements: Iterable[Statement], width: int = WIDTH) -> list[str]:
+    """Returns statements as lines."""
+    found: list[str] = []
+    for statement in statements:
+        if isinstance(statement, Block):
+            found += [statement.head, *indented(laid_out(statement.body, width - len(_INDENT)))]
+        else:
+            found += lines(statement, width=width)
+    return found
+
+
 def with_prefix(prefix: str, source: Source) -> Source:
     """Returns the same with more text before it."""
     return prefix + source if isinstance(source, str) else Group(prefix + source.opening, source.items, source.closing)

@@ -112,11 +112,13 @@ class Outcome:
         digests: Of the output, and of each variable that was asked for.
         error: The class of the error that was raised, if there was one.
         message: Its message.
+        has_unfired: Whether a patch never fired, or a patched module was called more often than in the example.
     """
 
     digests: dict[str, str]
     error: str = ""
     message: str = ""
+    has_unfired: bool = False
 
 
 def run_source(source: str, namespace: dict[str, Any], results: dict[str, str]) -> Outcome:

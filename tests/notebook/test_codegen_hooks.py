@@ -1,0 +1,418 @@
+"""Chosen patches as scripts on plain forward hooks: what they look like, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.errors import ExportError
+from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.codegen import export
+from graphpatch_notebook.notebook.origin import Origin
+from graphpatch_notebook.notebook.session import Session
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        hidden = self.linear(x).relu()
+        return hidden * scale, hidden
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> dict[str, Tensor]:
+        x, first = self.blocks[0](x)
+        x, _ = self.blocks[1](x, scale=2.0)
+        for _ in range(3):
+            x = self.cell(x)
+        return {"last": x if mask is None else x * mask, "first": first}
+
+
+def patch(path: str, kind: str, **fields: Any) -> ChosenPatch:
+    return ChosenPatch(path, kind, **fields)  # type: ignore[arg-type]
+
+
+def captured(model: nn.Module, *args: Any, **kwargs: Any) -> PatchableGraph:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    return PatchableGraph(model, *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return captured(Model(), X)
+
+
+@pytest.fixture
+def session(pg: PatchableGraph) -> Session:
+    return Session(pg, Origin("pg", "model", "x"))
+
+
+def is_as_formatted(source: str) -> bool:
+    """Whether ruff would leave the source as it is, and finds nothing in it but names from outside."""
+    ruff = [sys.executable, "-m", "ruff"]
+    rules = ["--select", "E,F,I,W,UP,B,C4,SIM,RET", "--ignore", "F821,E501"]
+    for command in (["format", "--diff", "--isolated"], ["check", "--isolated", *rules]):
+        done = subprocess.run([*ruff, *command, "-"], input=source, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return True
+
+
+def run(source: str, model: nn.Module, **variables: Any) -> dict[str, Any]:
+    namespace = {"model": model, "x": X, **variables}
+    exec(compile(source, "<exported>", "exec"), namespace)
+    return namespace
+
+
+def equals_session(session: Session, **variables: Any) -> str:
+    """Asserts that the script gives what the session gives, and leaves no hook behind; returns it."""
+    source = export(session, "hooks")
+    model = session.graph._module
+    with session.graph.patch(session.resolve({"torch": torch, "x": X, **variables}).patch_map, strict=True):
+        patched = session.graph(X)
+    found = run(source, model, **variables)
+    same_values(found["output"], patched)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert is_as_formatted(source)
+    return source
+
+
+def same_values(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif dataclasses.is_dataclass(one):
+        same_values(dataclasses.asdict(one), dataclasses.asdict(other))
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same_values(one[key], other[key])
+    elif isinstance(one, (tuple, list)):
+        for a, b in zip(one, other, strict=True):
+            same_values(a, b)
+    else:
+        assert one == other
+
+
+def test_one_patch(session: Session) -> None:
+    session.add(patch("cell_1.output", "zero", slice=":, -1"))
+    session.add(patch("blocks_0.linear.output", "zero"))
+    assert equals_session(session)
+    session.remove([1])
+
+    assert equals_session(session) == (
+        """\
+# Needs: model, x
+from collections import Counter
+
+calls = Counter()
+
+
+def zero_blocks_0_linear(module, args, output):
+    calls["zero_blocks_0_linear"] += 1
+    output = output.clone()
+    output[...] = 0
+    return output
+
+
+hooks = []
+try:
+    hooks.append(
+        model.get_submodule("blocks.0.linear").register_forward_hook(
+            zero_blocks_0_linear,
+        )
+    )
+    output = model(x)
+finally:
+    for hook in hooks:
+        hook.remove()
+
+expected = {"zero_blocks_0_linear": 1}
+if calls != expected:
+    raise RuntimeError(f"the hooks ran {dict(calls)} times, not {expected}")
+"""
+    )
+
+
+def test_calls_of_a_module_are_counted(session: Session) -> None:
+    session.add(patch("cell_0.input", "add", value="0.5 * steering", slice=":, 1"))
+    session.add(patch("cell_2.input", "probe", name="last", slice="0"))
+    session.add(patch("cell_2.input", "replace", value="steering"))
+
+    assert equals_session(session, steering=torch.tensor(3.0)) == (
+        """\
+# Needs: model, x, steering
+from collections import Counter
+
+cell_0_input_value = 0.5 * steering
+calls = Counter()
+kept = {}
+
+
+def patch_cell_inputs(module, args):
+    calls["patch_cell_inputs"] += 1
+    if calls["patch_cell_inputs"] == 1:
+        input_1 = args[0].clone()
+        input_1[:, 1] += cell_0_input_value
+        args = (input_1, *args[1:])
+    if calls["patch_cell_inputs"] == 3:
+        kept["last"] = args[0]
+        input_2 = args[0].clone()
+        input_2[...] = steering
+        args = (input_2, *args[1:])
+    return args
+
+
+hooks = []
+try:
+    hooks.append(
+        model.get_submodule("cell").register_forward_pre_hook(patch_cell_inputs)
+    )
+    output = model(x)
+finally:
+    for hook in hooks:
+        hook.remove()
+
+# Calls are told by their number, so there must be as many as in the example.
+expected = {"patch_cell_inputs": 3}
+if calls != expected:
+    raise RuntimeError(f"the hooks ran {dict(calls)} times, not {expected}")
+
+last = kept["last"][0]
+"""
+    )
+
+
+def test_containers_are_copied_and_inputs_keep_their_form(session: Session) -> None:
+    session.add(patch("blocks_0.output|sub_0", "add", value="1"))
+    session.add(patch("blocks_1.scale", "replace", value="3"))
+    session.add(patch("output|last", "custom", value="torch.tanh"))
+    session.add(patch("output|last", "record", name="acts", slice="0"))
+    session.add(patch("blocks_0.scale", "add", value="2"))
+
+    source = equals_session(session)
+
+    assert source.split("\n\n\n", 1)[1].split("\n\n\nhooks = []")[0] == (
+        '''\
+def number_like(old, new):
+    """Returns `new` as a number of the type of `old`."""
+    if isinstance(old, torch.Tensor):
+        raise TypeError("a tensor came up where the example had a number")
+    return type(old)(plain_number(new))
+
+
+def plain_number(value):
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def add_to_blocks_0_sub_0(module, args, output):
+    calls["add_to_blocks_0_sub_0"] += 1
+    sub_0 = output[0].clone()
+    sub_0 += 1
+    return (sub_0, *output[1:])
+
+
+def replace_blocks_1_scale(module, args, kwargs):
+    calls["replace_blocks_1_scale"] += 1
+    scale = number_like(kwargs["scale"], 3)
+    kwargs = {**kwargs, "scale": scale}
+    return args, kwargs
+
+
+def patch_output_last(module, args, output):
+    calls["patch_output_last"] += 1
+    last = torch.tanh(output["last"].clone())
+    kept["acts"].append(last)
+    return {**output, "last": last}
+
+
+def add_to_blocks_0_scale(module, args, kwargs):
+    calls["add_to_blocks_0_scale"] += 1
+    scale = args[1] if len(args) > 1 else kwargs.get("scale", 1.0)
+    scale = number_like(scale, scale + plain_number(2))
+    if len(args) > 1:
+        args = (*args[:1], scale, *args[2:])
+    else:
+        kwargs = {**kwargs, "scale": scale}
+    return args, kwargs'''
+    )
+
+
+def test_functions_with_slices(session: Session) -> None:
+    session.add(patch("blocks_0.linear.output", "custom", value="lambda t: t.flip(0)", slice=":2"))
+    session.add(patch("blocks_0.linear.output", "custom", value="make(2)", slice="..., 0"))
+
+    source = equals_session(session, make=lambda factor: lambda t: t * factor)
+
+    assert "    output[:2] = (lambda t: t.flip(0))(output[:2].clone())\n" in source
+    assert "blocks_0_linear_value = make(2)\n" in source
+
+
+def test_a_function_that_returns_none_is_an_error(session: Session) -> None:
+    session.add(patch("blocks_0.linear.output", "custom", value="print"))
+
+    with pytest.raises(TypeError, match=r"blocks_0.linear.output: the function returned None"):
+        run(export(session, "hooks"), session.graph._module)
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: Tensor
+    more: Any
+
+
+class ListOf(list[Any]):
+    pass
+
+
+class Returns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        ordered = OrderedDict([("b", x + 3), ("a b", x + 4)])
+        return {
+            "pair": Pair(x, [x + 1, (x + 2,)]),
+            "frozen": Frozen(x, ordered),
+            "list": ListOf([x + 5, {1: x + 6, None: x + 7}]),
+            "maximum": x.max(0),
+            "none": None,
+            "number": 3,
+        }
+
+
+def test_containers_of_every_kind() -> None:
+    pg = captured(Returns(), X)
+    paths = [path for path in pg.nodes if path.startswith("output|")]
+    assert len(paths) == 12
+
+    for path in paths:
+        session = Session(pg, Origin("pg", "model", "x"))
+        session.add(patch(path, "zero"))
+        equals_session(session)
+
+    session = Session(pg, Origin("pg", "model", "x"))
+    for path in paths:
+        session.add(patch(path, "add", value="2"))
+    equals_session(session)
+
+
+class Calls(nn.Module):
+    """A child that takes inputs in every way."""
+
+    class Child(nn.Module):
+        def forward(self, a: Tensor, /, b: Tensor, *rest: Tensor, c: Tensor, d: int = 2, **more: Tensor) -> Tensor:
+            return a + 2 * b + 3 * rest[0] + 5 * c + d * more["e"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = self.Child()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x, x + 1, x + 2, c=x.cos(), e=x.exp())
+
+
+@pytest.mark.parametrize("path", ["a", "b", "rest|sub_0", "c", "d", "more|e"])
+def test_inputs_of_every_kind(path: str) -> None:
+    pg = captured(Calls(), X)
+    session = Session(pg, Origin("pg", "model", "x"))
+    session.add(patch(f"child.{path}", "add", value="3"))
+    session.add(patch(f"child.{path}", "probe", name="kept"))
+
+    equals_session(session)
+
+
+@pytest.mark.parametrize("arguments", ["x, mask=mask", "mask=mask, x=x", "*[x], **{'mask': mask}"])
+def test_inputs_of_the_model(arguments: str) -> None:
+    pg = captured(Model(), X, mask=torch.ones(3, 4))
+    session = Session(pg, Origin("pg", "model", arguments))
+    session.add(patch("x", "add", value="1"))
+    session.add(patch("mask", "zero", slice=":, 0"))
+    mask = torch.full((3, 4), 2.0)
+    with pg.patch(session.resolve({}).patch_map):
+        patched = pg(X, mask=mask)
+
+    same_values(run(export(session, "hooks"), pg._module, mask=mask)["output"], patched)
+
+
+def test_a_hook_that_does_not_run_is_an_error(session: Session) -> None:
+    session.add(patch("blocks_0.linear.output", "zero"))
+    source = export(session, "hooks")
+    model = Model()
+    model.blocks[0].forward = lambda x: (x, x)  # type: ignore[method-assign]
+
+    with pytest.raises(RuntimeError, match=r"the hooks ran {} times, not {'zero_blocks_0_linear': 1}"):
+        run(source, model)
+    assert not model.blocks[0].linear._forward_hooks
+
+
+def test_hooks_go_when_the_model_raises(session: Session) -> None:
+    session.add(patch("blocks_0.linear.output", "custom", value="fail"))
+    model = session.graph._module
+
+    with pytest.raises(ZeroDivisionError):
+        run(export(session, "hooks"), model, fail=lambda t: 1 / 0)
+    assert not model.blocks[0].linear._forward_hooks  # type: ignore[index, union-attr]
+
+
+def test_a_model_that_is_an_expression_is_made_once(pg: PatchableGraph) -> None:
+    session = Session(pg, Origin("pg", "models[0]", "x"))
+    session.add(patch("output|last", "add", value="model"))
+
+    source = export(session, "hooks")
+
+    assert source.startswith("# Needs: models, x, model\n")
+    assert "\nmodel_1 = models[0]\n" in source
+    assert "output = model_1(x)" in source
+
+
+def test_all_that_hooks_cannot_do_is_told_at_once(session: Session) -> None:
+    session.add(patch("blocks_0.hidden", "zero"))
+    session.add(patch("blocks_0.linear.linear", "zero"))
+    session.add(patch("blocks_0.linear.weight", "zero"))
+    session.add(patch("blocks_1.linear.output", "zero", steps="1:"))
+    session.add(patch("blocks_1.output|sub_0", "zero"))
+
+    with pytest.raises(ExportError) as raised:
+        export(session, "hooks")
+
+    message = str(raised.value)
+    for part in (
+        "#1 'blocks_0.hidden' is an operation (relu) inside of Block, which hooks do not see; "
+        "nearest: 'blocks_0.output|sub_1'",
+        "#2 'blocks_0.linear.linear' is an operation (linear) inside of Linear, which hooks do not see; "
+        "nearest: 'blocks_0.linear.output'",
+        "#3 'blocks_0.linear.weight' is a parameter, and hooks see inputs and outputs only; "
+        "what is made of it is in 'blocks_0.linear.output'",
+        "#4 'blocks_1.linear.output' has steps or positions, which a hook does not know",
+        "(the graphpatch form can do them all)",
+    ):
+        assert part in message
+    assert "'blocks_1.output" not in message
+    assert "\n" not in message
