@@ -379,9 +379,11 @@ class PatchableGraph(ModuleDelegate):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model, with the active patches if there are any."""
+        __tracebackhide__ = True
         return self._call(self._module, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
         context = contexts.innermost(self)
         if context is not None:
             return contexts.call(context, function, args, kwargs)

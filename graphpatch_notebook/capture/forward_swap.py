@@ -55,6 +55,7 @@ class _SwappedForward:
         return getattr(self.__wrapped__, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         watching = observer.get()
         if watching is None:
             watching = unobserved(self._module)

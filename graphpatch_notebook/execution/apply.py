@@ -46,6 +46,7 @@ def apply_entry(entry: Entry, value: Any, steps: Steps | None = None, inputs: In
         PatchShapeError: The value is not of the kind that was captured.
         PatchValueError: A patch cannot be applied to it.
     """
+    __tracebackhide__ = True
     patched = _apply_at(entry, value, entry.target.dig, steps, inputs)
     if patched is not value and entry.target.node.is_view_filled_later:
         _warn_of_lost_writes(entry)
@@ -62,6 +63,7 @@ def _warn_of_lost_writes(entry: Entry) -> None:
 
 
 def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | None, inputs: Inputs | None) -> Any:
+    __tracebackhide__ = True
     if not dig:
         return _apply(entry, value, steps, inputs)
     try:
@@ -73,6 +75,7 @@ def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | Non
 
 
 def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None) -> Any:
+    __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.spec, TensorSpec) and value.shape != target.spec.shape:
         _check_shape(entry, value, inputs)
@@ -86,6 +89,7 @@ def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None)
 
 def _apply_patch_at(indices: list[int], dim: int, patch: Patch[Any], target: Target, value: Tensor) -> Tensor:
     """Applies a patch of which only what it does at some indices along `dim` is kept."""
+    __tracebackhide__ = True
     if len(indices) == value.shape[dim]:
         return _checked(_apply_patch(patch, target, value), patch, target, value)
     index = torch.tensor(indices, device=value.device)
@@ -109,6 +113,7 @@ def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor) -> 
 
 
 def _apply_patch(patch: Patch[Any], target: Target, value: Any) -> Any:
+    __tracebackhide__ = True
     if patch.observes_only:
         # The model writes into this tensor later: what was observed must stay as it was.
         shown = value.clone() if target.node.is_mutated_later and isinstance(value, Tensor) else value

@@ -176,6 +176,7 @@ def _let_go(context: ActiveContext) -> None:
 
 def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
+    __tracebackhide__ = True
     plan, is_direct = context.plan, function is context.root
     steps = Steps(plan.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
     run = Run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
@@ -201,6 +202,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
 
 
 def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    __tracebackhide__ = True
     token = observer.set(run)
     try:
         # A method may compile the model at its own discretion, as `generate` does with a static cache.

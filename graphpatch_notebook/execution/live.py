@@ -90,6 +90,7 @@ class Run:
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs one frame, with the patches that stand on its inputs, parameters, ops and output."""
+        __tracebackhide__ = True
         if id(module) not in self.watched:  # swapped for another context
             return forward(*args, **kwargs)
         if self.steps is not None and len(self.stack) == 1:
@@ -209,6 +210,7 @@ class Run:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        __tracebackhide__ = True
         if plan.own_graph is not None:
             return plan.own_graph.run_patched(plan.graph_names, partial(self._in_graph, plan.graph), args, kwargs)
         if self._with_patched_inputs and id(module) in self._with_patched_inputs:
@@ -226,6 +228,7 @@ class Run:
         self, plan: FramePlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls `forward`: under the mode of this run, and all that it calls too, if it needs that."""
+        __tracebackhide__ = True
         if self._mode is not None or not plan.needs_mode:
             return invoke(forward, args, kwargs)
         self._mode = mode = LiveMode(self)
@@ -288,6 +291,7 @@ class Run:
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs `forward` with patched parameters, buffers and attributes, on a stand-in where any is replaced."""
+        __tracebackhide__ = True
         bound_to = getattr(forward, "__self__", None)  # a stand-in itself where the calling frame runs on one
         module = bound_to if isinstance(bound_to, Module) else module
         with self._unseen():
@@ -349,6 +353,7 @@ class Run:
 
     def apply(self, entry: Entry, value: Any) -> Any:
         """Applies one entry and notes that it fired, or why it could not."""
+        __tracebackhide__ = True
         try:
             patched = apply_entry(entry, value, self._steps_for(entry), self._inputs_for(entry))
         except MissingChildError as missing:

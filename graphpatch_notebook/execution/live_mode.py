@@ -72,6 +72,7 @@ class LiveMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        __tracebackhide__ = True
         entries = self._entries_at(sys._getframe(1))
         if entries is not None and entries.inside is not None:
             result = self.open_call(entries.inside, func, args, kwargs or {})
@@ -90,6 +91,7 @@ class LiveMode(TorchFunctionMode):
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies patches on the call of an `autograd.Function`; what happens inside belongs to its one node."""
+        __tracebackhide__ = True
         if function_mode_depth() < self.depth:  # an operator's own autograd function
             return apply(*args, **kwargs)
         entries = self._entries_at(sys._getframe(1))
@@ -147,6 +149,7 @@ class LiveMode(TorchFunctionMode):
         return entries
 
     def _patched(self, entries: list[Entry], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
         for entry in entries:
             node = entry.target.node
             if not entry.is_special and self.run.is_observed(entry, result):

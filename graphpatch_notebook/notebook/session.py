@@ -319,7 +319,9 @@ class Session:
             raise ChosenPatchError("name", f"{patch.name!r} is what the graph is made from: choose another variable")
 
     def free_name(self, path: str, taken: Container[str] = ()) -> str:
-        """Returns a name for the variable of a probe: the last names of the path, and a number if that is taken.
+        """Returns a name for the variable of a probe: the end of the path, and a number if that is taken.
+
+        The end begins at the last submodule with a number, which tells the layers apart: `h_3_mlp_output`.
 
         Args:
             path: The node path.
@@ -332,7 +334,9 @@ class Session:
             'sub_0_linear'
         """
         parsed = parse_path(path)
-        words = re.sub(r"\W+", "_", "_".join((*parsed.names[-2:], *parsed.dig)), flags=re.ASCII).strip("_")
+        last = len(parsed.names) - 1
+        begin = next((at for at in range(last - 1, -1, -1) if parsed.names[at][-1:].isdigit()), max(0, last - 1))
+        words = re.sub(r"\W+", "_", "_".join((*parsed.names[begin:], *parsed.dig)), flags=re.ASCII).strip("_")
         base = words if words and not words[0].isdigit() else f"node_{words}".strip("_")
         mine = {patch.name for patch in self._chosen.patches} | self.origin.names
         candidates = itertools.chain([base], numbered(base))

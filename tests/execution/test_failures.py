@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from graphpatch_notebook import CustomPatch, ExtractionOptions, PatchableGraph, PatchValueError, ProbePatch, ZeroPatch
+import graphpatch_notebook
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    PatchValueError,
+    ProbePatch,
+    ZeroPatch,
+)
 
 X = torch.ones(2, 3)
 
@@ -416,3 +426,20 @@ def test_in_gpt2() -> None:
     assert note.endswith("patched before: 'transformer.h_0.ln_1.output' (CustomPatch)")
     with pg.patch({"transformer.h_1.mlp.c_fc.output": narrow}):
         assert "h_1.mlp.c_proj" in failure(lambda: pg.generate(ids, max_new_tokens=2, do_sample=False))
+
+
+def test_frames_of_the_engine_are_hidden_from_tracebacks() -> None:
+    """What stands between the user's code and the model's says nothing to a user, and most would be of it."""
+    pg = PatchableGraph(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
+    patches = {
+        "sub_0.linear": AddPatch(value=1.0, slice=(0, 7)),
+        "sub_1.output": ZeroPatch(),
+        "sub_0.bias": ZeroPatch(),
+    }
+    with pg.patch(patches), pytest.raises(PatchValueError) as caught:
+        pg(torch.ones(1, 2))
+    own = str(Path(graphpatch_notebook.__file__).parent)
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    ours = [frame for frame in frames if frame.f_code.co_filename.startswith(own)]
+    assert len(ours) > 5
+    assert [f.f_code.co_name for f in ours if not f.f_locals.get("__tracebackhide__")] == []

@@ -275,6 +275,22 @@ def test_two_probes_cannot_share_a_variable(session: Session) -> None:
     session.change(1, slice="0")  # its own name is no obstacle
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("transformer.h_3.mlp.act.mul_3", "h_3_mlp_act_mul_3"),
+        ("transformer.h_11.output|sub_0", "h_11_output_sub_0"),
+        ("encoder.norm.weight", "norm_weight"),
+        ("x", "x_1"),
+        ('a."b c".output', "b_c_output"),
+        ("lambda", "lambda_1"),
+        ("0", "node_0"),
+    ],
+)
+def test_a_free_name_tells_layers_apart(session: Session, path: str, name: str) -> None:
+    assert session.free_name(path) == name
+
+
 def test_a_free_name_is_free(session: Session) -> None:
     assert session.free_name("linear.linear") == "linear_linear"
     session.add(ChosenPatch("relu", "probe", name="relu"))
