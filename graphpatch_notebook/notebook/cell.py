@@ -36,11 +36,9 @@ def mark_cell(lines: list[str]) -> list[str]:
     if first is None or not any(line.strip() for line in lines[1:]):
         return lines  # IPython says that the body is empty
     call = _call_text(f"{MARKER} {first.group(1) or ''}".rstrip())
-    body = _ipython.leading_indent(lines[1:])
-    begun = _ipython.leading_empty_lines(body)
-    if begun[0].startswith("%%"):
-        body = _ipython.cell_magic(begun)
-    return [f"{call}\n", *body]
+    begun = _ipython.leading_empty_lines(lines[1:])
+    empty = lines[1 : len(lines) - len(begun)]
+    return [f"{call}\n", *empty, *_ipython.cell_magic(_ipython.leading_indent(begun))]
 
 
 # Terminals ask whether a cell is complete: those that begin with `%%` are, after an empty line.

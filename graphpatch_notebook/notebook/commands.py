@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook import choosing, files, views, wrapping
 from graphpatch_notebook.notebook.command_line import arguments
+from graphpatch_notebook.notebook.progress import busy
 from graphpatch_notebook.notebook.workspace import Workspace
 from graphpatch_notebook.paths import nearest
 
@@ -22,12 +24,14 @@ class Command:
         usage: What follows the name.
         summary: What it does.
         run: Runs it on what follows the name; returns what is to be shown, or `None`.
+        doing: What is said of it while it takes long; nothing, if it tells of its progress itself.
     """
 
     name: str
     usage: str
     summary: str
     run: Callable[[Workspace, str], Any]
+    doing: str = ""
 
     @property
     def line(self) -> str:
@@ -44,9 +48,9 @@ _ALL = [
     Command("wrap", "NAME = MODEL(ARGS)", "makes a PatchableGraph of a model, on example inputs", wrapping.wrap),
     Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
     Command("show", "[PATH]", "the tree", views.show),
-    Command("ls", "[PATH]", "what is in a graph", views.ls),
-    Command("find", "QUERY", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find),
-    Command("code", "PATH", "the code of a graph or a node", views.code),
+    Command("ls", "[PATH]", "what is in a graph", views.ls, "Listing"),
+    Command("find", "QUERY", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find, "Searching"),
+    Command("code", "PATH", "the code of a graph or a node", views.code, "Building code"),
     Command("shape", "PATH[slice]", "the recorded shape", views.shape),
     Command("zero", f"PATH[slice] {_WHEN}", "sets a value to zero", _choose("zero")),
     Command("add", f"PATH[slice] VALUE {_WHEN}", "adds a value", _choose("add")),
@@ -61,7 +65,13 @@ _ALL = [
     Command("undo", "", "takes the last edit back", choosing.undo),
     Command("redo", "", "does again what was taken back", choosing.redo),
     Command("list", "", "the chosen patches", views.listed),
-    Command("export", "[-o NAME|FILE] [--cell] [--hooks] [--force]", "the chosen patches as Python", files.export),
+    Command(
+        "export",
+        "[-o NAME|FILE] [--cell] [--hooks] [--force]",
+        "the chosen patches as Python",
+        files.export,
+        "Exporting",
+    ),
     Command("save", "FILE [--force]", "writes the chosen patches to a file", files.save),
     Command("load", "FILE", "reads them back", files.load),
 ]
@@ -84,7 +94,9 @@ def run(workspace: Workspace, line: str) -> Any:
         raise SessionError(_unknown(workspace, name))
     if rest.strip() in ("-h", "--help"):
         return help_on(name)
-    return COMMANDS[name].run(workspace, rest)
+    command = COMMANDS[name]
+    with busy(command.doing) if command.doing else nullcontext():
+        return command.run(workspace, rest)
 
 
 def help_on(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ def export(workspace: Workspace, text: str) -> SourceCode | None:
     session = workspace.current().session
     target = options.get("-o")
     is_variable = target is not None and target.isidentifier()
+    if target is not None and keyword.iskeyword(target):
+        raise SessionError(f"{target!r} cannot be the name of a variable; a file is written ./{target}")
     form: Form = "hooks" if "--hooks" in options else "graphpatch"
     # A file is run by itself: there the graph must be made, too.
     code = codegen.export(session, form, wrap=target is not None and not is_variable)

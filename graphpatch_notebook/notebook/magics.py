@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import sys
 from types import CodeType
@@ -98,7 +99,17 @@ class GraphPatchMagic:
 
     def _execute(self, code: CodeType) -> None:
         __tracebackhide__ = True
-        if not code.co_flags & inspect.CO_COROUTINE:
-            exec(code, self._shell.user_ns)
-            return
-        raise UsageError("a cell that awaits must begin with %%graphpatch itself")
+        is_async = bool(code.co_flags & inspect.CO_COROUTINE)
+        if is_async and _is_in_loop():
+            raise UsageError("a cell that awaits must begin with %%graphpatch itself")
+        done = eval(code, self._shell.user_ns)
+        if is_async:
+            self._shell.loop_runner(done)
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -396,7 +396,15 @@ def test_run_cell_magic_from_code(zero: Shell, expected: Tensor) -> None:
     assert failed.out.count("ZeroDivisionError: division by zero") == 1
     assert "----> 3 1 / 0" in failed.out
     assert "empty" in zero.refused("get_ipython().run_cell_magic('graphpatch', '', '\\n')")
-    assert "must begin with" in zero.refused("get_ipython().run_cell_magic('graphpatch', '', 'await a')")
+
+
+def test_run_cell_magic_of_a_cell_that_awaits(zero: Shell, expected: Tensor) -> None:
+    cell = "get_ipython().run_cell_magic('graphpatch', '', 'import asyncio\\nout = await asyncio.sleep(0, pg(x))')"
+    zero.ok(cell)
+    assert torch.equal(zero.namespace["out"], expected)
+    result = asyncio.run(run_async(zero, cell))
+    assert type(result.error_in_exec) is UsageError
+    assert "a cell that awaits must begin with %%graphpatch itself" in str(result.error_in_exec)
 
 
 def test_a_marker_that_is_run_by_itself_is_refused(zero: Shell) -> None:
