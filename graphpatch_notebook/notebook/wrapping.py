@@ -6,6 +6,8 @@ import ast
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
@@ -20,6 +22,7 @@ from graphpatch_notebook.notebook.workspace import Workspace, counted
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
+_PACKAGE = Path(__file__).parents[1]
 _MAKE = "<graphpatch>"  # no name that a user could have
 
 
@@ -109,6 +112,8 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> PatchableGra
                 return PatchableGraph(module, *args, **kwargs)
         except OptionError as error:
             raise SessionError(str(error)) from None
+        except BaseException as error:
+            raise error.with_traceback(_without_own_frames(error.__traceback__))  # noqa: B904  # the same error
 
     function = ast.copy_location(ast.Name(_MAKE, ast.Load()), assignment.call.func)
     call = ast.copy_location(
@@ -120,6 +125,19 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> PatchableGra
     namespace.update({name: value for name, value in local.items() if name not in (_MAKE, "__tracebackhide__")})
     assert isinstance(graph, PatchableGraph)
     return graph
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback with the frames of the model, and of this package only the innermost, if that is one."""
+    places = []
+    while traceback is not None:
+        places.append(traceback)
+        traceback = traceback.tb_next
+    kept: TracebackType | None = None
+    for place in reversed(places):
+        if kept is None or not Path(place.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            kept = TracebackType(kept, place.tb_frame, place.tb_lasti, place.tb_lineno)
+    return kept
 
 
 def _check_model(module: Any, assignment: Assignment) -> None:

@@ -96,6 +96,7 @@ def test_errors_of_the_model_are_the_users_own(shell: Shell) -> None:
     assert "hidden = torch.relu(self.up(x))" in ran.out
     assert "commands.py" not in ran.out
     assert "wrapping.py" not in ran.out
+    assert ran.out.count("graphpatch_notebook/") == 1  # what calls torch, in place of the user's line
     unknown = shell.run("%graphpatch wrap pg = model(undefined_name)")
     assert type(unknown.error) is NameError
     assert "pg" not in shell.namespace
