@@ -48,7 +48,7 @@ class CellRun:
         self._kept = _KeptResults(self, workspace, resolved)
         context = active.graph.patch(dict(resolved.patch_map.items()))
         context.after_call = self._kept.put
-        self._entry = _Entry(context)
+        self._entry = _Entry(self, context)
         if not chosen.enabled:
             which = "none of these patches is switched on" if chosen.patches else "no patch is chosen"
             print(f"{which}: the cell runs with {active.name} as it is")
@@ -118,13 +118,15 @@ def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatc
 class _Entry:
     """Enters a patch context; what the user did wrong is told in one line."""
 
-    def __init__(self, context: PatchContext) -> None:
+    def __init__(self, run: CellRun, context: PatchContext) -> None:
+        self._run = run
         self._context = context
 
     def __enter__(self) -> None:
         try:
             self._context.__enter__()
         except PatchMapError as error:
+            self._run.end()
             raise UsageError(one_line(error)) from None
 
     @property

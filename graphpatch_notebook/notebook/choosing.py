@@ -29,7 +29,7 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
     # The path first: a mistake in it would make nonsense of what is said about the rest.
     path = session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
     if kind in OBSERVING:
-        fields["name"] = _variable(value) or session.free_name(path, workspace.namespace)
+        fields["name"] = _variable(value) or session.free_name(path, workspace.results.names_of_others())
     elif kind in WITH_VALUE:
         fields["value"] = value or None
     elif value:

@@ -49,7 +49,7 @@ _ALL = [
     Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
     Command("show", "[PATH]", "the tree", views.show),
     Command("ls", "[PATH]", "what is in a graph", views.ls, "Listing"),
-    Command("find", "QUERY", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find, "Searching"),
+    Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find, "Searching"),
     Command("code", "PATH", "the code of a graph or a node", views.code, "Building code"),
     Command("shape", "PATH[slice]", "the recorded shape", views.shape),
     Command("zero", f"PATH[slice] {_WHEN}", "sets a value to zero", _choose("zero")),
@@ -85,8 +85,8 @@ def run(workspace: Workspace, line: str) -> Any:
         SessionError: The user's mistake, in words.
     """
     __tracebackhide__ = True
-    name, _, rest = line.strip().partition(" ")
-    if not name or name.startswith("# "):
+    name, rest = (*line.split(None, 1), "", "")[:2]
+    if not name or name.startswith("#"):
         return views.status(workspace)
     if name in ("help", "-h", "--help"):
         return help_on(rest)

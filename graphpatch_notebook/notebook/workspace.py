@@ -98,7 +98,9 @@ class Workspace:
             self._used = None
         different = {id(graph): graph for graph in graphs.values()}
         if len(different) > 1:
-            raise SessionError(f"there are several graphs: {', '.join(graphs)}; pick one: %graphpatch use NAME")
+            raise SessionError(
+                f"there are several graphs: {', '.join(graphs)}; pick one: %graphpatch use NAME, or %%graphpatch NAME"
+            )
         if not graphs:
             return None
         graph = next(iter(different.values()))
@@ -159,6 +161,10 @@ class Results:
         """Puts values into the variables of these names."""
         self._namespace().update(values)
         self._marks |= {name: _mark(value) for name, value in values.items()}
+
+    def names_of_others(self) -> set[str]:
+        """Returns the names of the variables that hold something else."""
+        return {name for name in list(self._namespace()) if not self.is_own(name)}
 
     def is_own(self, name: str) -> bool:
         """Whether a variable still holds what was put there."""

@@ -160,7 +160,7 @@ def _hand_over(patches: tuple[ChosenPatch, ...], session: Session) -> None:
             dropped.append(f"dropped #{patch.number} {patch}: {problem}")
     if kept:
         session.replace_all(kept)
-        print(f"the graph has the {counted(len(kept))} chosen for the one that was in {session.origin.graph} before")
+        print(f"{counted(len(kept))} carried over from the graph that was in {session.origin.graph} before")
     for line in dropped:
         print(line)
 

@@ -108,7 +108,7 @@ def test_wrapping_again_keeps_the_chosen_patches(pg: Shell) -> None:
     pg.ok("%graphpatch disable #1")
     before = pg.namespace["pg"]
     ran = pg.ok("%graphpatch wrap pg = model(x)")
-    assert lines(ran.out)[1:] == ["the graph has the 2 patches chosen for the one that was in pg before"]
+    assert lines(ran.out)[1:] == ["2 patches carried over from the graph that was in pg before"]
     assert pg.namespace["pg"] is not before
     assert chosen(pg) == ["zero hidden[:, 0:4]", "probe mul product"]
     assert [patch.is_enabled for patch in session_of(pg.namespace["pg"]).chosen.patches] == [False, True]
@@ -120,7 +120,7 @@ def test_wrapping_another_model_says_what_is_dropped(pg: Shell) -> None:
     pg.ok("class Other(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
           "        self.up = torch.nn.Linear(4, 8)\n    def forward(self, x): return self.up(x)")  # fmt: skip
     said = lines(pg.ok("%graphpatch wrap pg = Other()(x)").out)
-    assert said[1] == "the graph has the 1 patch chosen for the one that was in pg before"
+    assert said[1] == "1 patch carried over from the graph that was in pg before"
     assert said[2].startswith("dropped #1 zero hidden: no node 'hidden'")
     assert chosen(pg) == ["add up.linear 2.5"]
 
@@ -150,7 +150,7 @@ def test_which_graph_is_active(shell: Shell) -> None:
     assert session_of(shell.namespace["a"]).origin.graph == "a"
     assert session_of(shell.namespace["a"]).origin.model == "model"
     shell.ok("b = PatchableGraph(model, x)")
-    message = "there are several graphs: a, b; pick one: %graphpatch use NAME"
+    message = "there are several graphs: a, b; pick one: %graphpatch use NAME, or %%graphpatch NAME"
     assert shell.refused("%graphpatch zero hidden") == message
     shell.ok("%graphpatch use b")
     shell.ok("%graphpatch zero mul")
@@ -234,6 +234,9 @@ def test_names_of_probes_are_free(pg: Shell) -> None:
     pg.ok("hidden = 1")
     assert "#1 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out
     assert "#2 probe hidden as hidden_2 ->" in pg.ok("%graphpatch probe hidden").out
+    pg.ok("%%graphpatch\npg(x);")
+    pg.ok("%graphpatch clear")
+    assert "#1 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out  # what it held is a result
 
 
 @pytest.mark.parametrize(
@@ -285,6 +288,13 @@ def test_names_of_probes_are_free(pg: Shell) -> None:
 def test_mistakes_are_told_in_one_line(pg: Shell, line: str, message: str) -> None:
     assert re.match(message, pg.refused(f"%graphpatch {line}"))
     assert chosen(pg) == []
+
+
+def test_space_around_words(pg: Shell) -> None:
+    pg.ok("%graphpatch   zero \t hidden[ :, 0 ]   ")
+    pg.ok("%graphpatch add\thidden\t1")
+    assert chosen(pg) == ["zero hidden[:, 0]", "add hidden 1"]
+    assert repr(pg.ok("%graphpatch  # what is there").value) == repr(pg.ok("%graphpatch").value)
 
 
 # --------------------------------------------------------------------------------------------------------------------
