@@ -147,7 +147,7 @@ class _HooksExport:
         ]
 
     def _registration(self, hooks: str, name: str, plan: HookPlan) -> list[str]:
-        module = f"{self.model}.get_submodule({text_literal(plan.module_path)})" if plan.module_path else self.model
+        module = plan.module.format(model=self.model)
         if plan.side == "output":
             handle = Group(f"{module}.register_forward_hook(", (name,), ")")
         else:

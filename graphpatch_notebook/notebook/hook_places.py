@@ -17,6 +17,7 @@ from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.source_layout import text_literal
 from graphpatch_notebook.notebook.source_names import Arguments
 from graphpatch_notebook.notebook.source_parts import by_path
 from graphpatch_notebook.paths import format_path
@@ -68,13 +69,13 @@ class HookPlan:
     """What one hook does.
 
     Attributes:
-        module_path: The module, as `get_submodule` of the model takes it.
+        module: The source of the module, with `{model}` for the model.
         side: Which hook it is: the one before `forward`, or the one after.
         count: How often the module is called in one run of the model.
         calls: What is done in which of these calls, from zero.
     """
 
-    module_path: str
+    module: str
     side: Side
     count: int
     calls: dict[int, list[Edit]] = field(default_factory=dict)
@@ -115,7 +116,7 @@ def hook_plans(
         side: Side = "output" if target.node.kind == "output" else "inputs"
         module = target.frame.module
         plan = plans.setdefault(
-            (id(module), side), HookPlan(str(module_path(root.module, target.frame)), side, order.count(module))
+            (id(module), side), HookPlan(str(module_source(root.module, target.frame)), side, order.count(module))
         )
         edit = _edit(target, tuple(on_path), root, arguments if knows_call else None)
         plan.calls.setdefault(order.index(target.frame, side), []).append(edit)
@@ -125,11 +126,24 @@ def hook_plans(
     return list(plans.values())
 
 
-def module_path(root: Module, frame: Frame) -> str | None:
-    """Returns the name by which `get_submodule` of the root finds the module of a frame; `None` where it does not."""
-    candidates = [frame.attribute_path_from_root]
-    candidates += [path for path, module in registered_modules(root) if module is frame.module]
-    return next((path for path in candidates if _submodule(root, path) is frame.module), None)
+def module_source(root: Module, frame: Frame) -> str | None:
+    """Returns what leads from the model, as source, to the module of a frame; `None` where nothing does.
+
+    `{model}` stands for the model in it.
+    """
+    if frame.module is root:
+        return "{model}"
+    registered = [path for path, module in registered_modules(root) if module is frame.module]
+    for path in (frame.attribute_path_from_root, *registered):
+        if _submodule(root, path) is frame.module:
+            return f"{{model}}.get_submodule({_escaped(path)})"
+    # `get_submodule` looks attributes up, and finds methods first.
+    named = next((path for path, module in root.named_modules() if module is frame.module), None)
+    return None if named is None else f"dict({{model}}.named_modules())[{_escaped(named)}]"
+
+
+def _escaped(path: str) -> str:
+    return text_literal(path).replace("{", "{{").replace("}", "}}")
 
 
 def _submodule(root: Module, path: str) -> Module | None:
@@ -224,7 +238,7 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
         near = _boundary_paths(frame, frame.output_node)
         instead = f"; what is made of it is in {near[0]!r}" if near else ""
         yield f"{title} is a {node.kind}, and hooks see inputs and outputs only{instead}"
-    if module_path(root.module, frame) is None:
+    if module_source(root.module, frame) is None:
         yield f"{title}: this {type(frame.module).__name__} is no registered submodule: a hook cannot be put on it"
     elif isinstance(frame.module, torch.jit.ScriptModule):
         yield f"{title}: this is a TorchScript module, which takes no hooks"

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from graphpatch_notebook.tree import is_colour_terminal
+
 # Readable on white and on black: contrast of at least 4 to both.
 _COLOURS = {
     "Token.Comment": "#808080",
@@ -42,7 +44,7 @@ class SourceCode(str):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Coloured in IPython's terminal, plain where its output is no terminal or no colours are wanted."""
         text = repr(self)
-        printer.text(_coloured(text) if _has_colours() else text)
+        printer.text(_coloured(text) if is_colour_terminal() else text)
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))
@@ -51,13 +53,6 @@ class SourceCode(str):
         from rich.syntax import Syntax
 
         return Syntax(repr(self), "python", theme="ansi_dark", background_color="default")
-
-
-def _has_colours() -> bool:
-    from rich.console import Console
-
-    console = Console()
-    return console.is_terminal and not console.no_color and console.color_system is not None
 
 
 def _coloured(text: str) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpatch_notebook import GraphPatchWarning, PatchableGraph, PatchNotFiredWarning, RepeatedCallWarning
-from graphpatch_notebook.errors import ChosenPatchError, ExportError
+from graphpatch_notebook.errors import ChosenPatchError, ExportError, SessionError
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.codegen import export
 from graphpatch_notebook.notebook.origin import Origin
@@ -241,3 +245,118 @@ def test_other_inputs_than_the_examples(case: str, call: str, worker: Worker) ->
             check(session, case, call, worker)
 
     of_boundaries()
+
+
+FRESH = """\
+import torch
+from tests.laws.exports import captured, namespace_of
+
+torch.set_num_threads(1)
+pg = captured({case!r})
+model = pg._module
+globals().update(namespace_of({case!r}, "example"))
+"""
+SHOWN = """
+from tests.laws.exports import digest
+
+print(digest({output}), digest(kept))
+"""
+
+
+@pytest.mark.parametrize("form", ["graphpatch", "hooks"])
+def test_a_script_in_an_interpreter_of_its_own(form: str, tmp_path: Path) -> None:
+    case = "gpt2-eager"
+    patches = [
+        ChosenPatch("transformer.h_0.attn.output|sub_0", "add", slice=":, -1", value="0.5 * steering"),
+        ChosenPatch("transformer.h_1.mlp.output", "custom", value="double", slice="..., 3:"),
+        ChosenPatch("transformer.h_1.output", "probe", slice=":, tok", name="kept"),
+        ChosenPatch("output|logits", "replace", slice="0, 0", value="torch.randn(())"),
+    ]
+    session = session_of(case, "example", patches)
+    assert len(session.chosen.enabled) == 4
+    here = expected(session, case, "example")
+    source = export(session, form)  # type: ignore[arg-type]
+
+    file = tmp_path / "script.py"
+    seeded = source.replace("\nimport", "\nfrom tests.zoo import seed_all; seed_all()\nimport", 1)
+    shown = SHOWN.format(output=result_variable(source))
+    file.write_text(FRESH.format(case=case) + seeded + shown, encoding="utf8")
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+
+    assert done.stdout.split("\n")[0] == f"{here.digests['']} {here.digests['kept']}"
+
+
+FRAGMENTS = [
+    "'", '"', "\\", "\n", "#", "(", ")", "[", "]", "{", "}", ",", ";", ":", "=", " ", "f'", "r'", "lambda: ", "x", "1",
+    "{x}", "'''", '"""', "*", "**", "->", ":=", "\t", "\u2028", "\x0c", "\ud800", "ａ", "await ", "yield ", "\0", "\r",
+]  # fmt: skip
+ATOMS = [
+    "x", "1", "-1.5e-3", "'\"'", '"\'"', "'\\n'", "'''a\nb'''", "f'{x!r}'", "(x)", "(lambda: x)", "{'a': 1}['a']",
+    "[y for y in x]", "f(*x, **y)",
+    "__import__('pathlib').Path(canary).touch()", "ａ", "'\u202e'", "x[:, ...]", "(\nx\n)", "x # '\n", "(x, # (\n)",
+]  # fmt: skip
+JOINTS = [" + ", "\n+ ", "+\n", ", ", " if x else ", " # )\n", ".", "][", ") + (", "=", ": ", "\f"]
+WHY = {"are no arguments of a call", "cannot be written on one line"}
+BROKEN = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=8).map("".join)
+WHOLE = st.lists(st.sampled_from(ATOMS) | st.sampled_from(JOINTS), min_size=1, max_size=5).map("".join)
+TEXTS = WHOLE | WHOLE.map("({})".format) | BROKEN
+
+
+@pytest.mark.parametrize("form", ["graphpatch", "hooks"])
+def test_hostile_texts_are_refused_or_come_out_as_they_are(form: str, tmp_path: Path) -> None:
+    case = "awkward-odd-child-names"
+    boundary, _ = paths(case)
+    accepted, refused = 0, set()
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @given(path=st.sampled_from(boundary), value=TEXTS, index=TEXTS, name=TEXTS, arguments=TEXTS)
+    def of_texts(path: str, value: str, index: str, name: str, arguments: str) -> None:
+        nonlocal accepted
+        try:
+            origin = Origin("pg", "model", arguments)
+        except SessionError:
+            origin = Origin("pg", "model", "x")
+        session = Session(graph(case), origin)
+        for fields in (
+            {"value": value, "slice": index},
+            {"value": value},
+            {"name": name, "slice": index},
+            {"name": name},
+        ):
+            kind = "probe" if "name" in fields else "replace"
+            with contextlib.suppress(ChosenPatchError):
+                session.add(ChosenPatch(path, kind, **fields))  # type: ignore[arg-type]
+        if not session.chosen.enabled:
+            return
+        try:
+            source = export(session, form)  # type: ignore[arg-type]
+        except ExportError as error:
+            refused.add(next((why for why in WHY if why in str(error)), str(error)))
+            return
+        tree = ast.parse(source)
+        accepted += 1
+        written = [ast.dump(node) for node in ast.walk(tree) if isinstance(node, ast.expr)]
+        for patch in session.chosen.enabled:
+            if patch.value is not None:
+                assert ast.dump(ast.parse(patch.value, mode="eval").body) in written
+
+    of_texts()
+    assert accepted >= 50
+    assert refused <= WHY
+    assert not (tmp_path / "canary").exists()
+
+
+def test_exporting_evaluates_nothing(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    touch = f"__import__('pathlib').Path({str(canary)!r}).touch()"
+    session = Session(graph("awkward-odd-child-names"), Origin("pg", touch, f"{touch}, {touch}"))
+    session.add(ChosenPatch("output", "add", value=touch))
+    session.add(ChosenPatch("output", "custom", value=f"lambda t: {touch}"))
+
+    for source in (export(session), export(session, wrap=True), export(session, "hooks")):
+        compile(source, "<exported>", "exec")
+        assert touch in source
+    assert not canary.exists()

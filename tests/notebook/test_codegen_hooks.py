@@ -416,3 +416,110 @@ def test_all_that_hooks_cannot_do_is_told_at_once(session: Session) -> None:
         assert part in message
     assert "'blocks_1.output" not in message
     assert "\n" not in message
+
+
+def refusal(pg: PatchableGraph, path: str) -> str:
+    session = Session(pg, Origin("pg", "model", "x"))
+    session.add(patch(path, "zero"))
+    with pytest.raises(ExportError) as raised:
+        export(session, "hooks")
+    assert export(session)
+    return str(raised.value)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden[0](x)
+
+
+def test_modules_that_take_no_hook_are_refused() -> None:
+    hidden = captured(Hidden(), X)
+    path = next(path for path in hidden.nodes if path.endswith(".output"))
+    assert "this Linear is no registered submodule: a hook cannot be put on it" in refusal(hidden, path)
+
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    pg = captured(scripted, X)
+    assert "this is a TorchScript module, which takes no hooks" in refusal(pg, "sub_0.output")
+
+
+class Half(nn.Module):
+    """`get_submodule` finds the method `half` of modules rather than the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = nn.Linear(4, 4)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._modules["half"](x)  # type: ignore[misc]
+
+
+def test_children_that_are_named_like_methods() -> None:
+    pg = captured(Half(), X)
+    session = Session(pg, Origin("pg", "model", "x"))
+    session.add(patch("half.output", "zero", slice="0"))
+
+    source = equals_session(session)
+
+    assert 'dict(model.named_modules())["half"].register_forward_hook(' in source
+
+
+def test_hooks_that_would_switch_a_fused_kernel_off_are_refused() -> None:
+    pg = captured(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()), X[None])
+    for path in ("sub_0.output", "sub_0.src", "sub_0.linear1.output"):
+        assert "switches the fused kernel of 'sub_0' off: the last bits would differ" in refusal(pg, path)
+
+    session = Session(pg, Origin("pg", "model", "x"))
+    session.add(patch("output", "zero", slice="..., 0"))
+    assert "zero_output" in export(session, "hooks")
+
+
+def test_graphs_that_are_their_module_are_refused() -> None:
+    pg = captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), X)
+    linear: Any = next(pg._graph_module.children())
+    with linear.graph.inserting_before(next(iter(reversed(linear.graph.nodes)))):
+        linear.graph.call_function(torch.neg, (next(iter(linear.graph.nodes)),))
+    linear.recompile()
+
+    assert "'sub_0' runs as a graph (edited, custom, or from a file), and hooks run" in refusal(pg, "sub_1.output")
+
+
+class Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear.forward(x) + 1
+
+
+def test_a_forward_that_is_called_directly_runs_no_hook() -> None:
+    pg = captured(Direct(), X)
+    session = Session(pg, Origin("pg", "model", "x"))
+    session.add(patch("linear.output", "zero"))
+
+    with pytest.raises(RuntimeError, match=r"the hooks ran {} times, not {'zero_linear': 1}"):
+        run(export(session, "hooks"), pg._module)
+
+
+def test_gradients_flow_as_through_patches(session: Session) -> None:
+    shift = torch.ones(4, requires_grad=True)
+    session.add(patch("blocks_0.linear.output", "add", value="shift"))
+    session.add(patch("blocks_0.linear.output", "zero", slice="0"))
+    session.add(patch("cell_1.input", "probe", name="kept"))
+    model = session.graph._module
+
+    resolved = session.resolve({"shift": shift})
+    with session.graph.patch(resolved.patch_map):
+        loss = session.graph(X)["last"].square().sum()
+    here = torch.autograd.grad(loss, [shift, *model.parameters(), resolved.observing[0][1].activation])
+
+    found = run(export(session, "hooks"), model, shift=shift)
+    loss = found["output"]["last"].square().sum()
+    there = torch.autograd.grad(loss, [shift, *model.parameters(), found["kept"]])
+
+    assert all(map(torch.equal, here, there))
+    assert here[0].abs().sum() > 0
