@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -84,6 +85,8 @@ class ChosenPatch:
         if self.position_dim is not None and self.positions is None:
             raise ChosenPatchError("position_dim", f"position_dim={self.position_dim} says nothing without positions")
         if self.name is not None:
+            # As Python reads names: code that is exported would put it in that variable.
+            object.__setattr__(self, "name", unicodedata.normalize("NFKC", self.name))
             _check_variable(self.name)
 
     def _check_fields_of_kind(self) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.codegen_hooks import hooks_source
 from graphpatch_notebook.notebook.expressions import as_argument
@@ -49,6 +48,7 @@ from graphpatch_notebook.notebook.source_parts import (
     is_plain,
     joined,
     left_out,
+    name_of_model,
     needed_by,
     result_lines,
     unknown_inputs,
@@ -76,12 +76,12 @@ def export(
     Args:
         session: The session.
         form: With `graphpatch`, or as a script on plain forward hooks.
-        wrap: Make the `PatchableGraph` in the code, too (for a file that is to be run by itself).
+        wrap: Make the `PatchableGraph` in the code, too (for a file that is to be run by itself); of `model`, where it
+            is not known what it was made of.
         chosen: The patches; those of the session now, if left out.
 
     Raises:
-        ExportError: No patch is enabled; hooks cannot do what some of them do (one message names them all); or `wrap`
-            is asked for, and it is not known what the graph was made of.
+        ExportError: No patch is enabled; or hooks cannot do what some of them do (one message names them all).
 
     Example:
         >>> import torch
@@ -117,8 +117,7 @@ def graphpatch_source(chosen: ChosenPatches, origin: Origin, root: Frame, *, wra
         wrap: Make the `PatchableGraph` in the code, too.
 
     Raises:
-        ExportError: No patch is enabled (code that patches nothing is not what anybody wants to keep), or `wrap` is
-            asked for and it is not known what the graph was made of.
+        ExportError: No patch is enabled: code that patches nothing is not what anybody wants to keep.
     """
     return _Export(enabled_of(chosen), origin, root, wrap).source(len(chosen.patches))
 
@@ -133,6 +132,7 @@ class _Export:
         mine = user_names(patches, origin)
         self.arguments = call_arguments(origin, root, {str(p.name) for p in patches})
         self.names = Names({*mine, *in_order(self.arguments.expression), "torch"})
+        self.model = name_of_model(patches, origin, self.names)
         self.classes = {name: self.names.free(name) for name in self._used_classes()}
         self.result = self.names.free("output", "result")
         self.observers = {p.number: self.names.free(f"{p.name}_{p.kind}") for p in patches if p.kind in OBSERVING}
@@ -166,11 +166,10 @@ class _Export:
 
     def needed(self) -> Needs:
         """Returns what the code needs."""
-        first = [str(self.origin.model)] if self.wrap and is_name(self.origin.model) else []
-        wrapped = [str(self.origin.model)] if self.wrap and self.origin.model and not first else []
-        first += [] if self.wrap else [self.origin.graph]
+        first = [self.origin.graph] if not self.wrap else [self.model] if is_name(self.model) else []
+        wrapped = [self.model] if self.wrap and not first else []
         found = needed_by(self.patches, first, [*wrapped, self._call_arguments().expression])
-        if self.wrap and self.origin.graph not in {*in_order(str(self.origin.model)), *self._argument_names()}:
+        if self.wrap and self.origin.graph not in {*in_order(self.model), *self._argument_names()}:
             found.names = [name for name in found.names if name != self.origin.graph]
         return found
 
@@ -193,9 +192,8 @@ class _Export:
         """Returns what comes before the patch context: the graph, values and probes."""
         found: list[str] = []
         if self.wrap:
-            if self.origin.model is None:
-                raise ExportError("it is not known what the graph was made of: export it without making it")
-            items = (as_argument(self.origin.model), *self._call_arguments().sources)
+            items = (as_argument(self.model), *self._call_arguments().sources)
+            found += unknown_inputs(self.origin)
             found += lines(Group(f"{self.origin.graph} = {self.classes['PatchableGraph']}(", items, ")"))
         for patch in self.patches:
             if patch.number in self.hoisted:

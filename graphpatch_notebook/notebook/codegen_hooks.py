@@ -22,6 +22,7 @@ from graphpatch_notebook.notebook.source_parts import (
     is_name,
     is_plain,
     left_out,
+    name_of_model,
     needed_by,
     result_lines,
     unknown_inputs,
@@ -60,7 +61,8 @@ class _HooksExport:
         self.arguments = call_arguments(origin, root, probes)
         self.plans = hook_plans(patches, root, self.arguments, knows_call=origin.arguments is not None)
         self.names = Names({*user_names(patches, origin), *in_order(self.arguments.expression)})
-        self.model = str(origin.model).strip() if is_name(origin.model) else self._name_of_model(probes)
+        made = origin.model is not None and not is_name(origin.model)
+        self.model = self.names.free("model") if made else name_of_model(patches, origin, self.names)
         torch = "torch" if "torch" in self.needed().imports else None
         self.script = Script(self.names, self.names.free("calls"), self.names.free("kept"), {}, torch)
         self.counter = self.names.free("Counter")
@@ -69,10 +71,6 @@ class _HooksExport:
             if patch.value is not None:
                 self.script.values[patch.number] = self._value(patch)
         self.functions = {self.names.free(_function_name(plan)): plan for plan in self.plans}
-
-    def _name_of_model(self, probes: set[str]) -> str:
-        # Values such as `model.lm_head.weight[3]` mean the very same model.
-        return "model" if self.origin.model is None and "model" not in probes else self.names.free("model")
 
     def _value(self, patch: ChosenPatch) -> str:
         source = as_value(patch)

@@ -66,6 +66,15 @@ def is_name(text: str | None) -> bool:
     return text is not None and text.strip().isidentifier()
 
 
+def name_of_model(patches: Sequence[ChosenPatch], origin: Origin, names: Names) -> str:
+    """Returns the user's expression for the model; a name for it where that is not known."""
+    if origin.model is not None:
+        return origin.model.strip()
+    # Values such as `model.lm_head.weight[3]` mean the very same model.
+    is_free = origin.graph != "model" and all(patch.name != "model" for patch in patches)
+    return "model" if is_free else names.free("model")
+
+
 def is_plain(expression: str) -> bool:
     """Whether an expression is a variable, a number or a function, so that it does not matter when it is evaluated."""
     body = ast.parse(expression, mode="eval").body

@@ -107,3 +107,9 @@ def test_takes_its_slice_of_what_was_kept() -> None:
         [1, 2, 3],
     ]
     assert ChosenPatch("x", "probe", name="kept", slice="0").taken(ProbePatch(), {}) is None
+
+
+def test_a_variable_is_named_as_python_reads_it() -> None:
+    assert ChosenPatch("x", "probe", name="\ufb01rst").name == "first"
+    with pytest.raises(ChosenPatchError, match=r"'if' cannot be the name of a variable"):
+        ChosenPatch("x", "probe", name="\uff49f")

@@ -208,8 +208,21 @@ with pg.patch({"layers_0.output|sub_0": ZeroPatch()}):
     output = pg(x=x)
 """
     )
-    with pytest.raises(ExportError, match=r"not known what the graph was made of"):
-        export(session, wrap=True)
+    assert export(session, wrap=True) == (
+        """\
+# Needs: model, x
+from graphpatch import PatchableGraph, ZeroPatch
+
+# Fill in your inputs.
+pg = PatchableGraph(model, x=x)
+with pg.patch({"layers_0.output|sub_0": ZeroPatch()}):
+    # Fill in your inputs.
+    output = pg(x=x)
+"""
+    )
+    session.add(patch("layers_0.output|sub_0", "probe", name="model"))
+    assert export(session, wrap=True).startswith("# Needs: model_1, x\n")
+    assert export(session, "hooks").startswith("# Needs: model_1, x\n")
 
 
 def test_patches_that_are_off_are_left_out(session: Session) -> None:
