@@ -165,6 +165,12 @@ class NodePath:
         printer.text(tree.coloured(lines) if tree.is_colour_terminal() else tree.plain(lines))
 
 
+def place_of(path: NodePath) -> Place:
+    """Returns the place that `path` wears its attributes over."""
+    place: Place = object.__getattribute__(path, "_NodePath__place")  # other attributes are nodes
+    return place
+
+
 def _attribute(place: Place, name: str) -> Place:
     # Python, copy, pickle and IPython ask every object for names like these: they get a quick answer.
     is_dunder = name.startswith("__") and name.endswith("__")

@@ -159,31 +159,38 @@ class NodeRows:
         return rows
 
     def _add_frame(self, frame: Frame, prefix: str, with_plumbing: bool) -> None:
+        add_path, add_node = self.paths.append, self.nodes.append
+        add_frame, add_spec = self.frames.append, self.specs.append
         for node in frame.nodes:
             if node.kind == "call":
                 if node.frame is not None:
                     self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", with_plumbing)
-            elif is_patchable(node) and (with_plumbing or not node.is_plumbing):
+            elif (with_plumbing or not node.is_plumbing) and is_patchable(node):
                 path, spec = prefix + format_segment(node.name), node.spec
-                if type(spec) is TensorSpec:  # nearly all of them
-                    self._add(path, node, frame, spec)
+                if type(spec) is TensorSpec:  # nearly all of them, for which a loop would take twice as long
+                    add_path(path)
+                    add_node(node)
+                    add_frame(frame)
+                    add_spec(spec)
                     continue
-                inside: dict[str, ValueSpec] = {}
-                for dig, leaf in leaves(spec):
-                    # Of two keys that read the same (1 and "1"), a path means the first.
-                    inside.setdefault(f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path, leaf)
-                for full, value in inside.items():
-                    self._add(full, node, frame, value)
-
-    def _add(self, path: str, node: Node, frame: Frame, spec: ValueSpec) -> None:
-        self.paths.append(path)
-        self.nodes.append(node)
-        self.frames.append(frame)
-        self.specs.append(spec)
+                for full, leaf in _leaves(path, spec).items():
+                    add_path(full)
+                    add_node(node)
+                    add_frame(frame)
+                    add_spec(leaf)
 
     def meta(self, row: int) -> NodeMeta:
         """Returns what is known of the node in a row."""
         return _meta(self.paths[row], self.frames[row], self.nodes[row], self.specs[row])
+
+
+def _leaves(path: str, spec: ValueSpec) -> dict[str, ValueSpec]:
+    """Returns the leaves of the value at `path`, by their own paths."""
+    inside: dict[str, ValueSpec] = {}
+    for dig, leaf in leaves(spec):
+        # Of two keys that read the same (1 and "1"), a path means the first.
+        inside.setdefault(f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path, leaf)
+    return inside
 
 
 def _meta(path: str, frame: Frame, node: Node, spec: ValueSpec) -> NodeMeta:

@@ -12,6 +12,11 @@ from graphpatch_notebook.tree import Entry, LabelOf, frame_entry, is_shown, spec
 from graphpatch_notebook.values import ContainerSpec, ValueSpec
 
 
+def is_child(node: Node) -> bool:
+    """Whether a node is among those that a graph is said to have: it is no plumbing and no constant."""
+    return is_shown(node) or (node.kind == "input" and not node.is_plumbing)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A graph, a node, or a value inside the container that a node holds.
@@ -72,8 +77,7 @@ class Place:
         Inputs that the example did not have are there, though the tree leaves them out: they can be patched.
         """
         if self.graph is not None:
-            nodes = self.graph.nodes
-            return [n.name for n in nodes if is_shown(n) or (n.kind == "input" and not n.is_plumbing)]
+            return [node.name for node in self.graph.nodes if is_child(node)]
         return [text for text, _, _ in self.spec.children] if isinstance(self.spec, ContainerSpec) else []
 
     def below(self, *names: str) -> Place:

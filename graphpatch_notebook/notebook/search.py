@@ -116,7 +116,7 @@ class NodeColumns:
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
         """The shapes; `None` for what is no tensor."""
-        return self._column("shapes", lambda: [getattr(spec, "shape", None) for spec in self.rows.specs])
+        return self._column("shapes", lambda: [_shape(spec) for spec in self.rows.specs])
 
     @property
     def dtypes(self) -> list[str]:
@@ -246,6 +246,10 @@ def _is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
     matcher = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
     wanted = {name for name in set(names) if name and matcher.fullmatch(name)}
     return lambda at: names[at] in wanted
+
+
+def _shape(spec: object) -> tuple[int, ...] | None:
+    return spec.shape if isinstance(spec, TensorSpec) else None
 
 
 def _dtype_name(spec: object) -> str:

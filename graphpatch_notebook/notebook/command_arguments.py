@@ -1,0 +1,192 @@
+"""What follows `%graphpatch` on a line that is being typed: which argument of which command the cursor stands in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+ArgumentKind: TypeAlias = Literal[
+    "node",  # `PATH[slice]`, of something that can be patched
+    "place",  # `PATH`, also of a graph
+    "chosen",  # `#n`, or the path of a chosen patch
+    "graph",  # a variable that holds a PatchableGraph
+    "model",  # `NAME = MODEL(ARGS)`
+    "value",  # a Python expression
+    "query",  # terms of a search
+    "steps",  # `prefill`, `decoding`, or numbers
+    "file",
+    "command",
+    "new",  # whatever the user likes
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a command takes.
+
+    Attributes:
+        positional: The kinds of its arguments, in order; the last one may come any number of times.
+        options: Its options, each with the kind of its argument; `None` for those that take none.
+    """
+
+    positional: tuple[ArgumentKind, ...] = ()
+    options: Mapping[str, ArgumentKind | None] = field(default_factory=dict)
+
+    def kind(self, words: list[str]) -> ArgumentKind | None:
+        """Returns the kind of the argument behind these words; `None` where there is none any more."""
+        if words and (kind := self.options.get(words[-1])) is not None:
+            return kind
+        count = 0
+        is_argument = False
+        for word in words:
+            count += not is_argument and word not in self.options
+            is_argument = self.options.get(word) is not None
+        return self.positional[min(count, len(self.positional) - 1)] if self.positional else None
+
+
+_WHEN: dict[str, ArgumentKind | None] = {
+    "--steps": "steps",
+    "--positions": "new",
+    "--position-dim": "new",
+    "--any-shape": None,
+}
+_CHOSEN = Arguments(("chosen",))
+COMMANDS: Mapping[str, Arguments] = {
+    "wrap": Arguments(("model",)),
+    "use": Arguments(("graph",)),
+    "show": Arguments(("place", "new")),
+    "ls": Arguments(("place", "new")),
+    "find": Arguments(("query",)),
+    "code": Arguments(("place", "new")),
+    "shape": Arguments(("place", "new")),
+    "zero": Arguments(("node", "new"), _WHEN),
+    "add": Arguments(("node", "value"), _WHEN),
+    "replace": Arguments(("node", "value"), _WHEN),
+    "probe": Arguments(("node", "new"), _WHEN),
+    "record": Arguments(("node", "new"), _WHEN),
+    "custom": Arguments(("node", "value"), _WHEN),
+    "rm": _CHOSEN,
+    "enable": _CHOSEN,
+    "disable": _CHOSEN,
+    "clear": Arguments(),
+    "undo": Arguments(),
+    "redo": Arguments(),
+    "list": Arguments(),
+    "export": Arguments((), {"-o": "file", "--cell": None, "--hooks": None, "--force": None}),
+    "save": Arguments(("file", "new"), {"--force": None}),
+    "load": Arguments(("file", "new")),
+    "help": Arguments(("command",)),
+}
+CELL = Arguments(("graph", "chosen"), {"--only": "chosen"})
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The argument that the cursor stands in.
+
+    Attributes:
+        kind: What it is; `option` for the name of an option.
+        typed: What is there of it.
+        start: Where in the line it begins.
+        options: The options that may stand here.
+    """
+
+    kind: ArgumentKind | Literal["option"]
+    typed: str
+    start: int
+    options: tuple[str, ...] = ()
+
+
+_MAGIC = re.compile(r"\s*(?:[^\s%!?\"'(\[{#][^%!?\"'(\[{#]*=\s*)?(?P<mark>%{0,2})graphpatch(?=\s)")
+_IDENTIFIER = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
+_LAST_TERM = re.compile(r"\S*$")
+
+
+def argument_at_end(
+    line: str, *, is_first: bool, may_lack_mark: bool = False, commands: Mapping[str, Arguments] = COMMANDS
+) -> Argument | None:
+    """Returns the argument in which the cursor at the end of `line` stands; `None` where it is in none.
+
+    Args:
+        line: The line, up to the cursor.
+        is_first: Whether it is the first of its cell, where `%%graphpatch` may stand.
+        may_lack_mark: Whether `graphpatch` alone means the magic, too.
+        commands: What the commands take.
+
+    Example:
+        >>> argument_at_end("x = %graphpatch zero h_0.ml", is_first=True)
+        Argument(kind='node', typed='h_0.ml', start=21, options=())
+    """
+    match = _MAGIC.match(line)
+    if match is None or (match["mark"] == "%%" and not is_first) or not (match["mark"] or may_lack_mark):
+        return None
+    words = list(_words(line, match.end()))
+    start, typed = words.pop()
+    texts = [text for _, text in words]
+    if match["mark"] == "%%":
+        return _argument(CELL, texts, typed, start, line)
+    if not texts:
+        return Argument("command", typed, start)
+    command = commands.get(texts[0])
+    return None if command is None else _argument(command, texts[1:], typed, start, line)
+
+
+def _argument(command: Arguments, words: list[str], typed: str, start: int, line: str) -> Argument | None:
+    options = tuple(option for option in command.options if option not in words)
+    kind = command.kind(words)
+    is_behind_option = bool(words) and command.options.get(words[-1]) is not None
+    if typed.startswith("-") and not is_behind_option and any(option.startswith(typed) for option in options):
+        return Argument("option", typed, start, options)
+    if kind is None:
+        return Argument("option", typed, start, options) if not typed and options else None
+    if kind == "node" and (bracket := _bracket(typed)) is not None:
+        kind, start = "value", start + bracket + 1
+    if kind == "model" and "=" not in line[: start + len(typed)].partition("wrap")[2]:
+        return None
+    if kind in ("value", "model"):
+        identifier = _IDENTIFIER.search(line, start)
+        return None if identifier is None else Argument(kind, identifier.group(), identifier.start(), options)
+    if kind == "query":
+        term = _LAST_TERM.search(line)
+        assert term is not None  # it may be empty
+        excluded = term.group().startswith("-")
+        return Argument(kind, term.group()[excluded:], term.start() + excluded)
+    return Argument(kind, typed, start, options)
+
+
+def _words(line: str, position: int) -> Iterator[tuple[int, str]]:
+    """Yields the words behind `position` with where they begin; the last one, maybe empty, ends at the cursor."""
+    while True:
+        while position < len(line) and line[position].isspace():
+            position += 1
+        start = position
+        position = _word_end(line, start)
+        yield start, line[start:position]
+        if position == len(line):
+            return
+
+
+def _word_end(line: str, position: int) -> int:
+    quote, depth = "", 0
+    while position < len(line):
+        character = line[position]
+        if quote:
+            position += character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character.isspace() and depth <= 0:
+            return position
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        position += 1
+    return len(line)
+
+
+def _bracket(typed: str) -> int | None:
+    """Returns where the slice behind a path begins, outside of quotes."""
+    match = re.match(r'(?:"(?:[^"\\]|\\.)*"|[^"\[])*', typed)
+    end = match.end() if match else 0
+    return end if typed.startswith("[", end) else None

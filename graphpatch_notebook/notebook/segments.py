@@ -1,0 +1,170 @@
+"""Completes a node path, one segment at a time: from what was typed to what may stand there next."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from graphpatch_notebook.capture.records import Node
+from graphpatch_notebook.notebook.labels import visible
+from graphpatch_notebook.paths import format_segment
+from graphpatch_notebook.places import Place, is_child
+from graphpatch_notebook.resolution import is_patchable
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, ValueSpec, leaves
+
+MOST_OFFERS = 500
+
+_PLAIN = re.compile(r'[^."|\s\[\]]*')
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What may stand where the cursor is.
+
+    Attributes:
+        text: The text.
+        label: What it is, in a word or two.
+    """
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What may stand at the end of a text.
+
+    Attributes:
+        start: Where in the text begins what an offer replaces.
+        offers: The offers, best first.
+    """
+
+    start: int
+    offers: list[Offer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Typed:
+    """A path that ends anywhere: the segments before the last separator, each with the separator behind it."""
+
+    complete: list[tuple[str, str]]
+    start: int
+    last: str
+    is_quoted: bool
+
+
+def next_segments(place: Place, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
+    """Returns what the last segment of a path may become.
+
+    Args:
+        place: Where the path begins: the root, or a place that it is relative to.
+        typed: The path as far as it was typed.
+        patchable: Whether it is to lead to a value that can be patched: then graphs and containers come with the
+            separator that leads on into them. Else graphs, containers and objects are meant too.
+        limit: The most offers.
+    """
+    parsed = _parsed(typed)
+    if parsed is None:
+        return None
+    here = place
+    for name, separator in parsed.complete:
+        child = here.child(name)
+        if child is None or (separator == "|") != (child.graph is None and not child.dig):
+            return None
+        here = child
+    children = _children(here, parsed.last, patchable)
+    offers = [_offer(child, parsed.is_quoted, patchable) for child in islice(children, limit)]
+    return Offers(parsed.start, offers)
+
+
+def _parsed(typed: str) -> _Typed | None:
+    """Returns the path taken apart; `None` where it is none, whatever follows."""
+    complete: list[tuple[str, str]] = []
+    position = 0
+    while True:
+        start = position
+        is_quoted = typed.startswith('"', position)
+        if is_quoted:
+            try:
+                name, position = json.JSONDecoder().raw_decode(typed, position)
+            except json.JSONDecodeError:
+                return _Typed(complete, start, _unfinished(typed[position:]), True)
+        else:
+            match = _PLAIN.match(typed, position)
+            name, position = (match.group(), match.end()) if match else ("", position)
+        if position == len(typed):
+            return _Typed(complete, start, name, is_quoted)
+        if typed[position] not in ".|" or not (name or is_quoted):
+            return None
+        complete.append((name, typed[position]))
+        position += 1
+
+
+def _unfinished(quoted: str) -> str:
+    """Returns what stands in a JSON string that does not end yet."""
+    try:
+        return str(json.loads(quoted + '"'))
+    except json.JSONDecodeError:
+        return quoted[1:]  # it ends within an escape: what is there so far fits nothing
+
+
+def _children(here: Place, prefix: str, patchable: bool) -> Iterator[Place]:
+    """Yields the children that begin with `prefix`; where there are none, others that it may mean."""
+    folded = prefix.casefold()
+    if here.graph is not None and folded not in "\n".join(here.graph.names).casefold():
+        return  # quicker than to ask each of 50,000 names
+
+    def meant(has: Callable[[str], bool]) -> Iterator[Place]:
+        named = _named(here, has, is_child)
+        return filter(_leads_to_patchable, named) if patchable else named
+
+    found = False
+    for child in meant(lambda name: name.startswith(prefix)):
+        found = True
+        yield child
+    if found or not prefix:
+        return
+    others = list(meant(lambda name: folded in name.casefold()))
+    yield from sorted(others, key=lambda child: not _name(child).casefold().startswith(folded))
+    if not others:  # plumbing is for those who ask for it by its name
+        plumbing = _named(here, lambda name: name.startswith(prefix), lambda node: node.is_plumbing)
+        yield from filter(_leads_to_patchable, plumbing)
+
+
+def _named(here: Place, has: Callable[[str], bool], is_meant: Callable[[Node], bool]) -> Iterator[Place]:
+    if here.graph is not None:
+        # The name first: of 50,000 nodes few have it.
+        names: Iterable[str] = (node.name for node in here.graph.nodes if has(node.name) and is_meant(node))
+    else:
+        names = filter(has, here.children())
+    return (child for child in map(here.child, names) if child is not None)
+
+
+def _name(place: Place) -> str:
+    return (*place.names, *place.dig)[-1]
+
+
+def _leads_to_patchable(child: Place) -> bool:
+    if child.graph is not None:
+        return True
+    if child.node is None or child.spec is None or not is_patchable(child.node):
+        return False
+    return _is_given(child.spec) or (child.node.kind == "input" and child.spec == ScalarSpec(None))
+
+
+def _is_given(spec: ValueSpec) -> bool:
+    if isinstance(spec, ContainerSpec):
+        return any(True for _ in leaves(spec))
+    return not isinstance(spec, ObjectSpec) and (not isinstance(spec, ScalarSpec) or spec.is_number)
+
+
+def _offer(child: Place, is_quoted: bool, patchable: bool) -> Offer:
+    text = json.dumps(_name(child)) if is_quoted else format_segment(_name(child))
+    if child.graph is not None:
+        return Offer(f"{text}." if patchable else text, visible(type(child.graph.module).__name__))
+    is_container = patchable and isinstance(child.spec, ContainerSpec)
+    separator = ("." if child.dig else "|") if is_container else ""
+    return Offer(text + separator, visible(str(child.spec)))
