@@ -99,7 +99,7 @@ class Argument:
     options: tuple[str, ...] = ()
 
 
-_MAGIC = re.compile(r"\s*(?:[^\s%!?\"'(\[{#][^%!?\"'(\[{#]*=\s*)?(?P<mark>%{0,2})graphpatch(?=\s)")
+_MAGIC = re.compile(r"\s*(?P<assigned>[^\s%!?\"'(\[{#][^%!?\"'(\[{#]*=\s*)?(?P<mark>%{0,2})graphpatch(?=\s)")
 _IDENTIFIER = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
 _LAST_TERM = re.compile(r"\S*$")
 
@@ -120,7 +120,9 @@ def argument_at_end(
         Argument(kind='node', typed='h_0.ml', start=21, options=())
     """
     match = _MAGIC.match(line)
-    if match is None or (match["mark"] == "%%" and not is_first) or not (match["mark"] or may_lack_mark):
+    if match is None or (match["mark"] == "%%" and not is_first):
+        return None
+    if not match["mark"] and (match["assigned"] or not may_lack_mark):
         return None
     words = list(_words(line, match.end()))
     start, typed = words.pop()

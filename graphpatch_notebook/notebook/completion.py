@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.node_path import NodePath, place_of
-from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.command_arguments import COMMANDS, Argument, Arguments, argument_at_end
 from graphpatch_notebook.notebook.labels import visible
 from graphpatch_notebook.notebook.python_text import Cursor, Expression, Link, cursor_at_end
 from graphpatch_notebook.notebook.query import KEYS, NODE_KINDS, STATES
 from graphpatch_notebook.notebook.search import NodeColumns, index_of
 from graphpatch_notebook.notebook.segments import MOST_OFFERS, Offer, Offers, next_segments
+from graphpatch_notebook.notebook.workspace import ActiveGraph
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.places import Place
 from graphpatch_notebook.selections import NAMED_STEPS
@@ -39,21 +39,18 @@ class PathCompleter:
 
     Args:
         shell: The `InteractiveShell`, or a proxy of it (much of it has no types).
-        active_graph: Gives the graph that commands are about.
-        chosen: Gives the patches that are chosen for it.
+        active: Gives the graph that commands are about.
         commands: What the commands take.
     """
 
     def __init__(
         self,
         shell: Any,
-        active_graph: Callable[[], PatchableGraph | None],
-        chosen: Callable[[], Sequence[ChosenPatch]] = tuple,
+        active: Callable[[], ActiveGraph | None],
         commands: Mapping[str, Arguments] = COMMANDS,
     ) -> None:
         self._shell = shell
-        self._active_graph = active_graph
-        self._chosen = chosen
+        self._active = active
         self._commands = commands
 
         @context_matcher(identifier=IDENTIFIER, priority=_PRIORITY)  # type: ignore[untyped-decorator,unused-ignore]
@@ -121,10 +118,10 @@ class PathCompleter:
         typed = argument.typed
         match argument.kind:
             case "node" | "place":
-                graph = self._active_graph()
-                if graph is None:
+                active = self._active()
+                if active is None:
                     return None
-                root = Place.of_root(graph.nodes.root)
+                root = Place.of_root(active.graph.nodes.root)
                 return next_segments(root, typed, patchable=argument.kind == "node")
             case "command":
                 return _beginning(typed, (Offer(name, "command") for name in self._commands))
@@ -149,7 +146,8 @@ class PathCompleter:
                 return None
 
     def _chosen_offers(self, typed: str) -> Iterator[Offer]:
-        patches = self._chosen()
+        active = self._active()
+        patches = active.session.chosen.patches if active is not None else ()
         if not typed or typed.startswith("#"):
             yield from (Offer(f"#{patch.number}", visible(str(patch))) for patch in patches)
         if not typed.startswith("#"):
@@ -169,12 +167,12 @@ class PathCompleter:
         return _beginning(typed, [*likely, *others])
 
     def _query_offers(self, typed: str) -> Offers | None:
-        graph = self._active_graph()
         key, colon, value = typed.partition(":")
         if not colon:
             keys = (Offer(f"{name}:", "search") for name in KEYS if name != "kind")
             return _beginning(typed, keys)
-        columns = index_of(graph).without_plumbing if graph is not None else None
+        active = self._active()
+        columns = index_of(active.graph).without_plumbing if active is not None else None
         values = _search_values(key.lower(), columns)
         found = _beginning(value, (Offer(name, key) for name in values))
         return Offers(len(key) + 1, found.offers)

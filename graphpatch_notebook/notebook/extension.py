@@ -5,8 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.cell import CellTransformer, mark_cell
+from graphpatch_notebook.notebook.completion import PathCompleter
 from graphpatch_notebook.notebook.magics import GraphPatchMagic
+from graphpatch_notebook.notebook.workspace import ActiveGraph
 
 _NAME = "graphpatch"
 
@@ -27,9 +30,19 @@ class Extension:
         shell.register_magic_function(self.magic.graphpatch, magic_kind="line_cell", magic_name=_NAME)
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
+        self._completer = PathCompleter(proxy, self._active)
+        self._completer.install()
+
+    def _active(self) -> ActiveGraph | None:
+        """Returns the active graph; `None` also where there are several, of which none was picked."""
+        try:
+            return self.magic.workspace.find()
+        except SessionError:
+            return None
 
     def remove(self, shell: Any) -> None:
         """Leaves the shell as it was."""
+        self._completer.uninstall()
         for table in shell.magics_manager.magics.values():
             table.pop(_NAME, None)
         for kind, magic in self._before.items():
