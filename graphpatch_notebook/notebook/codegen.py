@@ -13,7 +13,6 @@ from typing import Literal, TypeAlias
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.codegen_hooks import hooks_source
-from graphpatch_notebook.notebook.expressions import as_argument
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import ChosenPatches, Session
 from graphpatch_notebook.notebook.slices import parse_slice
@@ -39,6 +38,7 @@ from graphpatch_notebook.notebook.source_names import (
     user_names,
 )
 from graphpatch_notebook.notebook.source_parts import (
+    as_source,
     as_value,
     by_path,
     call_arguments,
@@ -192,7 +192,7 @@ class _Export:
         """Returns what comes before the patch context: the graph, values and probes."""
         found: list[str] = []
         if self.wrap:
-            items = (as_argument(self.model), *self._call_arguments().sources)
+            items = (as_source(self.model, "the model"), *self._call_arguments().sources)
             found += unknown_inputs(self.origin)
             found += lines(Group(f"{self.origin.graph} = {self.classes['PatchableGraph']}(", items, ")"))
         for patch in self.patches:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
-from graphpatch_notebook.notebook.expressions import as_argument
 from graphpatch_notebook.notebook.hook_functions import Script, function_lines, takes_kwargs
 from graphpatch_notebook.notebook.hook_places import HookPlan, hook_plans
 from graphpatch_notebook.notebook.origin import Origin
@@ -16,6 +15,7 @@ from graphpatch_notebook.notebook.source_code import SourceCode
 from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, indented, lines, text_literal
 from graphpatch_notebook.notebook.source_names import Names, Needs, as_name, in_order, last_words, user_names
 from graphpatch_notebook.notebook.source_parts import (
+    as_source,
     as_value,
     call_arguments,
     enabled_of,
@@ -107,7 +107,7 @@ class _HooksExport:
     def _preparations(self) -> list[str]:
         found: list[str] = []
         if self.origin.model is not None and not is_name(self.origin.model):
-            found.append(f"{self.model} = {as_argument(self.origin.model)}")
+            found.append(f"{self.model} = {as_source(self.origin.model, 'the model')}")
         found += [
             f"{self.hoisted[patch.number]} = {as_value(patch)}"
             for patch in self.patches

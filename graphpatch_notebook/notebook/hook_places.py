@@ -245,9 +245,9 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
     elif (layer := _fused_layer(frame)) is not None:
         where = format_path(layer.path) or "the model"
         yield f"{title}: a hook here switches the fused kernel of {where!r} off: the last bits would differ"
-    keys = [plain_dict_key(key) for key in target.dig]
-    if odd := next((key for key in keys if not _is_literal(key)), None):
-        yield f"{title}: the key {odd!r} has no literal in Python"
+    odd = [key for key in map(plain_dict_key, target.dig) if not _is_literal(key)]
+    if odd:
+        yield f"{title}: the key {odd[0]!r} has no literal in Python"
 
 
 def _is_literal(key: Any) -> bool:

@@ -187,7 +187,7 @@ def parse_arguments(text: str, *, with_options: bool = False) -> Arguments:
 
 def _one_line(source: str, node: ast.expr) -> str:
     segment = ast.get_source_segment(source, node)
-    is_plain = segment is not None and "\n" not in segment and "#" not in segment
+    is_plain = segment is not None and not {"\n", "\r", "#"} & set(segment)
     if not is_plain:
         return ast.unparse(node)
     # A segment leaves the parentheses around it out, which belong to what is a generator, a tuple, or a conditional.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import keyword
 from collections.abc import Container, Iterator, Sequence
 
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node
@@ -46,15 +47,23 @@ def as_value(patch: ChosenPatch) -> str:
     Raises:
         ExportError: It cannot be written on one line.
     """
+    return as_source(str(patch.value), f"#{patch.number} {patch.path!r}: its value")
+
+
+def as_source(expression: str, what: str) -> str:
+    """Returns an expression as source that can stand anywhere in a line, unchanged where that is possible.
+
+    Raises:
+        ExportError: It cannot be written on one line; `what` says in the message what it is.
+    """
     try:
-        written = as_argument(str(patch.value))
-        if "\n" not in written and ast.dump(_parsed(written)) == ast.dump(_parsed(str(patch.value))):
+        # For Python, a carriage return ends a line, too.
+        written = as_argument(expression) if "\r" not in expression else ast.unparse(_parsed(expression))
+        if not {"\n", "\r"} & set(written) and ast.dump(_parsed(written)) == ast.dump(_parsed(expression)):
             return written
     except (ValueError, RecursionError, MemoryError):
         pass
-    raise ExportError(
-        f"#{patch.number} {patch.path!r}: its value cannot be written on one line; put it in a variable, and name that"
-    )
+    raise ExportError(f"{what} cannot be written on one line; put it in a variable, and name that")
 
 
 def _parsed(expression: str) -> ast.Expression:
@@ -207,9 +216,14 @@ def _argument(
         return [f"*{variable(name)}"]
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         keys = [text for text, *_ in spec.children] if isinstance(spec, ContainerSpec) else []
-        return [f"{k}={variable(k)}" for k in keys] if all(map(is_name, keys)) else [f"**{variable(name)}"]
+        return [f"{k}={variable(k)}" for k in keys] if all(map(_is_keyword, keys)) else [f"**{variable(name)}"]
     if isinstance(spec, ScalarSpec) and type(spec.value) in (bool, int, str, type(None)):
         value = text_literal(spec.value) if isinstance(spec.value, str) else repr(spec.value)
     else:
         value = variable(name)
     return [value if is_positional else f"{name}={value}"]
+
+
+def _is_keyword(name: str) -> bool:
+    """Whether an argument can be given by this name."""
+    return is_name(name) and not keyword.iskeyword(name)

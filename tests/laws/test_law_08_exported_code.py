@@ -128,6 +128,8 @@ def chosen_patches(draw: Any, case: str, *, only_boundaries: bool) -> ChosenPatc
         name=draw(st.sampled_from(NAMES)) if kind in ("probe", "record") else None,
         is_enabled=draw(st.sampled_from([True, True, True, False])),
         any_shape=draw(st.sampled_from([False, False, True])),
+        steps=None if only_boundaries else draw(st.sampled_from([None, None, "prefill", "0", "1:"])),
+        positions=None if only_boundaries else draw(st.sampled_from([None, None, "1", "0, 2", "1:"])),
     )
 
 
@@ -298,7 +300,7 @@ ATOMS = [
     "[y for y in x]", "f(*x, **y)",
     "__import__('pathlib').Path(canary).touch()", "ａ", "'\u202e'", "x[:, ...]", "(\nx\n)", "x # '\n", "(x, # (\n)",
 ]  # fmt: skip
-JOINTS = [" + ", "\n+ ", "+\n", ", ", " if x else ", " # )\n", ".", "][", ") + (", "=", ": ", "\f"]
+JOINTS = [" + ", "\r+ ", "\n+ ", "+\n", ", ", " if x else ", " # )\n", ".", "][", ") + (", "=", ": ", "\f"]
 WHY = {"are no arguments of a call", "cannot be written on one line"}
 BROKEN = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=8).map("".join)
 WHOLE = st.lists(st.sampled_from(ATOMS) | st.sampled_from(JOINTS), min_size=1, max_size=5).map("".join)

@@ -296,6 +296,7 @@ with pg.patch(
         ("1, 2", "(1, 2)"),
         ("a # one", "a"),
         ("(a +\n b)", "a + b"),
+        ("(a +\r b)", "a + b"),
         ("'it''s'", "'it''s'"),
         ("{'a': 1}['a']", "{'a': 1}['a']"),
         ("f'{a!r}'", "f'{a!r}'"),
@@ -384,3 +385,25 @@ def test_deep_expressions_are_written_or_refused(session: Session) -> None:
             assert value in export(session)
         except ExportError as error:
             assert "put it in a variable" in str(error)  # noqa: PT017
+
+
+def test_expressions_are_statements_of_their_own_where_they_are_taken_out(session: Session) -> None:
+    for value in ("torch.ones(1)", "(torch.zeros(1) +\r 2)", "3, torch.ones(1)", "torch.ones(1)  # one"):
+        session.add(patch("layers_0.up.linear", "add", value=value))
+        session.add(patch("layers_1.up.linear", "add", value=value))
+
+    compile(export(session), "<exported>", "exec")
+    assert "up_linear_value_4 = (3, torch.ones(1))\nup_linear_value_5 = (3, torch.ones(1))\n" in export(session)
+
+
+def test_inputs_that_cannot_be_given_by_name() -> None:
+    class Keywords(nn.Module):
+        def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+            return args[0] + sum(kwargs.values())
+
+    x = torch.ones(2)
+    for kwargs, written in (({"class": x}, "*args, **kwargs"), ({"mask": x, "id": x}, "*args, mask=mask, id=id_input")):
+        pg = PatchableGraph(Keywords(), x, **kwargs)
+        session = Session(pg)
+        session.add(patch("output", "zero"))
+        assert f"    output = pg({written})\n" in export(session)
