@@ -22,6 +22,7 @@ SETTING = [
 ]
 ROWS, COLUMNS = 300, 110
 WAIT = 60.0
+SHOWN = "execute_result"
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -124,6 +125,18 @@ class Terminal:
         self._process.close(force=True)
 
 
+@dataclass
+class Ran:
+    """What came of a cell: the reply, and the messages before it."""
+
+    reply: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+    @property
+    def printed(self) -> str:
+        return "".join(m["content"]["text"] for m in self.messages if m["msg_type"] == "stream")
+
+
 class Kernel:
     """A kernel, as front ends speak to it."""
 
@@ -169,18 +182,3 @@ class Kernel:
     def close(self) -> None:
         self.client.stop_channels()
         self._manager.shutdown_kernel(now=True)
-
-
-SHOWN = "execute_result"
-
-
-@dataclass
-class Ran:
-    """What came of a cell: the reply, and the messages before it."""
-
-    reply: dict[str, Any]
-    messages: list[dict[str, Any]]
-
-    @property
-    def printed(self) -> str:
-        return "".join(m["content"]["text"] for m in self.messages if m["msg_type"] == "stream")

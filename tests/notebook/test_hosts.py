@@ -52,7 +52,11 @@ def test_the_story_in_a_terminal(command: list[str], tmp_path: Path) -> None:
         assert "[3, 4] f32" in found
         # A kernel cannot know whether its text is for a terminal or for a file.
         assert bool(host.colours("sub_1.softmax")) == ("IPython" in command)
-        assert "#1 zero sub_1.softmax[:, -1] -> (3,)" in host.run("%graphpatch zero sub_1.softmax[:, -1]")
+        host.type("%graphpatch zero sub_1.\t")
+        host.wait(r"zero sub_1\.\n +input\n +softmax\n +output$")
+        host.type("soft\t")
+        host.wait(r"%graphpatch zero sub_1\.softmax$")
+        assert "#1 zero sub_1.softmax[:, -1] -> (3,)" in host.run("[:, -1]")
         assert "Out[7]: True" in host.run(f"%%graphpatch\npatched = pg(x)\n{CHANGED}")
         assert "Out[8]: True" in host.run(UNTOUCHED)
         assert re.search(r"\n1  zero +sub_1\.softmax\[:, -1\] +\(3,\)$", host.run("%graphpatch list"))
