@@ -22,6 +22,7 @@ SETTING = [
 ]
 ROWS, COLUMNS = 300, 110
 WAIT = 60.0
+OF_TERMINALS = set("CLICOLOR COLORTERM COLUMNS FORCE_COLOR LINES NO_COLOR TTY_COMPATIBLE TTY_INTERACTIVE".split())
 SHOWN = "execute_result"
 
 
@@ -37,7 +38,7 @@ def environment(folder: Path) -> dict[str, str]:
         # Debuggers warn of frozen modules, on the screen.
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
-    return {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | own
+    return {name: value for name, value in os.environ.items() if name not in OF_TERMINALS} | own
 
 
 class _Screen(pyte.Screen):
@@ -131,10 +132,6 @@ class Ran:
 
     reply: dict[str, Any]
     messages: list[dict[str, Any]]
-
-    @property
-    def printed(self) -> str:
-        return "".join(m["content"]["text"] for m in self.messages if m["msg_type"] == "stream")
 
 
 class Kernel:
