@@ -63,10 +63,11 @@ class CellTransformer(ast.NodeTransformer):
         """Returns the tree of a cell; one that is not marked as it is. Never raises: IPython would drop it."""
         if not isinstance(node, ast.Module) or not node.body:
             return node
-        line = _marked(node.body[0])
-        if line is None:
+        try:
+            line = _marked(node.body[0])
+            return node if line is None else _patched(node, line.removeprefix(MARKER), self._interactivity())
+        except Exception:  # a cell too deep to be looked through, say: its marker raises when it is run
             return node
-        return _patched(node, line.removeprefix(MARKER), self._interactivity())
 
 
 def _marked(statement: ast.stmt) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.session import Session, session_of
@@ -127,8 +128,6 @@ class Workspace:
 
     def models(self) -> list[str]:
         """Returns the names of the variables that hold modules which are no graphs."""
-        from torch.nn import Module
-
         variables = list(self.namespace.items())
         return [
             name

@@ -103,6 +103,80 @@ def test_names_persist(zero: Shell) -> None:
     assert zero.ok("f(), C.__name__, round(pi), b").value == (1, "C", 3, 2)
 
 
+CELLS = [
+    "import math as m\nfrom os.path import *\n(m.pi, basename('a/b'))",
+    "x_1: int = 3\ny_1: 'str'\n__annotations__",
+    "def deco(f): return f\n@deco\ndef g(a, *, b=2): return a + b\ng(1)",
+    "class A:\n    1\n    b = [i for i in range(3)]\n    def f(self): return __class__\nA().f() is A",
+    "[w := 1, w]\n{w: w for w in range(3)}\nw",
+    "n = 0\ndef inc():\n    global n\n    n += 1\ninc()\nn",
+    "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    caught = str(e)\nfinally:\n    done = True\ncaught",
+    "match [1, 2]:\n    case [a, *rest]:\n        rest",
+    "d = 1\ndel d\n'd' in globals()",
+    "with open(__import__('os').devnull) as f:\n    f.name\n",
+    "for i in range(3):\n    if i == 1: break\nelse:\n    no\ni",
+    "async def f():\n    return 5\nr = [await f() for _ in range(2)]\nr",
+    "async def g():\n    yield 1\n    yield 2\nasync for v in g():\n    print(v)\nawait g().__anext__()",
+    "lines = !echo one two\nlines",
+    "%precision 3\n%precision",
+    "get = %env HOME\nisinstance(get, str)",
+    "from __future__ import annotations\nfrom __future__ import division\n1 / 2",
+    's = """\n  a\n%%time\n"""\ns',
+    "a = 1; b = 2; a + b",
+    "a = 1; b = 2; a + b;",
+    "'doc'",
+    "print('x', end='')\n3",
+    "return 1",
+    "nonlocal a",
+    "yield 1",
+    "def f(:",
+    "  a = 1\n  a",
+    "raise ValueError('mine') from KeyError(1)",
+    "(lambda: 1 / 0)()",
+    "_ = 5\n_",
+    "len?",
+    "help",
+    "sys = 3\nsys",
+    "sum([1,\n     2,\n     None])",
+]
+
+
+MARKER_LINE = r"(?m)^\s*1 get_ipython\(\)\.run_line_magic\('graphpatch', '%%graphpatch'\)\n"
+
+
+def shown(ran: Any, first: int) -> str:
+    """Returns what a cell printed, with numbers of lines as if the cell began at line 1."""
+    text = re.sub(r"\bno patch is chosen: [^\n]*\n", "", ran.out)
+    text = re.sub(r"Out\[\d+\]|input-\d+-\w+|at 0x\w+", "*", text)
+    if ran.error is None:
+        return text
+    text = re.sub(MARKER_LINE, "", text)
+    text = re.sub(r"(?m)^(-*>?\s*)(\d+)(?= |$)", lambda m: f"{'>' * ('>' in m[1])}{int(m[2]) - first}", text)
+    return re.sub(r"(?<=>:)\d+|(?<=line )\d+", lambda m: str(int(m[0]) - first), text)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.filterwarnings("ignore:.*never awaited")
+def test_any_cell_runs_as_it_does_without(pg: Shell, cell: str) -> None:
+    def others() -> dict[str, str]:
+        known = r"_i*|_+|_i?\d+|In|Out|_ih|_oh|__builtins__|__annotations__"
+        return {name: repr(value) for name, value in pg.namespace.items() if not re.fullmatch(known, name)}
+
+    start = dict(pg.namespace)
+    plain = pg.run(cell)
+    names = others()
+    for name in set(pg.namespace) - set(start):
+        if not name.startswith("_"):
+            del pg.namespace[name]
+    patched = pg.run(f"%%graphpatch\n{cell}")
+    assert shown(patched, 1) == shown(plain, 0)
+    assert type(patched.error) is type(plain.error)
+    assert repr(patched.value) == repr(plain.value)
+    assert {n: re.sub("0x\\w+", "", v) for n, v in others().items()} == {
+        n: re.sub("0x\\w+", "", v) for n, v in names.items()
+    }
+
+
 def test_nothing_else_is_put_in_the_namespace(zero: Shell) -> None:
     # What is bound by running any cell is there already.
     zero.ok("1")
