@@ -116,8 +116,8 @@ def argument_at_end(
         commands: What the commands take.
 
     Example:
-        >>> argument_at_end("x = %graphpatch zero h_0.ml", is_first=True)
-        Argument(kind='node', typed='h_0.ml', start=21, options=())
+        >>> argument_at_end("x = %graphpatch ls h_0.ml", is_first=True)
+        Argument(kind='place', typed='h_0.ml', start=19, options=())
     """
     match = _MAGIC.match(line)
     if match is None or (match["mark"] == "%%" and not is_first):

@@ -23,7 +23,14 @@ from tests.benchmarks.models import llama
 from tests.benchmarks.report import Row, report, row
 
 NODES = 50_000
-QUERIES = ("mlp", '"mlp" op:mul', "shape:16 -is:parameter", r"/layers_1\d\.self_attn.*linear$/", "nothing like this")
+QUERIES = (
+    "mlp",
+    "op:mul",
+    '"mlp" op:mul',
+    "shape:16 -is:parameter",
+    r"/layers_1\d\.self_attn.*linear$/",
+    "nothing like this",
+)
 
 
 class Loop(nn.Module):
