@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 import re
 import subprocess
 import sys
@@ -83,3 +84,38 @@ def test_readme_examples_print_what_the_readme_says(example: str, printed: str, 
     script.write_text(example, "utf8")
     command = [sys.executable, "-X", "utf8", str(script)]
     assert subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf8").stdout == printed
+
+
+SESSION = re.search(r"```text\n(In \[1\]: .*?)```", README.read_text("utf8"), re.DOTALL)
+
+
+def test_readme_session_shows_what_ipython_shows(tmp_path: Path) -> None:
+    """The session in the README goes on from its first example."""
+    assert SESSION is not None
+    cells = re.split(r"^In \[\d+\]: ", SESSION[1], flags=re.MULTILINE)[1:]
+    typed = ["\n".join([cell.split("\n")[0], *re.findall(r"^ +\.\.\.: (.*)", cell, re.MULTILINE)]) for cell in cells]
+    typed = [f"{cell}\n\n" if cell.startswith("%%") else cell for cell in typed]  # ends a cell magic at this prompt
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLES[0][0], "utf8")
+    arguments = "-m IPython --simple-prompt --no-banner --colors=NoColor --no-confirm-exit -i".split()
+    settings = {"IPYTHONDIR": str(tmp_path), "PYTHONIOENCODING": "utf8"}
+    shown = subprocess.run(
+        [sys.executable, *arguments, str(script)],
+        check=True,
+        capture_output=True,
+        text=True,
+        encoding="utf8",
+        input="\n".join(typed) + "\n",
+        env={**os.environ, **settings},
+        cwd=tmp_path,
+    ).stdout
+    # A pipe has no echo of what is typed, and the README no `Out[3]:` and no empty lines.
+    outputs = re.split(r"^In \[\d+\]: ", shown, flags=re.MULTILINE)[1 : len(cells) + 1]
+    for cell, output in zip(cells, outputs, strict=True):
+        printed = re.sub(r"^( *\.\.\.: )+|Out\[\d+\]: ?\n?", "", output)
+        written = "\n".join(line for line in cell.split("\n")[1:] if not line.lstrip().startswith("...:"))
+        assert _without_gaps(printed) == _without_gaps(written)
+
+
+def _without_gaps(text: str) -> list[str]:
+    return [re.sub(r"\(\d+\.\d s\)", "(0.0 s)", line.rstrip()) for line in text.split("\n") if line.strip()]
