@@ -2,7 +2,7 @@ r"""The search grammar, shared by `%graphpatch find` and the widget: from the te
 
 | term | finds nodes |
 | --- | --- |
-| `attn` | with this text in their path; upper and lower case are the same |
+| `attn` | with this text in their path or torch function; upper and lower case are the same |
 | `"mlp.act"` | with these names in their path: whole names, upper and lower case differ |
 | `/h_[0-4]\.attn/` | whose path this regular expression finds; `/.../i`: upper and lower case are the same |
 | `op:mul` | made by this torch function; `*` stands for any letters |

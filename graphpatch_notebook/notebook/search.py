@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import threading
 import weakref
@@ -99,9 +100,11 @@ class NodeColumns:
         self._columns: dict[str, list[Any]] = {}
 
     @property
-    def lowered_paths(self) -> list[str]:
-        """The paths in lower case."""
-        return self._column("lowered_paths", lambda: [path.lower() for path in self.rows.paths])
+    def texts(self) -> list[str]:
+        """What is written of the nodes, in lower case: the paths, each with the torch function behind a line break."""
+        return self._column(
+            "texts", lambda: [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
+        )
 
     @property
     def ops(self) -> list[str]:
@@ -144,8 +147,8 @@ class NodeColumns:
         paths = self.rows.paths
         match term.kind:
             case "text":
-                lowered = self.lowered_paths
-                return lambda at: value in lowered[at]
+                texts = self.texts
+                return lambda at: value in texts[at]
             case "exact":
                 return lambda at: has_names(paths[at], value)
             case "regex":
@@ -304,8 +307,23 @@ def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterat
         if term.is_excluded or columns.matching([term], patched):
             continue
         value = str(term.value)
+        ops = sorted({*columns.ops} - {""})
+        if term.kind in ("op", "text", "exact"):
+            yield from (_FUSED.format(op) for op, inside in _INSIDE.items() if op in ops and value.lower() in inside)
         if term.kind == "op":
-            yield f"no op is called {value}; nearest: {', '.join(nearest(value, sorted({*columns.ops} - {''})))}"
+            yield f"no op is called {value}; nearest: {', '.join(nearest(value, ops))}"
         elif term.kind in ("text", "exact"):
-            close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
-            yield f"no path has {value} in it; nearest: {', '.join(close)}"
+            close = difflib.get_close_matches(value.lower(), {*ops, *_names(columns.rows)}, cutoff=0.7)
+            if re.search("[.|]", value):
+                close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
+            yield f"no path and no op has {value} in it" + (f"; nearest: {', '.join(close)}" if close else "")
+
+
+def _names(rows: NodeRows) -> set[str]:
+    return {node.name for node in rows.nodes}
+
+
+_INSIDE = {
+    "scaled_dot_product_attention": {"softmax", "pattern", "attn_pattern", "attn_weights", "scores", "attn_scores"},
+}
+_FUSED = 'it is inside of {0}, which ExtractionOptions(decompose=["{0}"]) opens'

@@ -72,8 +72,10 @@ IS: dict[str, Callable[[NodeMeta], bool]] = {
     **{kind: lambda meta, kind=kind: meta.kind == kind for kind in ("input", "parameter", "buffer", "op", "output")},
 }
 
-texts = st.sampled_from(["b", "LINEAR", "blocks_1", ".", "ß", "名", "output|", "zzz", "s_1.w", "ö"]).map(
-    lambda text: Written(text, lambda meta: text.lower() in meta.path.lower())
+texts = st.sampled_from(["b", "LINEAR", "rel", "blocks_1", ".", "ß", "名", "output|", "zzz", "s_1.w", "ö"]).map(
+    lambda text: Written(
+        text, lambda meta: text.lower() in meta.path.lower() or (meta.kind == "op" and text.lower() in meta.op.lower())
+    )
 )
 quoted = st.sampled_from(
     ["blocks_1", "blocks", "linear", "a.b", "blocks_1.linear", "it's", "名前", "two words", "a"]
@@ -177,7 +179,19 @@ def test_where_nothing_is_found_a_hint_says_why() -> None:
     assert "is:plumbing" in repr(find(pg, "size_"))
     assert "nearest: relu" in repr(find(pg, "op:rely"))
     assert "nearest: blocks_0.linear" in repr(find(pg, "blocks_0.linaer"))
+    assert repr(find(pg, "zzz")).endswith("no path and no op has zzz in it")
+    assert "nearest: relu" in repr(find(pg, "rely"))
     assert "nothing found" in find(pg, "zzz")._repr_html_()
+
+
+def test_what_a_fused_function_hides_is_told() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    found = find(PatchableGraph(Attention(), torch.ones(1, 2, 3, 4)), "softmax")
+    assert 'inside of scaled_dot_product_attention, which ExtractionOptions(decompose=["scaled' in repr(found)
+    assert "decompose" not in repr(find(graph(), "softmax"))
 
 
 def test_the_table_names_path_op_value_and_source_line() -> None:
