@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -112,14 +114,30 @@ def help_on(text: str) -> None:
 
 
 def overview() -> str:
-    """Returns a line for each command, and how cells run."""
-    first = ("", "the active graph and the chosen patches")
-    last = ("help [COMMAND]", "how it is written")
-    texts = [first, *((f"{c.name} {c.usage.replace(_WHEN, '[OPTIONS]')}", c.summary) for c in _ALL), last]
-    lines = [f"%graphpatch {text:<58}{summary}" for text, summary in texts]
-    cell = f"{'%%graphpatch [NAME] [--only PATH|#n ...]':<70}runs the cell under the chosen patches"
-    options = f"[OPTIONS] are {_WHEN}"
-    return "\n".join([*lines, cell, "", options])
+    """Returns how each command is written and what it does, and how cells run; as wide as the terminal."""
+    texts = [
+        ("%graphpatch", "the active graph and the chosen patches"),
+        *((f"%graphpatch {c.name} {c.usage.replace(_WHEN, '[OPTIONS]')}".rstrip(), c.summary) for c in _ALL),
+        ("%graphpatch help [COMMAND]", "how it is written"),
+        ("%%graphpatch [NAME] [--only PATH|#n ...]", "runs the cell under the chosen patches"),
+    ]
+    width = shutil.get_terminal_size((100, 24)).columns - 1
+    lines = [line for usage, summary in texts for line in _columns(usage, summary, width)]
+    options = textwrap.fill(f"[OPTIONS] are {_WHEN}", width, break_on_hyphens=False)
+    return "\n".join([*lines, "", options])
+
+
+def _columns(usage: str, summary: str, width: int) -> list[str]:
+    """Returns the lines of one command: what it does behind how it is written, or below where that is long."""
+    first = f"{usage:<{_USAGE_WIDTH}}"
+    room = max(20, width - _USAGE_WIDTH)
+    below = textwrap.wrap(summary, room, break_on_hyphens=False)
+    if len(usage) >= _USAGE_WIDTH:
+        return [usage, *(" " * _USAGE_WIDTH + line for line in below)]
+    return [first + below[0], *(" " * _USAGE_WIDTH + line for line in below[1:])]
+
+
+_USAGE_WIDTH = 44
 
 
 def _unknown(workspace: Workspace, name: str) -> str:

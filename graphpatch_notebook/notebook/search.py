@@ -203,6 +203,10 @@ class NodeIndex:
         """Those that carry more than sizes."""
         return self._of(False)
 
+    def prepare(self) -> None:
+        """Makes what plain words are looked for in, so that the first query need not wait for it."""
+        _ = self.without_plumbing.texts
+
     def _of(self, with_plumbing: bool) -> NodeColumns:
         if with_plumbing not in self._columns:
             self._columns[with_plumbing] = NodeColumns(NodeRows.of(self.nodes.root, with_plumbing=with_plumbing))

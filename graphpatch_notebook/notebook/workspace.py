@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.search import index_of
 from graphpatch_notebook.notebook.session import Session, session_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import nearest
@@ -68,6 +69,7 @@ class Workspace:
         """
         active = self.named(name)
         self._used = name
+        index_of(active.graph).prepare()
         return active
 
     def named(self, name: str) -> ActiveGraph:
