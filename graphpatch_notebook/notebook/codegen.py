@@ -16,6 +16,7 @@ from graphpatch_notebook.notebook.codegen_hooks import hooks_source
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import ChosenPatches, Session
 from graphpatch_notebook.notebook.slices import parse_slice
+from graphpatch_notebook.notebook.source_binding import bound_for_map
 from graphpatch_notebook.notebook.source_code import SourceCode
 from graphpatch_notebook.notebook.source_layout import (
     WIDTH,
@@ -31,9 +32,7 @@ from graphpatch_notebook.notebook.source_names import (
     Arguments,
     Names,
     Needs,
-    as_name,
     in_order,
-    last_words,
     parse_arguments,
     user_names,
 )
@@ -43,9 +42,7 @@ from graphpatch_notebook.notebook.source_parts import (
     by_path,
     call_arguments,
     enabled_of,
-    has_effects,
     is_name,
-    is_plain,
     joined,
     left_out,
     name_of_model,
@@ -137,30 +134,20 @@ class _Export:
         self.result = self.names.free("output", "result")
         self.observers = {p.number: self.names.free(f"{p.name}_{p.kind}") for p in patches if p.kind in OBSERVING}
         self.values = {p.number: as_value(p) for p in patches if p.value is not None}
-        self.hoisted: dict[int, str] = {}
-        self._hoist()
+        self.bound = bound_for_map(patches, self._call_arguments(), self.names)
 
     def _used_classes(self) -> list[str]:
         used = {_CLASSES[patch.kind] for patch in self.patches}
         return sorted(used | ({"PatchableGraph"} if self.wrap else set()))
 
-    def _hoist(self) -> None:
-        """Takes values out of the patch map where they would be evaluated in another order than in the session."""
-        in_map = [patch for patches in by_path(self.patches).values() for patch in patches if patch.value is not None]
-        in_session = [patch for patch in self.patches if patch.value is not None]
-        if in_map == in_session or not any(has_effects(str(patch.value)) for patch in in_session):
-            return
-        for patch in in_session:
-            if not is_plain(str(patch.value)):
-                self.hoisted[patch.number] = self.names.free(as_name(*last_words(patch.path), "value"))
-
     def source(self, count: int) -> SourceCode:
         """Returns all of the code; `count` patches were chosen, enabled or not."""
         needed = self.needed()
+        kept = {p.number: self._kept(p) for p in self.patches if p.kind in OBSERVING}
         blocks = [
             [*needed.comment(), *left_out(count - len(self.patches)), *self.imports(needed)],
             [*self.preparations(), *self.context()],
-            result_lines(self.patches, {p.number: self._kept(p) for p in self.patches if p.kind in OBSERVING}),
+            result_lines(self.patches, kept, self.bound.slices),
         ]
         return joined(blocks)
 
@@ -195,9 +182,7 @@ class _Export:
             items = (as_source(self.model, "the model"), *self._call_arguments().sources)
             found += unknown_inputs(self.origin)
             found += lines(Group(f"{self.origin.graph} = {self.classes['PatchableGraph']}(", items, ")"))
-        for patch in self.patches:
-            if patch.number in self.hoisted:
-                found += lines(f"{self.hoisted[patch.number]} = {self.values[patch.number]}")
+        found += self.bound.lines
         for patch in self.patches:
             if patch.number in self.observers:
                 found += lines(with_prefix(f"{self.observers[patch.number]} = ", self._construction(patch)))
@@ -224,9 +209,11 @@ class _Export:
         items: list[str] = []
         if patch.value is not None:
             field = "custom_op" if patch.kind == "custom" else "value"
-            items.append(f"{field}={self.hoisted.get(patch.number, self.values[patch.number])}")
+            items.append(f"{field}={self.bound.values.get(patch.number, self.values[patch.number])}")
         if patch.index is not None and patch.kind not in OBSERVING:
-            items.append(f"slice={patch.index.source()}")
+            # What is zeroed is the same with a new dimension, and without.
+            source = patch.index.source(is_bracketed=patch.kind == "zero")
+            items.append(f"slice={self.bound.slices.get(patch.number, source)}")
         items += [f"{what}={_numbers(text)}" for what in ("steps", "positions") if (text := getattr(patch, what))]
         items += [] if patch.position_dim is None else [f"position_dim={patch.position_dim}"]
         items += ["any_shape=True"] if patch.any_shape else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 
 from graphpatch_notebook.capture.records import Frame
@@ -11,6 +10,7 @@ from graphpatch_notebook.notebook.hook_functions import Script, function_lines, 
 from graphpatch_notebook.notebook.hook_places import HookPlan, hook_plans
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import ChosenPatches
+from graphpatch_notebook.notebook.source_binding import bound_for_hooks
 from graphpatch_notebook.notebook.source_code import SourceCode
 from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, indented, lines, text_literal
 from graphpatch_notebook.notebook.source_names import Names, Needs, as_name, in_order, last_words, user_names
@@ -20,7 +20,6 @@ from graphpatch_notebook.notebook.source_parts import (
     call_arguments,
     enabled_of,
     is_name,
-    is_plain,
     left_out,
     name_of_model,
     needed_by,
@@ -64,20 +63,12 @@ class _HooksExport:
         made = origin.model is not None and not is_name(origin.model)
         self.model = self.names.free("model") if made else name_of_model(patches, origin, self.names)
         torch = "torch" if "torch" in self.needed().imports else None
-        self.script = Script(self.names, self.names.free("calls"), self.names.free("kept"), {}, torch)
+        self.script = Script(self.names, self.names.free("calls"), self.names.free("kept"), torch)
         self.counter = self.names.free("Counter")
-        self.hoisted: dict[int, str] = {}
-        for patch in patches:
-            if patch.value is not None:
-                self.script.values[patch.number] = self._value(patch)
+        self.bound = bound_for_hooks(patches, self.arguments, self.names)
+        self.script.slices = {p.number: p.slice for p in patches if p.slice is not None} | self.bound.slices
+        self.script.values = {p.number: as_value(p) for p in patches if p.value is not None} | self.bound.values
         self.functions = {self.names.free(_function_name(plan)): plan for plan in self.plans}
-
-    def _value(self, patch: ChosenPatch) -> str:
-        source = as_value(patch)
-        if is_plain(source) or (patch.kind == "custom" and _is_dotted(source)):
-            return source
-        name = self.hoisted[patch.number] = self.names.free(as_name(*last_words(patch.path), "value"))
-        return name
 
     def needed(self) -> Needs:
         """Returns what the script needs."""
@@ -108,11 +99,7 @@ class _HooksExport:
         found: list[str] = []
         if self.origin.model is not None and not is_name(self.origin.model):
             found.append(f"{self.model} = {as_source(self.origin.model, 'the model')}")
-        found += [
-            f"{self.hoisted[patch.number]} = {as_value(patch)}"
-            for patch in self.patches
-            if patch.number in self.hoisted
-        ]
+        found += self.bound.lines
         found.append(f"{self.script.calls} = {self.counter}()")
         if any(patch.kind in OBSERVING for patch in self.patches):
             records = tuple(f"{text_literal(str(p.name))}: []" for p in self.patches if p.kind == "record")
@@ -130,7 +117,7 @@ class _HooksExport:
             for patch in self.patches
             if patch.kind in OBSERVING
         }
-        results = result_lines(self.patches, kept)
+        results = result_lines(self.patches, kept, self.bound.slices)
         return [
             f"{hooks} = []",
             "try:",
@@ -180,10 +167,3 @@ def _function_name(plan: HookPlan) -> str:
         return f"{verb}_{as_name(*last_words(paths[0]))}"
     inside = plan.edits[0].target.frame.attribute_path_from_root.split(".")[-2:]
     return f"{verb}_{as_name(*inside) if any(inside) else 'model'}_{plan.side}"
-
-
-def _is_dotted(source: str) -> bool:
-    node = ast.parse(source, mode="eval").body
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name)

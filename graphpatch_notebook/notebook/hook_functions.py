@@ -77,16 +77,18 @@ class Script:
         names: All names at the top of the script.
         calls: The variable that counts how often each function was called.
         kept: The variable that holds what probes and records keep.
-        values: The source of the value of each patch, by its number.
         torch: What the module `torch` is called.
+        values: The source of the value of each patch, by its number.
+        slices: What stands between the brackets behind its value, for each patch that has a slice.
         used: The helpers and imported modules that are used.
     """
 
     names: Names
     calls: str
     kept: str
-    values: dict[int, str]
     torch: str | None = None
+    values: dict[int, str] = field(default_factory=dict)
+    slices: dict[int, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     _shared: dict[str, str] = field(init=False)
 
@@ -305,7 +307,7 @@ class _Value:
 
     def _write(self, patch: ChosenPatch, value: str) -> None:
         self._own()
-        part = f"{self.variable}[{patch.slice or '...'}]"
+        part = f"{self.variable}[{self._script.slices.get(patch.number, '...')}]"
         if patch.kind == "add":
             self.lines.append(f"{part if patch.slice else self.variable} += {value}")
         else:
@@ -315,7 +317,7 @@ class _Value:
         called = f"({function})" if function.startswith("lambda") else function
         if patch.slice is not None:
             self._own()
-            part = f"{self.variable}[{patch.slice}]"
+            part = f"{self.variable}[{self._script.slices[patch.number]}]"
             self.lines.append(f"{part} = {called}({part}.clone())")
             return
         if self._is_tensor:

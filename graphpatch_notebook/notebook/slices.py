@@ -56,23 +56,36 @@ class SliceText:
         return tuple(dict.fromkeys(name.id for part in self.parts for name in _names(part)))
 
     def index(self, namespace: Mapping[str, Any]) -> Any:
-        """Returns what indexes a tensor: one part, or a tuple of several.
+        """Returns what indexes a tensor as the text does between brackets: one part, or a tuple of several.
+
+        It is never `None`, which means everything to a patch, but a new dimension between brackets: that is `(None,)`.
 
         Raises:
             NameError: A variable is not in `namespace`.
         """
         parts = tuple(_value(part, namespace) for part in self.parts)
-        return parts[0] if len(parts) == 1 else parts
+        return parts[0] if len(parts) == 1 and parts[0] is not None else parts
 
-    def source(self) -> str:
+    def source(self, *, is_bracketed: bool = False) -> str:
         """Returns the index as Python source, for where brackets cannot stand.
+
+        Args:
+            is_bracketed: It comes to stand between brackets after all (by way of a variable), so that a variable that
+                holds `None` needs no care.
 
         Example:
             >>> parse_slice(":, -1, 3:, ...").source()
             '(slice(None), -1, slice(3, None), ...)'
+            >>> parse_slice("None").source(), parse_slice("tok").source()
+            ('(None,)', '(None,) if tok is None else tok')
         """
         parts = [_source(part) for part in self.parts]
-        return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+        if len(parts) > 1:
+            return f"({', '.join(parts)})"
+        if self.parts[0] is None:
+            return "(None,)"
+        is_variable = isinstance(self.parts[0], Name) and not is_bracketed
+        return f"(None,) if {parts[0]} is None else {parts[0]}" if is_variable else parts[0]
 
     def __str__(self) -> str:
         return ", ".join(map(_text, self.parts))
@@ -242,7 +255,13 @@ def _within(part: Part, size: int | None, text: str, shape: tuple[int, ...]) -> 
         if any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
             return slice(None), None
         inside = slice(part.start, part.stop, part.step)
-        return inside, None if size == 0 or range(*inside.indices(size)) else f"{_text(part)} is {beyond}"
+        if size == 0 or range(*inside.indices(size)):
+            return inside, None
+        # A size that no bound is beyond of.
+        large = 2 * max(size, *(abs(bound) for bound in (part.start, part.stop) if isinstance(bound, int))) + 2
+        if not range(*inside.indices(large)):
+            return inside, f"{_text(part)} takes nothing: [{text}] of shape {shape}"
+        return inside, f"{_text(part)} is {beyond}"
     atoms = part if isinstance(part, tuple) else (part,)
     missing = [atom for atom in atoms if isinstance(atom, int) and not -size <= atom < size]
     warning = f"index {missing[0]} is {beyond}" if missing else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import keyword
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node
 from graphpatch_notebook.errors import ExportError
@@ -87,23 +87,11 @@ def name_of_model(patches: Sequence[ChosenPatch], origin: Origin, names: Names) 
 def is_plain(expression: str) -> bool:
     """Whether an expression is a variable, a number or a function, so that it does not matter when it is evaluated."""
     body = ast.parse(expression, mode="eval").body
-    if isinstance(body, ast.UnaryOp):
+    if isinstance(body, ast.UnaryOp) and isinstance(body.operand, ast.Constant):
         body = body.operand
-    return isinstance(body, (ast.Name, ast.Constant)) or (isinstance(body, ast.Lambda) and not has_effects(expression))
-
-
-def has_effects(expression: str) -> bool:
-    """Whether an expression calls something when it is evaluated: a random generator goes on by that."""
-    return any(isinstance(node, ast.Call) for node in _evaluated(ast.parse(expression, mode="eval").body))
-
-
-def _evaluated(top: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of an expression but for those that run when a function in it is called."""
-    waiting = [top]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += ast.iter_child_nodes(node.args if isinstance(node, ast.Lambda) else node)
+    if isinstance(body, ast.Lambda):  # its defaults are evaluated where it stands
+        return all(isinstance(d, ast.Constant) for d in (*body.args.defaults, *body.args.kw_defaults) if d is not None)
+    return isinstance(body, (ast.Name, ast.Constant))
 
 
 def needed_by(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Sequence[str]) -> Needs:
@@ -128,18 +116,23 @@ def unknown_inputs(origin: Origin) -> list[str]:
     return ["# Fill in your inputs."] if origin.arguments is None else []
 
 
-def result_lines(patches: Sequence[ChosenPatch], kept: dict[int, str]) -> list[str]:
+def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices: Mapping[int, str]) -> list[str]:
     """Returns the statements that put what was kept in its variables.
 
     Args:
         patches: The patches.
         kept: For each that keeps something, by its number, the source of that.
+        slices: The variables that hold slices, where they had to be looked up before.
     """
-    pairs = [(str(patch.name), _part(patch, kept[patch.number])) for patch in patches if patch.number in kept]
+    pairs = [
+        (str(patch.name), _part(patch, kept[patch.number], slices.get(patch.number)))
+        for patch in patches
+        if patch.number in kept
+    ]
     assigned: set[str | None] = set()
     for patch in patches:
         if patch.number in kept:
-            if patch.index is not None and assigned & set(patch.index.names):
+            if patch.index is not None and patch.number not in slices and assigned & set(patch.index.names):
                 # A slice means the variable as it was before: all are looked up before any is assigned.
                 targets = ", ".join(name for name, _ in pairs)
                 return lines(Group(f"{targets} = (", tuple(source for _, source in pairs), ")"))
@@ -147,13 +140,15 @@ def result_lines(patches: Sequence[ChosenPatch], kept: dict[int, str]) -> list[s
     return [line for name, source in pairs for line in _assigned(name, source)]
 
 
-def _part(patch: ChosenPatch, kept: str) -> str:
+def _part(patch: ChosenPatch, kept: str, held: str | None) -> str:
     if patch.index is None:
         return kept
+    index = held or str(patch.slice)
     if patch.kind == "probe":
-        return f"{kept}[{patch.slice}]"
-    item = Names(patch.index.names).free("a", "activation")
-    return f"[{item}[{patch.slice}] for {item} in {kept}]"
+        # Where the probe did not fire, of which a warning tells, there is nothing to take a part of: that raises.
+        return f"{kept}[{index}]"
+    item = Names([*patch.index.names, index]).free("a", "activation")
+    return f"[{item}[{index}] for {item} in {kept}]"
 
 
 def _assigned(name: str, source: str) -> list[str]:
