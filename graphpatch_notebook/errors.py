@@ -27,6 +27,7 @@ GraphPatchWarning(UserWarning)
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 ├── LiveFallbackWarning                   a graph was refused, the original module ran instead
+├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
 ├── UnstoredFrameWarning                  some frames were not stored in a file
 └── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
 """
@@ -177,6 +178,10 @@ class EditedGraphWarning(GraphPatchWarning):
 
 class UnverifiedGraphWarning(GraphPatchWarning):
     """A graph was interpreted that is not known to equal the model's own code on such inputs."""
+
+
+class ListenerWarning(GraphPatchWarning):
+    """Somebody who wanted to be told of the changes of a session raised an error when told."""
 
 
 class UnstoredFrameWarning(GraphPatchWarning):

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.codegen_hooks import hooks_source
+from graphpatch_notebook.notebook.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import ChosenPatches, Session
 from graphpatch_notebook.notebook.slices import parse_slice
@@ -96,9 +97,10 @@ def export(
     """
     patches = session.chosen if chosen is None else chosen
     root = session.graph._root_frame
-    if form == "hooks":
-        return hooks_source(patches, session.origin, root)
-    return graphpatch_source(patches, session.origin, root, wrap=wrap)
+    with without_syntax_warnings():
+        if form == "hooks":
+            return hooks_source(patches, session.origin, root)
+        return graphpatch_source(patches, session.origin, root, wrap=wrap)
 
 
 def graphpatch_source(chosen: ChosenPatches, origin: Origin, root: Frame, *, wrap: bool = False) -> SourceCode:

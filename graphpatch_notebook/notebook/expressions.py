@@ -5,7 +5,12 @@ from __future__ import annotations
 import ast
 import symtable
 import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+_LONGEST_QUOTE = 80
 
 
 def parse_expression(text: str) -> str:
@@ -25,10 +30,36 @@ def parse_expression(text: str) -> str:
         tree = _parsed(stripped)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ValueError(f"{text!r} is no Python expression ({reason}); to write spaces, quote the value") from None
+        raise ValueError(
+            f"{quoted(text)} is no Python expression ({reason}); to write spaces, quote the value"
+        ) from None
     if any(isinstance(node, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)) for node in ast.walk(tree)):
-        raise ValueError(f"{text!r}: a value cannot await, yield or assign; do that in a cell, and name the variable")
+        raise ValueError(
+            f"{quoted(text)}: a value cannot await, yield or assign; do that in a cell, and name the variable"
+        )
     return stripped
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a message quotes it: in quotes, and not all of a long one.
+
+    Example:
+        >>> quoted("a b"), len(quoted("1 + " * 1000))
+        ("'a b'", 80)
+    """
+    shown = repr(text[:_LONGEST_QUOTE])
+    if len(text) <= _LONGEST_QUOTE and len(shown) <= _LONGEST_QUOTE:
+        return shown
+    return f"{shown[: _LONGEST_QUOTE - 4]}...{shown[0]}"
+
+
+@contextmanager
+def without_syntax_warnings() -> Iterator[None]:
+    """Keeps what Python thinks of the style of somebody's text (`1if x else 2`) from being printed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 def evaluate(text: str, namespace: dict[str, Any], title: str) -> Any:
@@ -59,7 +90,8 @@ def as_argument(text: str) -> str:
 def _argument(source: str) -> str | None:
     """Returns what Python reads where `source` stands as the last argument of a call on one line."""
     try:
-        call = ast.parse(f"_(_, _={source}, __=0)", mode="eval").body
+        with without_syntax_warnings():
+            call = ast.parse(f"_(_, _={source}, __=0)", mode="eval").body
     except (SyntaxError, ValueError):
         return None
     is_one = isinstance(call, ast.Call) and len(call.args) == 1 and [k.arg for k in call.keywords] == ["_", "__"]
@@ -73,7 +105,8 @@ def free_names(source: str) -> list[str]:
         >>> free_names("x = f(lambda a: a + b)")
         ['b', 'f']
     """
-    top = symtable.symtable(textwrap.dedent(source), "<source>", "exec")
+    with without_syntax_warnings():
+        top = symtable.symtable(textwrap.dedent(source), "<source>", "exec")
     used, bound = set(), set()
     tables = [top]
     while tables:
@@ -89,4 +122,5 @@ def free_names(source: str) -> list[str]:
 
 def _parsed(text: str) -> ast.Expression:
     # On a line of its own: what ends the expression early (a comment, a parenthesis) ends it for Python, too.
-    return ast.parse(text, mode="eval")
+    with without_syntax_warnings():
+        return ast.parse(text, mode="eval")

@@ -62,6 +62,8 @@ def _to_variable(namespace: dict[str, Any], name: str, code: SourceCode, is_forc
 
 
 def _to_file(file: Path, code: SourceCode, is_forced: bool) -> None:
+    if "\0" in str(file):
+        raise SessionError(f"{str(file)!r} is no name of a file: there is a zero character in it")
     if file.exists() and not is_forced and not _is_own(file):
         raise SessionError(f"{str(file)!r} was not written by %graphpatch export; choose another file, or add --force")
     try:

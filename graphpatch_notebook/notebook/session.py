@@ -19,8 +19,10 @@ import torch
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.listeners import Listeners
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.slices import Sliced, sliced_shape
+from graphpatch_notebook.notebook.variables import check_name, check_uses
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.paths import numbered, parse_path
@@ -135,7 +137,7 @@ class Session:
         self._chosen = ChosenPatches()
         self._undone: list[tuple[ChosenPatch, ...]] = []
         self._done: list[tuple[ChosenPatch, ...]] = []
-        self._listeners: list[Callable[[ChosenPatches], None]] = []
+        self._listeners: Listeners[ChosenPatches] = Listeners()
 
     @property
     def graph(self) -> PatchableGraph:
@@ -235,8 +237,7 @@ class Session:
         """Returns the patches, checked beside `others` and beside each other, with numbers from `first` on."""
         found: list[ChosenPatch] = []
         for number, patch in enumerate(patches, first):
-            checked = self.check(patch, (*others, *found)).patch
-            found.append(checked.numbered(number))
+            found.append(self.check(patch.numbered(number), (*others, *found)).patch)
         return tuple(found)
 
     def _step(
@@ -268,21 +269,23 @@ class Session:
 
     def _publish(self, patches: tuple[ChosenPatch, ...]) -> None:
         self._chosen = ChosenPatches(self._chosen.version + 1, patches)
-        for listener in tuple(self._listeners):
-            listener(self._chosen)
+        self._listeners.tell(self._chosen)
 
     def listen(self, listener: Callable[[ChosenPatches], None]) -> Callable[[], None]:
         """Calls `listener` after each change, in the thread and under the lock of the edit, in order of the versions.
+
+        It may edit: the version that it makes is told to all when they know this one. What it raises is told by a
+        `ListenerWarning`; the edit is made all the same.
 
         Returns:
             What stops that.
         """
         with self._lock:
-            self._listeners.append(listener)
+            stop_telling = self._listeners.add(listener)
 
         def stop() -> None:
             with self._lock:
-                self._listeners[:] = [other for other in self._listeners if other is not listener]
+                stop_telling()
 
         return stop
 
@@ -290,6 +293,10 @@ class Session:
 
     def check(self, patch: ChosenPatch, others: Iterable[ChosenPatch] | None = None) -> Check:
         """Returns what a patch would be applied to; chooses nothing.
+
+        A probe may not take a variable that a patch which was chosen before it uses: that would use what the last run
+        kept instead, from the second run on, and nobody would see. The other way round somebody may want just that,
+        and is warned: the variable of a probe is known when a patch is chosen after it.
 
         Args:
             patch: The patch.
@@ -304,19 +311,10 @@ class Session:
             raise ChosenPatchError("path", problem.message) from None
         shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
         sliced = _sliced(patch, target, shape)
-        self._check_name(patch, self._chosen.patches if others is None else others)
-        return Check(replace(patch, path=target.path), shape, sliced.shape, sliced.warning)
-
-    def _check_name(self, patch: ChosenPatch, others: Iterable[ChosenPatch]) -> None:
-        if patch.name is None:
-            return
-        namesake = next((other for other in others if other.name == patch.name), None)
-        if namesake is not None:
-            raise ChosenPatchError(
-                "name", f"#{namesake.number} puts {namesake.path!r} in {patch.name!r}: choose another variable"
-            )
-        if patch.name in self.origin.names:
-            raise ChosenPatchError("name", f"{patch.name!r} is what the graph is made from: choose another variable")
+        there = tuple(self._chosen.patches if others is None else others)
+        check_name(patch, there, self.origin)
+        told = [warning for warning in (sliced.warning, check_uses(patch, there)) if warning]
+        return Check(replace(patch, path=target.path), shape, sliced.shape, "; ".join(told) or None)
 
     def free_name(self, path: str, taken: Container[str] = ()) -> str:
         """Returns a name for the variable of a probe: the end of the path, and a number if that is taken.

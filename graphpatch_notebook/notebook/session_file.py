@@ -37,6 +37,7 @@ VERSION = 1
 MOST_PATCHES = 10_000
 _MOST_BYTES = 32 * 2**20
 _MOST_PROBLEMS = 20
+_WRITABLE = 0o222
 _LONGEST_PROBLEM = 500
 
 _FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
@@ -79,7 +80,7 @@ def save(session: Session, file: str | os.PathLike[str], force: bool = False) ->
     Raises:
         SessionFileError: The file cannot be written, or is something else; it stays as it was.
     """
-    target = Path(os.path.realpath(Path(file).expanduser()))
+    target = _resolved(file)
     try:
         if target.exists():
             _check_overwritten(target, force)
@@ -89,10 +90,30 @@ def save(session: Session, file: str | os.PathLike[str], force: bool = False) ->
     return target
 
 
+def _resolved(file: str | os.PathLike[str]) -> Path:
+    """Returns the file that a name means, behind all links."""
+    _check_no_nul(file)
+    try:
+        target = Path(os.path.realpath(Path(file).expanduser()))
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user
+        raise SessionFileError(f"{str(file)!r} cannot be written: {error}") from error
+    if os.path.islink(target):  # noqa: PTH114  # which takes names that are too long
+        raise SessionFileError(f"{str(file)!r} cannot be written: it is a link that leads to itself")
+    return target
+
+
+def _check_no_nul(file: str | os.PathLike[str]) -> None:
+    if "\0" in os.fspath(file):
+        raise SessionFileError(f"{str(file)!r} is no name of a file: there is a zero character in it")
+
+
 def _check_overwritten(target: Path, force: bool) -> None:
     if not target.is_file():
         what = "a directory" if target.is_dir() else "no plain file"
         raise SessionFileError(f"{str(target)!r} is {what}: give the name of a file")
+    # Another file in its place would be possible, but somebody wants this one to stay.
+    if not target.stat().st_mode & _WRITABLE or not os.access(target, os.W_OK):
+        raise SessionFileError(f"{str(target)!r} is read-only: choose another name, or make it writable")
     if force:
         return
     try:
@@ -105,6 +126,10 @@ def _check_overwritten(target: Path, force: bool) -> None:
 
 def _replace(target: Path, text: str) -> None:
     """Puts a file with this text in the place of `target`."""
+    if target.exists() and target.stat().st_nlink > 1:
+        # It has other names, under which it is to be found changed, too.
+        target.write_text(text, encoding="utf8", newline="\n")
+        return
     written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         written.write_text(text, encoding="utf8", newline="\n")
@@ -132,11 +157,14 @@ def load(session: Session, file: str | os.PathLike[str]) -> tuple[ChosenPatch, .
         SessionFileError: The file cannot be read, or something in it cannot be applied to this graph; the message
             names all of that, and nothing was changed.
     """
-    source = Path(file).expanduser()
+    _check_no_nul(file)
     try:
+        source = Path(file).expanduser()
         return loads(session, _text(source))
     except OSError as error:
         raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
+    except RuntimeError as error:  # no such user
+        raise SessionFileError(f"{str(file)!r} cannot be read: {error}") from error
     except SessionFileError as problem:
         raise SessionFileError(f"{str(file)!r}: {problem}") from None
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from graphpatch_notebook.notebook.expressions import quoted, without_syntax_warnings
 from graphpatch_notebook.patches import indexed_dimensions
 
 _WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"
@@ -105,18 +106,19 @@ def parse_slice(text: str) -> SliceText:
         raise ValueError("a slice is empty; for everything, leave the brackets out")
     try:
         # In parentheses a line may end anywhere, and the text cannot close the brackets that it is put in.
-        index = ast.parse(f"_[\n{text}\n]", mode="eval").body
+        with without_syntax_warnings():
+            index = ast.parse(f"_[\n{text}\n]", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"{text!r} is no slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
+        raise ValueError(f"{quoted(text)} is no slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
     if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name) and index.value.id == "_"):
-        raise ValueError(f"{text!r} is no slice; write {_WHAT_A_SLICE_IS}, with commas between")
+        raise ValueError(f"{quoted(text)} is no slice; write {_WHAT_A_SLICE_IS}, with commas between")
     inside = index.slice
     parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
     if not parts:
         raise ValueError("a slice is empty; for everything, leave the brackets out")
     found = SliceText(tuple(_part(part, text) for part in parts))
     if sum(part is Ellipsis for part in found.parts) > 1:
-        raise ValueError(f"{text!r} has more than one `...`; write `:` for single dimensions")
+        raise ValueError(f"{quoted(text)} has more than one `...`; write `:` for single dimensions")
     return found
 
 
@@ -126,7 +128,7 @@ def _part(node: ast.expr, text: str) -> Part:
     if isinstance(node, ast.Slice):
         bounds = Bounds(*(None if n is None else _atom(n, text) for n in (node.lower, node.upper, node.step)))
         if isinstance(bounds.step, int) and bounds.step < 1:
-            raise ValueError(f"{text!r}: torch takes no slices with a step of {bounds.step}; steps are 1 or more")
+            raise ValueError(f"{quoted(text)}: torch takes no slices with a step of {bounds.step}; steps are 1 or more")
         return bounds
     if isinstance(node, ast.List) and node.elts:
         atoms = tuple(_atom(n, text) for n in node.elts)
@@ -144,7 +146,9 @@ def _atom(node: ast.expr, text: str) -> Atom:
             return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.Constant) and (node.value is None or type(node.value) is int):
         return node.value
-    raise ValueError(f"{ast.unparse(node)!r} in the slice {text!r} is not possible: write {_WHAT_A_SLICE_IS}")
+    raise ValueError(
+        f"{quoted(ast.unparse(node))} in the slice {quoted(text)} is not possible: write {_WHAT_A_SLICE_IS}"
+    )
 
 
 def _names(part: Part) -> Iterator[Name]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpatch_notebook.notebook.expressions import as_argument, evaluate, free_names, parse_expression
+from graphpatch_notebook.notebook.slices import parse_slice
 
 NAMES = {"a": 3, "b": [1, 2, 5]}
 atoms = st.sampled_from(["a", "b[1]", "1", "-2.5", "'x # \"y\"'", "(1, 2)"])
@@ -59,6 +62,26 @@ def test_an_argument_is_written_as_it_was_typed(text: str) -> None:
 def test_what_is_no_expression_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_expression(text)
+
+
+def test_a_long_text_is_not_quoted_whole() -> None:
+    with pytest.raises(ValueError, match="is no Python expression") as raised:
+        parse_expression("(1 + " * 5000)
+    assert len(str(raised.value)) < 200
+    with pytest.raises(ValueError, match="cannot await, yield or assign") as raised:
+        parse_expression(f"[{'1, ' * 5000}(x := 1)]")
+    assert len(str(raised.value)) < 200
+
+
+def test_python_says_nothing_of_the_style_of_a_text() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parse_expression("1if x else 2") == "1if x else 2"
+        assert as_argument("1if x else 2") == "1if x else 2"
+        assert free_names("1if x else 2") == ["x"]
+        assert evaluate("1if x else 2", {"x": 0}, "value") == 2
+        with pytest.raises(ValueError, match="is not possible"):
+            parse_slice("1if x else 2")
 
 
 def test_nothing_is_evaluated_before_it_is_asked_for() -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
+from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import ChosenPatches, Session, session_of
@@ -185,6 +185,45 @@ def test_a_listener_is_told_until_it_is_stopped(session: Session) -> None:
     assert [len(chosen.patches) for chosen in told] == [1]
 
 
+def test_a_listener_that_raises_breaks_no_edit_and_keeps_nobody_from_being_told(session: Session) -> None:
+    told: list[int] = []
+
+    def raises(chosen: ChosenPatches) -> None:
+        raise ValueError(f"version {chosen.version}")
+
+    session.listen(raises)
+    session.listen(lambda chosen: told.append(chosen.version))
+    with pytest.warns(ListenerWarning, match="ValueError: version 1; the edit was made"):
+        added = session.add(zero())
+    assert session.chosen.patches == (added,)
+    with pytest.warns(ListenerWarning, match="version 2"):
+        assert session.undo()
+    assert told == [1, 2]
+
+
+def test_a_listener_may_edit_and_all_are_told_of_the_versions_in_order(session: Session) -> None:
+    told: dict[str, list[int]] = {"first": [], "second": []}
+
+    def edits(chosen: ChosenPatches) -> None:
+        told["first"].append(chosen.version)
+        if len(chosen.patches) < 3:
+            session.add(zero("relu"))
+
+    session.listen(edits)
+    session.listen(lambda chosen: told["second"].append(chosen.version))
+    session.add(zero())
+    assert told == {"first": [1, 2, 3], "second": [1, 2, 3]}
+
+
+def test_the_same_listener_may_be_told_twice(session: Session) -> None:
+    told: list[ChosenPatches] = []
+    stop = session.listen(told.append)
+    session.listen(told.append)
+    stop()
+    session.add(zero())
+    assert len(told) == 1
+
+
 def test_what_was_chosen_before_is_not_changed_by_edits(session: Session) -> None:
     session.add(zero())
     snapshot = session.chosen
@@ -273,6 +312,47 @@ def test_two_probes_cannot_share_a_variable(session: Session) -> None:
     with pytest.raises(ChosenPatchError, match="#1 puts 'relu' in 'kept': choose another variable"):
         session.add(ChosenPatch("hidden", "record", name="kept"))
     session.change(1, slice="0")  # its own name is no obstacle
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        ChosenPatch("relu", "add", value="0.5 * kept"),
+        ChosenPatch("relu", "custom", value="lambda t: t + kept"),
+        ChosenPatch("relu", "zero", slice="kept, 0"),
+        ChosenPatch("relu", "probe", slice="kept:", name="other"),
+        ChosenPatch("relu", "add", value="\uff4bept"),  # as Python reads names
+    ],
+)
+def test_a_probe_overwrites_nothing_that_an_earlier_patch_uses(session: Session, user: ChosenPatch) -> None:
+    probe = ChosenPatch("hidden", "probe", name="kept")
+    message = (
+        r"#1 \(.*\) uses 'kept', so that the second run would use what the first one kept: choose another variable"
+    )
+    session.add(user)
+    with pytest.raises(ChosenPatchError, match=message):
+        session.add(probe)
+    with pytest.raises(ChosenPatchError, match=message):
+        session.extend([zero(), probe])
+    session.change(1, is_enabled=False)
+    number = session.add(probe).number
+    with pytest.raises(ChosenPatchError, match=rf"#{number} \(probe hidden kept\) puts what it keeps in 'kept'"):
+        session.change(1, is_enabled=True)
+
+    session.remove([number])  # what it kept is the user's now
+    session.change(1, is_enabled=True)
+    with pytest.raises(ChosenPatchError, match="so that the second run"):
+        session.replace_all([user, probe])
+
+
+def test_a_patch_may_use_what_an_earlier_probe_keeps_and_that_is_told(session: Session) -> None:
+    session.add(ChosenPatch("hidden", "probe", name="kept"))
+    user = ChosenPatch("relu", "add", value="kept.mean()")
+    assert session.check(user).warning == "'kept' is what #1 keeps: each run uses what the run before it kept"
+    session.add(user)
+    session.change(1, slice="0")
+    session.change(1, is_enabled=False)
+    session.change(1, is_enabled=True)
 
 
 @pytest.mark.parametrize(

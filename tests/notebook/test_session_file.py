@@ -125,6 +125,59 @@ def test_a_link_stays_a_link(session: Session, tmp_path: Path) -> None:
     assert link.read_text(encoding="utf8") == TEXT
 
 
+def test_a_link_to_a_link_in_another_folder_stays(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    file = session_file.save(anew(), tmp_path / "far" / "file")
+    (tmp_path / "far" / "inner").symlink_to("file")
+    (tmp_path / "link").symlink_to(Path("far") / "inner")
+
+    assert session_file.save(session, tmp_path / "link") == file
+    assert file.read_text(encoding="utf8") == TEXT
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "far" / "inner").is_symlink()
+
+
+def test_links_in_a_circle_are_refused(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+
+    for force in (False, True):
+        with pytest.raises(SessionFileError, match="cannot be written: it is a link that leads to itself"):
+            session_file.save(session, tmp_path / "one", force=force)
+    with pytest.raises(SessionFileError, match="cannot be read: "):
+        session_file.load(anew(), tmp_path / "one")
+    assert (tmp_path / "one").is_symlink()
+    assert names_in(tmp_path) == ["one", "two"]
+
+
+def test_all_names_of_a_file_keep_its_content(session: Session, tmp_path: Path) -> None:
+    file = session_file.save(anew(), tmp_path / "file")
+    (tmp_path / "other").hardlink_to(file)
+
+    session_file.save(session, file)
+    assert (tmp_path / "other").read_text(encoding="utf8") == TEXT
+    assert file.samefile(tmp_path / "other")
+
+
+def test_a_file_that_is_read_only_stays(session: Session, tmp_path: Path) -> None:
+    file = session_file.save(anew(), tmp_path / "file")
+    before = file.read_text(encoding="utf8")
+    file.chmod(0o444)
+
+    for force in (False, True):
+        with pytest.raises(SessionFileError, match=r"file' is read-only: choose another name, or make it writable"):
+            session_file.save(session, file, force=force)
+    assert file.read_text(encoding="utf8") == before
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_name_with_a_zero_character_is_none(session: Session) -> None:
+    with pytest.raises(SessionFileError, match="is no name of a file"):
+        session_file.save(session, "a\0b")
+    with pytest.raises(SessionFileError, match="is no name of a file"):
+        session_file.load(session, "a\0b")
+
+
 def test_places_that_cannot_be_written(session: Session, tmp_path: Path) -> None:
     with pytest.raises(SessionFileError, match=r"is a directory: give the name of a file"):
         session_file.save(session, tmp_path, force=True)

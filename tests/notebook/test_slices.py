@@ -112,6 +112,20 @@ def test_beyond_the_recorded_size_is_a_warning(text: str) -> None:
     assert "beyond the size recorded here" in (sliced_shape(parse_slice(text), SHAPE).warning or "")
 
 
+@pytest.mark.parametrize("text", ["5:3", ":, -1:1", "1:1", "..., 7:2:3", "9:2"])
+def test_what_takes_nothing_of_any_size_is_a_warning(text: str) -> None:
+    found = sliced_shape(parse_slice(text), SHAPE)
+    assert found.shape is not None
+    assert 0 in found.shape
+    assert "takes nothing" in (found.warning or "")
+
+
+@pytest.mark.parametrize("text", ["None", "tok"])
+def test_none_alone_is_no_index_that_means_everything(text: str) -> None:
+    typed = parse_slice(text)
+    assert typed.index({"tok": None}) == eval(typed.source(), {"tok": None}) == (None,)
+
+
 @pytest.mark.parametrize("text", [":", "-2", "1:9", "tok", "tok:9", "..., -8"])
 def test_within_the_recorded_size_nothing_is_said(text: str) -> None:
     assert sliced_shape(parse_slice(text), SHAPE).warning is None
