@@ -87,6 +87,8 @@ def _patched(tree: ast.Module, line: str, interactivity: str) -> ast.Module:
     # Python wants them in front, and IPython lets them stand anywhere.
     futures = [node for node in body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     body = [node for node in body if node not in futures]
+    if futures and not body:
+        body = [ast.copy_location(ast.Pass(), futures[-1])]
     if not body:  # comments only
         tree.body = [_at(marker, ast.Expr(_call(EMPTY)))]
         return tree

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import inspect
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 from IPython.core.error import UsageError
 
-from graphpatch_notebook.errors import GraphPatchError, PatchMapError, SessionError
+from graphpatch_notebook.errors import PatchMapError, SessionError
 from graphpatch_notebook.execution.context import PatchContext
+from graphpatch_notebook.notebook.cell_results import CellResults
 from graphpatch_notebook.notebook.choosing import numbers_of
 from graphpatch_notebook.notebook.command_line import arguments
 from graphpatch_notebook.notebook.commands import COMMANDS
-from graphpatch_notebook.notebook.session import ChosenPatches, ResolvedPatches
-from graphpatch_notebook.notebook.workspace import ActiveGraph, Results, Workspace
+from graphpatch_notebook.notebook.session import ChosenPatches
+from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace
 
 _current: ContextVar[CellRun | None] = ContextVar("graphpatch_cell_run", default=None)
 
@@ -31,24 +38,28 @@ class CellRun:
     Args:
         workspace: The user's variables.
         line: What follows `%%graphpatch`.
+        frame: The frame of the cell.
         is_silent: Whether whoever runs the cell wants to see no values.
 
     Raises:
         SessionError: The line, or a value of a patch, is wrong; nothing of the cell has run.
     """
 
-    def __init__(self, workspace: Workspace, line: str, is_silent: bool) -> None:
-        self.has_begun = False
+    def __init__(self, workspace: Workspace, line: str, frame: FrameType, is_silent: bool) -> None:
+        leave_what_is_left()
         outer = _current.get()
-        if outer is not None and outer.has_begun:
+        if outer is not None and outer.is_running():
             raise SessionError("%%graphpatch cannot stand inside another: one cell runs under the patches of one graph")
         active, chosen = chosen_for(workspace, line)
         self._is_silent = is_silent
+        self._stack: _Stack | None = _Stack(frame)
+        self._has_begun = False
         resolved = active.session.resolve(workspace.namespace, chosen)
-        self._kept = _KeptResults(self, workspace, resolved)
         context = active.graph.patch(dict(resolved.patch_map.items()))
-        context.after_call = self._kept.put
-        self._entry = _Entry(self, context)
+        self._context = weakref.ref(context)  # it holds what its probes hold
+        self._results: _Results | None = _Results(self, CellResults(workspace, active, chosen, resolved))
+        context.after_call = self._results.put
+        self._entry: _Entry | None = _Entry(self, context)
         if not chosen.enabled:
             which = "none of these patches is switched on" if chosen.patches else "no patch is chosen"
             print(f"{which}: the cell runs with {active.name} as it is")
@@ -62,32 +73,85 @@ class CellRun:
             SessionError: There is none.
         """
         run = _current.get()
-        if run is None:
+        if run is None or run._stack is None:
             raise SessionError("no %%graphpatch cell is running")
         return run
 
     def begin(self) -> None:
         """Called when the patches are in place."""
-        self.has_begun = True
+        self._has_begun = True
 
     def end(self) -> None:
-        """Called before they are taken away. Nothing keeps this object, and what its probes hold, alive then."""
-        self.has_begun = False
-        if _current.get() is self:
-            _current.set(None)
+        """Called before they are taken away. This object keeps nothing alive then."""
+        self._has_begun = False
+        self._stack = self._entry = self._results = None
+
+    def is_running(self) -> bool:
+        """Whether the cell is being run; not after an interrupt so untimely that `end` was not reached."""
+        return self._has_begun and self._stack is not None and self._stack.is_alive()
+
+    def leave(self) -> None:
+        """Takes the patches away, if they are still there although the cell has ended."""
+        self.end()
+        context = self._context()
+        if context is not None:
+            with contextlib.suppress(StopIteration):  # it was left
+                context.__exit__(KeyboardInterrupt, None, None)
 
     def patches(self) -> _Entry:
-        """Returns the context manager in which the patches are active."""
-        return self._entry
+        """Returns the context manager in which the patches are active. It is given once."""
+        assert self._entry is not None
+        entry, self._entry = self._entry, None
+        return entry
 
-    def results(self) -> _KeptResults:
-        """Returns the context manager, inside of that one, which fills the variables."""
-        return self._kept
+    def results(self) -> _Results:
+        """Returns the context manager, inside of that one, which fills the variables. It is given once."""
+        if self._results is None:
+            raise SessionError("no %%graphpatch cell is about to begin")
+        results, self._results = self._results, None
+        return results
 
     def display(self, value: object) -> None:
         """Shows a value as IPython shows that of the last line."""
         if not self._is_silent:
             sys.displayhook(value)
+
+
+def leave_what_is_left() -> None:
+    """Takes away the patches of an earlier cell, which an interrupt kept from doing that itself."""
+    run = _current.get()
+    if run is not None and not run.is_running():
+        run.leave()
+        _current.set(None)
+
+
+class _Stack:
+    """Where a cell runs.
+
+    Args:
+        frame: The frame of the cell.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+        self._thread = threading.get_ident()
+        self._task = _task() if frame.f_code.co_flags & inspect.CO_COROUTINE else None
+
+    def is_alive(self) -> bool:
+        """Whether the cell has not come to its end."""
+        if self._task is not None and self._task is not _task():
+            return not self._task.done()  # it may be waiting
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop is running
+        return None
 
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
@@ -128,6 +192,9 @@ class _Entry:
         except PatchMapError as error:
             self._run.end()
             raise UsageError(one_line(error)) from None
+        except BaseException:
+            self._run.end()
+            raise
 
     @property
     def __exit__(self) -> Callable[..., None]:  # noqa: PLE0302  # a property, which gives what takes them
@@ -135,36 +202,20 @@ class _Entry:
         return self._context.__exit__
 
 
-class _KeptResults:
-    """Puts what probes and records hold in their variables, after each call of the graph."""
+class _Results:
+    """Puts what probes and records hold in their variables; begins and ends the run."""
 
-    def __init__(self, run: CellRun, workspace: Workspace, resolved: ResolvedPatches) -> None:
+    def __init__(self, run: CellRun, results: CellResults) -> None:
         self._run = run
-        self._results: Results = workspace.results
-        self._user_namespace = workspace.namespace
-        self._resolved = resolved
-        # The variables in slices mean what they meant when the cell began, as those of all other patches do.
-        names = {name for chosen, _ in resolved.observing if chosen.index for name in chosen.index.names}
-        self._names_in_slices = {name: workspace.namespace[name] for name in names}
-
-    def put(self) -> None:
-        """Fills the variables of the probes that have fired."""
-        self._results.put(self._resolved.results(self._names_in_slices))
+        self._results = results
+        self.put = results.put
 
     def __enter__(self) -> None:
         # Now that the patches are in place nothing is lost: what an earlier run left must not be taken for this one's.
-        self._results.remove(str(chosen.name) for chosen, _ in self._resolved.observing)
+        self._results.put_aside()
         self._run.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        __tracebackhide__ = True
         self._run.end()
-        if error is not None:
-            self._put_what_is_missing()
-
-    def _put_what_is_missing(self) -> None:
-        """After a call that did not return: what had fired before helps to see why."""
-        try:
-            values = self._resolved.results(self._names_in_slices)
-        except GraphPatchError:  # the model has overwritten what was kept: the user's own error comes first
-            return
-        self._results.put({name: value for name, value in values.items() if name not in self._user_namespace})
+        self._results.settle(error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 from fnmatch import fnmatchcase
 from typing import Any
 
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, Kind
+from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, Kind, names_used
 from graphpatch_notebook.notebook.command_line import Place, arguments, split_options, without_comment
 from graphpatch_notebook.notebook.session import ChosenPatches, Session
 from graphpatch_notebook.notebook.workspace import Workspace, counted
@@ -41,6 +42,10 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
     print(f"#{added.number} {described(added)}{_shape_note(check.sliced, added)}{_name_note(workspace, added)}")
     if check.warning:
         print(f"warning: {check.warning}")
+    names = sorted(names_used([added]))
+    unknown = [name for name in names if name not in workspace.namespace and not hasattr(builtins, name)]
+    if unknown:
+        print(f"note: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
 
 
 def _taken_apart(text: str) -> tuple[Place, dict[str, str], str]:
@@ -126,21 +131,33 @@ def numbers_of(chosen: ChosenPatches, specs: list[str]) -> list[int]:
 
 
 def _numbers_of(chosen: ChosenPatches, spec: str) -> list[int]:
-    digits = spec.removeprefix("#")
-    if digits.isdecimal():
-        return [chosen.find(int(digits)).number]
+    numbers = [part.removeprefix("#") for part in spec.split(",")]
+    if all(number.isdecimal() for number in numbers):
+        return [chosen.find(int(number)).number for number in numbers]
+    try:
+        here = _at_place(chosen, spec)
+    except SessionError:
+        if "*" not in spec and "?" not in spec and "[" not in spec:
+            raise
+        here = []
+    bare = spec[1:-1] if len(spec) > 1 and spec[0] == spec[-1] and spec[0] in "\"'" else spec
+    here = here or [patch for patch in chosen.patches if fnmatchcase(patch.path, bare)]
+    if here:
+        return [patch.number for patch in here]
+    if bare != spec:
+        return _numbers_of(chosen, bare)
+    paths = list(dict.fromkeys(patch.path for patch in chosen.patches))
+    hint = f"nearest: {', '.join(map(repr, nearest(spec.partition('[')[0], paths)))}" if paths else "none is chosen"
+    raise SessionError(f"no chosen patch at {spec!r}; {hint}")
+
+
+def _at_place(chosen: ChosenPatches, spec: str) -> list[ChosenPatch]:
     place = Place.cut(spec)
     here = [patch for patch in chosen.patches if patch.path == _usual(place.path)]
-    if place.slice is not None:
-        wanted = ChosenPatch(_usual(place.path), "zero", slice=place.slice).slice
-        here = [patch for patch in here if patch.slice == wanted]
-    elif not here:
-        here = [patch for patch in chosen.patches if fnmatchcase(patch.path, spec)]
-    if not here:
-        paths = list(dict.fromkeys(patch.path for patch in chosen.patches))
-        hint = f"nearest: {', '.join(map(repr, nearest(place.path, paths)))}" if paths else "none is chosen"
-        raise SessionError(f"no chosen patch at {spec!r}; {hint}")
-    return [patch.number for patch in here]
+    if place.slice is None:
+        return here
+    wanted = ChosenPatch(_usual(place.path), "zero", slice=place.slice).slice
+    return [patch for patch in here if patch.slice == wanted]
 
 
 def _usual(path: str) -> str:

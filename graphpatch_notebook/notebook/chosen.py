@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import keyword
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from graphpatch_notebook.errors import ChosenPatchError
-from graphpatch_notebook.notebook.expressions import evaluate, parse_expression
+from torch import Tensor
+
+from graphpatch_notebook.errors import ChosenPatchError, PatchValueError
+from graphpatch_notebook.notebook.expressions import evaluate, free_names, parse_expression
 from graphpatch_notebook.notebook.slices import Bounds, SliceText, parse_slice
 from graphpatch_notebook.patches import (
     AddPatch,
@@ -27,6 +29,7 @@ from graphpatch_notebook.selections import NAMED_STEPS
 Kind: TypeAlias = Literal["zero", "add", "replace", "probe", "record", "custom"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WITH_VALUE = {"add": "a number or a tensor", "replace": "a number or a tensor", "custom": "a function"}
+_OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 OBSERVING = frozenset({"probe", "record"})
 
 
@@ -151,14 +154,30 @@ class ChosenPatch:
         """Returns what a probe or record kept, its slice taken: what its variable receives.
 
         `None` for a probe that never fired.
+
+        Raises:
+            PatchValueError: The model has overwritten a value that was kept, or one has no such part.
         """
         if isinstance(patch, RecordPatch):
-            return [self._part(value, namespace) for value in patch.activations]
+            return [self.part(value, namespace) for value in patch.activations]
         assert isinstance(patch, ProbePatch)
-        return None if patch.activation is None else self._part(patch.activation, namespace)
+        return None if patch.activation is None else self.part(patch.activation, namespace)
 
-    def _part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
-        return value if self.index is None else value[self.index.index(namespace)]
+    def part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
+        """Returns what the slice of a probe or record takes out of a value.
+
+        Raises:
+            PatchValueError: The value has no such part.
+        """
+        if self.index is None:
+            return value
+        try:
+            return value[self.index.index(namespace)]
+        except Exception as error:
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise PatchValueError(
+                f"#{self.number} ({self}): there is no [{self.slice}] in a value {what}: {error}"
+            ) from None
 
     def __str__(self) -> str:
         brackets = "" if self.slice is None else f"[{self.slice}]"
@@ -176,6 +195,14 @@ class ChosenPatch:
     def numbered(self, number: int) -> ChosenPatch:
         """Returns the same patch under another number."""
         return replace(self, number=number)
+
+
+def names_used(patches: Iterable[ChosenPatch]) -> set[str]:
+    """Returns the names in values and slices, builtins included."""
+    names: set[str] = set()
+    for patch in patches:
+        names |= {*(free_names(patch.value) if patch.value else ()), *(patch.index.names if patch.index else ())}
+    return names
 
 
 def parse_numbers(text: str) -> str:
@@ -214,6 +241,14 @@ def _check_type(what: str, value: Any, annotation: str) -> None:
 def _check_variable(name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ChosenPatchError("name", f"{name!r} cannot be the name of a variable")
-    if name.startswith("_") or hasattr(builtins, name):
-        kind = "begins with an underscore, as IPython's own do" if name.startswith("_") else "is a builtin of Python"
+    if kind := reserved(name):
         raise ChosenPatchError("name", f"{name!r} {kind}: choose another name for the variable")
+
+
+def reserved(name: str) -> str:
+    """Returns why a variable of the user's should not have this name; nothing if it may."""
+    if name.startswith("_"):
+        return "begins with an underscore, as IPython's own do"
+    if name in _OF_IPYTHON:
+        return "is a variable of IPython"
+    return "is a builtin of Python" if hasattr(builtins, name) else ""

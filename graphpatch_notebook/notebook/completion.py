@@ -24,7 +24,7 @@ from graphpatch_notebook.notebook.python_text import Cursor, Expression, Link, c
 from graphpatch_notebook.notebook.query import KEYS, NODE_KINDS, STATES
 from graphpatch_notebook.notebook.search import NodeColumns, index_of
 from graphpatch_notebook.notebook.segments import MOST_OFFERS, Offer, Offers, next_segments
-from graphpatch_notebook.notebook.workspace import ActiveGraph
+from graphpatch_notebook.notebook.workspace import ActiveGraph, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.places import Place
 from graphpatch_notebook.selections import NAMED_STEPS
@@ -130,12 +130,12 @@ class PathCompleter:
             case "chosen":
                 return _beginning(typed, self._chosen_offers(typed))
             case "graph":
-                return _beginning(typed, self._variables(lambda value: _is_a(value, PatchableGraph)))
+                return _beginning(typed, self._variables(lambda value: is_a(value, PatchableGraph)))
             case "model":
-                is_model = lambda value: _is_a(value, Module) and not _is_a(value, PatchableGraph)  # noqa: E731
+                is_model = lambda value: is_a(value, Module) and not is_a(value, PatchableGraph)  # noqa: E731
                 return self._values(typed, is_model)
             case "value":
-                return self._values(typed, lambda value: _is_a(value, (Tensor, int, float, complex)))
+                return self._values(typed, lambda value: is_a(value, (Tensor, int, float, complex)))
             case "query":
                 return self._query_offers(typed)
             case "steps":
@@ -237,11 +237,11 @@ def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Place,
     """Returns the place that an expression leads to, and by which attribute of the graph: graph, nodes or patch."""
     value: Any = namespace.get(expression.variable)
     links = list(expression.links)
-    while links and not _is_a(value, (PatchableGraph, NodePath)):
+    while links and not is_a(value, (PatchableGraph, NodePath)):
         value = _value_at(value, links.pop(0))
-    if _is_a(value, NodePath):
+    if is_a(value, NodePath):
         return _below(place_of(value), links)
-    if not _is_a(value, PatchableGraph) or not links or links[0][0] != "attribute":
+    if not is_a(value, PatchableGraph) or not links or links[0][0] != "attribute":
         return None
     way = links.pop(0)[1]
     root = Place.of_root(value.nodes.root)
@@ -271,8 +271,3 @@ def _value_at(value: Any, link: Link) -> Any:
     except AttributeError:
         return None
     return attributes.get(name) if type(attributes) is dict else None
-
-
-def _is_a(value: Any, classes: type | tuple[type, ...]) -> bool:
-    # `isinstance` asks `value.__class__`, which may be code of the user's.
-    return issubclass(type(value), classes)

@@ -7,11 +7,13 @@ from typing import Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.cell import CellTransformer, mark_cell
+from graphpatch_notebook.notebook.cell_run import leave_what_is_left
 from graphpatch_notebook.notebook.completion import PathCompleter
 from graphpatch_notebook.notebook.magics import GraphPatchMagic
 from graphpatch_notebook.notebook.workspace import ActiveGraph
 
 _NAME = "graphpatch"
+_NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # of the extension
 
 
 class Extension:
@@ -30,6 +32,8 @@ class Extension:
         shell.register_magic_function(self.magic.graphpatch, magic_kind="line_cell", magic_name=_NAME)
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
+        # Also where the next cell is not one of ours: what an untimely interrupt left must not be applied in it.
+        shell.events.register("pre_execute", leave_what_is_left)
         self._completer = PathCompleter(proxy, self._active)
         self._completer.install()
 
@@ -43,6 +47,7 @@ class Extension:
     def remove(self, shell: Any) -> None:
         """Leaves the shell as it was."""
         self._completer.uninstall()
+        shell.events.unregister("pre_execute", leave_what_is_left)
         for table in shell.magics_manager.magics.values():
             table.pop(_NAME, None)
         for kind, magic in self._before.items():
@@ -65,7 +70,9 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Takes it away again."""
+    """Takes it away again, with the last of the names under which it was loaded."""
+    if len(_NAMES & shell.extension_manager.loaded) > 1:  # the name that is being unloaded is still among them
+        return
     extension = _extensions.pop(shell, None)
     if extension is not None:
         extension.remove(shell)

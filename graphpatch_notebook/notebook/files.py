@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import keyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.command_line import arguments, split_options, without_comment
-from graphpatch_notebook.notebook.workspace import Workspace, counted
+from graphpatch_notebook.notebook.text_file import real_file, replace_text
+from graphpatch_notebook.notebook.workspace import Workspace, counted, is_a
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.codegen import Form
     from graphpatch_notebook.notebook.source_code import SourceCode
 
 _EXPORT_OPTIONS = {"-o": True, "--cell": False, "--hooks": False, "--force": False}
-# The first line of a file with exported code: such a file may be overwritten.
-MARK = "# Written by %graphpatch export"
+# The first line of a file with exported code, with a hash of the rest: while that holds, it may be overwritten.
+MARK = "# Written by %graphpatch export, sha256 "
 
 
 def export(workspace: Workspace, text: str) -> SourceCode | None:
@@ -41,7 +43,7 @@ def export(workspace: Workspace, text: str) -> SourceCode | None:
     if target is not None and is_variable:
         _to_variable(workspace.namespace, target, code, "--force" in options)
     elif target is not None:
-        _to_file(Path(target).expanduser(), code, "--force" in options)
+        _to_file(target, code, "--force" in options)
     if "--cell" in options:
         workspace.put_in_new_cell(code.rstrip("\n"))
         print("the code is in a new cell")
@@ -52,7 +54,7 @@ def _to_variable(namespace: dict[str, Any], name: str, code: SourceCode, is_forc
     from graphpatch_notebook.notebook.source_code import SourceCode
 
     there = namespace.get(name)
-    if name in namespace and not isinstance(there, SourceCode) and not is_forced:
+    if name in namespace and not is_a(there, SourceCode) and not is_forced:
         raise SessionError(
             f"the variable {name!r} holds an object of {type(there).__name__}, which no export has put there; "
             "choose another name, or add --force"
@@ -61,24 +63,34 @@ def _to_variable(namespace: dict[str, Any], name: str, code: SourceCode, is_forc
     print(f"the code is in the variable {name}")
 
 
-def _to_file(file: Path, code: SourceCode, is_forced: bool) -> None:
-    if "\0" in str(file):
-        raise SessionError(f"{str(file)!r} is no name of a file: there is a zero character in it")
-    if file.exists() and not is_forced and not _is_own(file):
-        raise SessionError(f"{str(file)!r} was not written by %graphpatch export; choose another file, or add --force")
+def _to_file(file: str, code: SourceCode, is_forced: bool) -> None:
     try:
-        file.write_text(f"{MARK}\n{code}", "utf8", newline="\n")
+        target = real_file(file)
+        if target.exists() and not is_forced:
+            _check_overwritten(target)
+        replace_text(target, f"{MARK}{_hash(str(code))}\n{code}")
     except OSError as error:
-        raise SessionError(f"{str(file)!r} cannot be written: {error.strerror or error}") from None
+        raise SessionError(f"{file!r} cannot be written: {error.strerror or error}") from None
     print(f"the code is in {file}")
 
 
-def _is_own(file: Path) -> bool:
+def _check_overwritten(target: Path) -> None:
     try:
-        with file.open(encoding="utf8") as lines:
-            return lines.readline().startswith(MARK)
-    except (OSError, UnicodeDecodeError):
-        return False
+        first, _, rest = target.read_text("utf8").partition("\n")
+    except UnicodeDecodeError:
+        first = rest = ""
+    if first.startswith(MARK) and first == f"{MARK}{_hash(rest)}":
+        return
+    what = (
+        "was changed since %graphpatch export wrote it"
+        if first.startswith(MARK)
+        else "was not written by %graphpatch export"
+    )
+    raise SessionError(f"{str(target)!r} {what}; choose another file, or add --force")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -63,9 +63,10 @@ class GraphPatchMagic:
         """Runs what `CellTransformer` has put into a cell."""
         part, _, rest = line.partition(" ")
         if part == cells.PATCHES:
-            if sys._getframe(3).f_code.co_name != "<module>":
+            cell = sys._getframe(3)
+            if cell.f_code.co_name != "<module>":
                 raise UsageError("%%graphpatch must be the first line: put the other cell magic below it")
-            return CellRun(self.workspace, rest, self._is_silent()).patches()
+            return CellRun(self.workspace, rest, cell, self._is_silent()).patches()
         if part == cells.RESULTS:
             return CellRun.current().results()
         if part == cells.DISPLAY:

@@ -100,7 +100,7 @@ class ResolvedPatches:
         """Returns what the probes that fired and the records hold, by the names of their variables.
 
         Raises:
-            PatchValueError: The model has overwritten a value that was kept.
+            PatchValueError: The model has overwritten a value that was kept, or one has no such part as its slice says.
         """
         kept = {chosen.name: chosen.taken(patch, namespace) for chosen, patch in self.observing}
         return {str(name): value for name, value in kept.items() if value is not None}

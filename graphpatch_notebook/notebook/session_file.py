@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -30,6 +28,7 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFi
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.text_file import check_no_nul, real_file, replace_text
 from graphpatch_notebook.paths import nearest
 
 SCHEMA = "graphpatch-session"
@@ -37,7 +36,6 @@ VERSION = 1
 MOST_PATCHES = 10_000
 _MOST_BYTES = 32 * 2**20
 _MOST_PROBLEMS = 20
-_WRITABLE = 0o222
 _LONGEST_PROBLEM = 500
 
 _FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
@@ -80,64 +78,23 @@ def save(session: Session, file: str | os.PathLike[str], force: bool = False) ->
     Raises:
         SessionFileError: The file cannot be written, or is something else; it stays as it was.
     """
-    target = _resolved(file)
     try:
-        if target.exists():
-            _check_overwritten(target, force)
-        _replace(target, dumps(session))
+        target = real_file(file)
+        if target.exists() and not force:
+            _check_overwritten(target)
+        replace_text(target, dumps(session))
     except OSError as error:
         raise SessionFileError(f"{str(file)!r} cannot be written: {_reason(error)}") from error
     return target
 
 
-def _resolved(file: str | os.PathLike[str]) -> Path:
-    """Returns the file that a name means, behind all links."""
-    _check_no_nul(file)
-    try:
-        target = Path(os.path.realpath(Path(file).expanduser()))
-    except (OSError, RuntimeError) as error:  # RuntimeError: no such user
-        raise SessionFileError(f"{str(file)!r} cannot be written: {error}") from error
-    if os.path.islink(target):  # noqa: PTH114  # which takes names that are too long
-        raise SessionFileError(f"{str(file)!r} cannot be written: it is a link that leads to itself")
-    return target
-
-
-def _check_no_nul(file: str | os.PathLike[str]) -> None:
-    if "\0" in os.fspath(file):
-        raise SessionFileError(f"{str(file)!r} is no name of a file: there is a zero character in it")
-
-
-def _check_overwritten(target: Path, force: bool) -> None:
-    if not target.is_file():
-        what = "a directory" if target.is_dir() else "no plain file"
-        raise SessionFileError(f"{str(target)!r} is {what}: give the name of a file")
-    # Another file in its place would be possible, but somebody wants this one to stay.
-    if not target.stat().st_mode & _WRITABLE or not os.access(target, os.W_OK):
-        raise SessionFileError(f"{str(target)!r} is read-only: choose another name, or make it writable")
-    if force:
-        return
+def _check_overwritten(target: Path) -> None:
     try:
         _document(_text(target))
     except SessionFileError as problem:
         raise SessionFileError(
             f"{str(target)!r} would be overwritten, but {problem}; choose another name, or force it"
         ) from None
-
-
-def _replace(target: Path, text: str) -> None:
-    """Puts a file with this text in the place of `target`."""
-    if target.exists() and target.stat().st_nlink > 1:
-        # It has other names, under which it is to be found changed, too.
-        target.write_text(text, encoding="utf8", newline="\n")
-        return
-    written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
-    try:
-        written.write_text(text, encoding="utf8", newline="\n")
-        if target.exists():
-            shutil.copymode(target, written)
-        written.replace(target)
-    finally:
-        written.unlink(missing_ok=True)
 
 
 def _reason(error: OSError) -> str:
@@ -157,7 +114,7 @@ def load(session: Session, file: str | os.PathLike[str]) -> tuple[ChosenPatch, .
         SessionFileError: The file cannot be read, or something in it cannot be applied to this graph; the message
             names all of that, and nothing was changed.
     """
-    _check_no_nul(file)
+    check_no_nul(file)
     try:
         source = Path(file).expanduser()
         return loads(session, _text(source))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -16,6 +15,13 @@ from graphpatch_notebook.notebook.search import index_of
 from graphpatch_notebook.notebook.session import Session, session_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import nearest
+
+T = TypeVar("T")
+
+
+def is_a(value: Any, classes: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
+    """Whether an object of the user's is of one of these classes; runs no code of the user's."""
+    return issubclass(type(value), classes)  # `isinstance` asks `value.__class__`, too
 
 
 def counted(count: int) -> str:
@@ -58,8 +64,12 @@ class Workspace:
 
     def graphs(self) -> dict[str, PatchableGraph]:
         """Returns the graphs that variables hold, by name; those that IPython keeps (`_`, `_3`) are left out."""
+        return {name: value for name, value in self._variables() if is_a(value, PatchableGraph)}
+
+    def _variables(self) -> list[tuple[str, Any]]:
+        """Returns the variables, without those of IPython."""
         variables = list(self.namespace.items())
-        return {name: v for name, v in variables if isinstance(v, PatchableGraph) and not name.startswith("_")}
+        return [(name, value) for name, value in variables if type(name) is str and not name.startswith("_")]
 
     def use(self, name: str) -> ActiveGraph:
         """Makes the graph in a variable the active one.
@@ -79,7 +89,7 @@ class Workspace:
             SessionError: It holds none.
         """
         value = self.namespace.get(name)
-        if isinstance(value, PatchableGraph):
+        if is_a(value, PatchableGraph):
             return self._active(name, value)
         if name in self.namespace:
             what = f"{name!r} is no PatchableGraph but an object of {type(value).__name__}"
@@ -96,7 +106,7 @@ class Workspace:
         graphs = self.graphs()
         if self._used is not None:
             picked = self.namespace.get(self._used)
-            if isinstance(picked, PatchableGraph):
+            if is_a(picked, PatchableGraph):
                 return self._active(self._used, picked)
             self._used = None
         different = {id(graph): graph for graph in graphs.values()}
@@ -130,12 +140,8 @@ class Workspace:
 
     def models(self) -> list[str]:
         """Returns the names of the variables that hold modules which are no graphs."""
-        variables = list(self.namespace.items())
-        return [
-            name
-            for name, value in variables
-            if isinstance(value, Module) and not isinstance(value, PatchableGraph) and not name.startswith("_")
-        ]
+        variables = self._variables()
+        return [name for name, value in variables if is_a(value, Module) and not is_a(value, PatchableGraph)]
 
     def _active(self, name: str, graph: PatchableGraph) -> ActiveGraph:
         session = session_of(graph)
@@ -186,12 +192,13 @@ def _mark(value: Any) -> Callable[[Any], bool]:
         reference = weakref.ref(value)
         return lambda other: other is reference()
     if isinstance(value, list):
-        number, marks = id(value), [_mark(item) for item in value]
+        number, count, ends = id(value), len(value), [_mark(item) for item in (value[:1] + value[-1:])]
 
         def is_same(other: Any) -> bool:
             # Another list may come to lie where this one was: then it holds other tensors.
-            is_like = id(other) == number and isinstance(other, list) and len(other) == len(marks)
-            return is_like and all(itertools.starmap(lambda mark, item: mark(item), zip(marks, other, strict=True)))
+            if id(other) != number or type(other) is not list or len(other) != count:
+                return False
+            return all(mark(item) for mark, item in zip(ends, other[:1] + other[-1:], strict=True))
 
         return is_same
     return lambda other: other is value

@@ -13,12 +13,12 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.errors import ChosenPatchError, OptionError, SessionError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.chosen import ChosenPatch, reserved
 from graphpatch_notebook.notebook.command_line import arguments
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.progress import capture_progress
 from graphpatch_notebook.notebook.session import Session, session_of
-from graphpatch_notebook.notebook.workspace import Workspace, counted
+from graphpatch_notebook.notebook.workspace import Workspace, counted, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
@@ -86,6 +86,7 @@ def wrap(workspace: Workspace, text: str) -> None:
     """
     __tracebackhide__ = True
     assignment = Assignment.parse(text)
+    _check_name(assignment)
     namespace = workspace.namespace
     origin = Origin(assignment.name, assignment.model, assignment.arguments)
     start = time.perf_counter()
@@ -96,8 +97,19 @@ def wrap(workspace: Workspace, text: str) -> None:
     session.origin = origin
     namespace[assignment.name] = graph
     print(f"{workspace.use(assignment.name).title} ({seconds:.1f} s)")
-    if isinstance(before, PatchableGraph):
+    if is_a(before, PatchableGraph):
         _hand_over(session_of(before).chosen.patches, session)
+
+
+def _check_name(assignment: Assignment) -> None:
+    name = assignment.name
+    inputs = [*assignment.call.args, *(keyword.value for keyword in assignment.call.keywords)]
+    nodes = [node for value in inputs for node in ast.walk(value)]
+    why = reserved(name)
+    if any(isinstance(node, ast.Name) and node.id == name for node in nodes):
+        why = "is among the example inputs, which the graph would replace"
+    if why:
+        raise SessionError(f"{name!r} {why}: choose another name: %graphpatch wrap pg = {assignment.model}(...)")
 
 
 def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> PatchableGraph:

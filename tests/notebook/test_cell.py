@@ -7,8 +7,11 @@ import contextlib
 import copy
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 from IPython.core.error import UsageError
 from torch import Tensor
 
-from graphpatch_notebook import PatchNotFiredWarning
+from graphpatch_notebook import PatchNotFiredWarning, PatchValueError
 from tests.notebook.shells import Mlp, Shell
 
 
@@ -26,6 +29,13 @@ def zeroed(x: Tensor) -> Tensor:
     hidden = torch.relu(model.up(x))
     hidden = torch.cat([torch.zeros_like(hidden[:, :4]), hidden[:, 4:]], 1)
     return model.down(hidden * 2)
+
+
+# What is said of a cell that does not call its graph.
+UNCALLED = re.compile(r"(?m)^pg was not called under the patches in this cell \(.*\): no patch was applied\n")
+
+
+NOT_FILLED = "no call in this cell filled {} for {}: the variable is {}\n"
 
 
 @pytest.fixture
@@ -69,7 +79,7 @@ def test_semicolon_silences(zero: Shell) -> None:
 @pytest.mark.parametrize("body", ["out = pg(x)", "pg(x)\nNone", "for i in range(2):\n    i", "def f():\n    pg(x)"])
 def test_what_has_no_value_shows_nothing(zero: Shell, body: str) -> None:
     ran = zero.ok(f"%%graphpatch\n{body}")
-    assert (ran.value, ran.out) == (None, "")
+    assert (ran.value, UNCALLED.sub("", ran.out)) == (None, "")
 
 
 def test_a_silent_run_shows_nothing(zero: Shell) -> None:
@@ -94,7 +104,7 @@ MODES = ["all", "last", "last_expr", "last_expr_or_assign", "none"]
 def test_interactivity_is_that_of_any_cell(zero: Shell, mode: str, body: str) -> None:
     zero.ip.ast_node_interactivity = mode
     plain, patched = zero.ok(body), zero.ok(f"%%graphpatch\n{body}")
-    assert re.sub(r"Out\[\d+\]", "Out", patched.out) == re.sub(r"Out\[\d+\]", "Out", plain.out)
+    assert re.sub(r"Out\[\d+\]", "Out", UNCALLED.sub("", patched.out)) == re.sub(r"Out\[\d+\]", "Out", plain.out)
     assert patched.value == plain.value
 
 
@@ -189,6 +199,12 @@ def test_nothing_else_is_put_in_the_namespace(zero: Shell) -> None:
 def test_future_imports(zero: Shell) -> None:
     zero.ok("%%graphpatch\nfrom __future__ import annotations\ndef f(a: undefined): pass\npg(x)")
     assert zero.ok("f.__annotations__").value == {"a": "undefined"}
+
+
+def test_a_cell_of_only_future_imports(zero: Shell) -> None:
+    zero.ok("%%graphpatch\nfrom __future__ import annotations")
+    assert zero.ok("def f(a: undefined): pass\nf.__annotations__").value == {"a": "undefined"}
+    assert type(zero.run("%%graphpatch\nfrom __future__ import annotation").error) is SyntaxError
 
 
 def test_indented_body(zero: Shell, expected: Tensor) -> None:
@@ -371,8 +387,177 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_ones(zero: Shell) -> Non
     zero.ok("%graphpatch record hidden hs")
     zero.ok("%%graphpatch\npg(x)")
     assert type(zero.run("%%graphpatch\nh.mean()").error) is NameError
+    zero.ok("%graphpatch probe up.bias b --steps 7")
+    zero.namespace["b"] = before = torch.ones(1)
+    with pytest.warns(PatchNotFiredWarning, match=r"up\.bias"):
+        ran = zero.ok("%%graphpatch\npg(x);")
+    assert ran.out == NOT_FILLED.format("b", "#4 (probe up.bias b --steps 7)", "not what that keeps")
+    assert zero.namespace["b"] is before
+
+
+def test_what_an_earlier_run_left_is_put_back_if_the_graph_was_not_called(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("%%graphpatch\npg(x);")
+    left = zero.namespace["h"]
+    assert type(zero.run("%%graphpatch\n1 / 0\npg(x)").error) is ZeroDivisionError
+    assert zero.namespace["h"] is left
+    ran = zero.ok("%%graphpatch\n'h' in globals()")
+    assert ran.value is False
+    assert UNCALLED.sub("", ran.out).endswith(NOT_FILLED.format("h", "#2 (probe hidden h)", "what an earlier run left"))
+    assert zero.namespace["h"] is left
+    assert type(zero.run("%%graphpatch\npg(torch.ones(3, 5))").error) is RuntimeError
     assert "h" not in zero.namespace
-    assert zero.namespace.get("hs") in (None, [])
+
+
+def test_what_values_and_slices_use_is_not_removed(zero: Shell) -> None:
+    zero.ok("%graphpatch probe up.output h")
+    zero.ok("%graphpatch custom down.output lambda v: v + h.sum()")
+    zero.ok("h = torch.zeros(1)")
+    zero.ok("%%graphpatch\npg(x);")
+    first = zero.namespace["h"]
+    out = zero.ok("%%graphpatch\npg(x)").value
+    assert torch.equal(out, zeroed(torch.ones(3, 4)) + first.sum())
+    zero.ok("%graphpatch rm #3")
+    zero.ok("%graphpatch add down.output h.sum()")
+    assert type(zero.run("%%graphpatch\n1 / 0").error) is ZeroDivisionError
+    assert torch.equal(zero.ok("%%graphpatch\npg(x)").value, out)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is written into, and what is not called
+
+
+OVERWRITTEN = (
+    r"#2 \({} h\): the tensor of shape \(3, 2\) in h was written into after the call, so it is not what came up at "
+    r"'output' any more, and the variable is removed; write into a copy of what the call returned \(clone\)"
+)
+
+
+@pytest.mark.parametrize("kind", ["probe", "record"])
+def test_a_result_that_is_written_into_is_an_error(zero: Shell, kind: str) -> None:
+    zero.ok(f"%graphpatch {kind} output h")
+    zero.ok("%graphpatch probe hidden other")
+    ran = zero.run("%%graphpatch\nfor k in range(3):\n    out = pg(k * x).detach()\n    out[:, 0] = -100\nk")
+    assert type(ran.error) is PatchValueError
+    assert re.match(OVERWRITTEN.format(f"{kind} output"), str(ran.error))
+    assert "Out[" in ran.out  # the cell itself ran as the `with` version does
+    assert "h" not in zero.namespace
+    assert "other" in zero.namespace
+    zero.ok("%%graphpatch\nout = pg(x).detach().clone()\nout[:, 0] = -100")
+    assert "h" in zero.namespace
+
+
+def test_a_result_that_the_user_has_copied_is_none(zero: Shell, expected: Tensor) -> None:
+    zero.ok("%graphpatch probe output h")
+    zero.ok("%graphpatch probe output[[0, 2]] rows")  # a copy itself
+    zero.ok("%%graphpatch\nout = pg(x).detach()\nh = h.clone()\nout[:, 0] = -100")
+    assert torch.equal(zero.namespace["h"], expected)
+    assert torch.equal(zero.namespace["rows"], expected[[0, 2]])
+
+
+def test_the_error_of_the_cell_comes_first(zero: Shell) -> None:
+    zero.ok("%graphpatch probe output h")
+    ran = zero.run("%%graphpatch\npg(x).detach().zero_()\n1 / 0")
+    assert type(ran.error) is ZeroDivisionError
+    assert "was written into" in ran.error.__notes__[0]
+    assert "h" not in zero.namespace
+
+
+def test_calls_take_as_long_as_the_first(zero: Shell) -> None:
+    zero.ok("%graphpatch record output outs")
+    zero.ok("%%graphpatch\nlists = []\nfor _ in range(3):\n    pg(x)\n    lists.append(outs)")
+    assert all(each is zero.namespace["outs"] for each in zero.namespace["lists"])
+    assert len(zero.namespace["outs"]) == 3
+    zero.ok("%%graphpatch\nold = outs if 'outs' in globals() else None\npg(x);")
+    assert (zero.namespace["old"], len(zero.namespace["outs"])) == (None, 1)
+
+
+def test_a_slice_beyond_the_size_is_told_when_all_else_is_filled(zero: Shell) -> None:
+    zero.ok("%graphpatch probe output[99] far")
+    zero.ok("%graphpatch probe hidden h")
+    ran = zero.run("%%graphpatch\npg(x)")
+    assert type(ran.error) is PatchValueError
+    assert str(ran.error).startswith("#2 (probe output[99] far): there is no [99] in a value of shape (3, 2): index 99")
+    assert not hasattr(ran.error, "__notes__")
+    assert "h" in zero.namespace
+    assert "far" not in zero.namespace
+    ran = zero.run("%%graphpatch\ntry:\n    pg(x)\nexcept ValueError:\n    pass")
+    assert type(ran.error) is PatchValueError
+
+
+OTHERS = [
+    "%graphpatch wrap pg = model(x)\npg(x)\n%graphpatch zero hidden[:, 0:4]",
+    "pg = model\npg(x)",
+    "del pg",
+    "model(x)",
+    "from threading import Thread\nt = Thread(target=lambda: pg(x))\nt.start()\nt.join()",
+    "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor() as ex:\n    list(ex.map(pg, [x]))",
+    "f = lambda: pg(x)",
+]
+
+
+@pytest.mark.parametrize("body", OTHERS)
+def test_a_graph_that_is_not_called_is_told(zero: Shell, body: str) -> None:
+    zero.ok("mine = pg")
+    ran = zero.ok(f"%%graphpatch\n{body}")
+    assert len(UNCALLED.findall(ran.out)) == 1
+    is_other = zero.namespace.get("pg") is not zero.namespace["mine"]
+    assert ("the variable pg does not hold that graph any more" in ran.out) == is_other
+    zero.ok("pg = mine")
+
+
+@pytest.mark.parametrize(
+    "body", ["pg(x)", "pg.forward(x)", "with pg.patch({}):\n    pg(x)", "try:\n    pg(1)\nexcept Exception:\n    1"]
+)
+def test_a_graph_that_is_called_is_not(zero: Shell, body: str) -> None:
+    assert UNCALLED.findall(zero.ok(f"%%graphpatch\n{body}").out) == []
+
+
+def test_a_variable_that_the_user_holds_for_another_is_told(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("h = 7")
+    ran = zero.ok("%%graphpatch\nmodel(x)\nh")
+    assert ran.value == 7
+    assert ran.out.endswith(NOT_FILLED.format("h", "#2 (probe hidden h)", "not what that keeps"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Interrupts
+
+
+class Interrupter:
+    """Interrupts at one instruction of what begins and ends a cell: a trace function."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        file = Path(frame.f_code.co_filename).name
+        if file not in ("cell_run.py", "cell_results.py") and not file.startswith("<ipython-input"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_untimely_interrupt_leaves_nothing(zero: Shell, expected: Tensor) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    tracer = sys.gettrace()
+    for count in range(1, 10_000, 41):
+        interrupter = Interrupter(count)
+        sys.settrace(interrupter)
+        try:
+            zero.run("%%graphpatch\npg(x)")
+        finally:
+            sys.settrace(tracer)
+        if interrupter.left > 0:
+            break
+        assert torch.equal(zero.ok("pg(x)").value, Mlp()(torch.ones(3, 4))), count
+        assert torch.equal(zero.ok("%%graphpatch\npg(x)").value, expected), count
+    assert count > 100
 
 
 def test_what_the_user_put_there_stays_until_it_is_overwritten(zero: Shell) -> None:

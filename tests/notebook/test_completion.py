@@ -299,6 +299,7 @@ def test_unloading_takes_it_away(plain_shell: Shell) -> None:
     plain_shell.ok("%load_ext graphpatch")
     assert len(plain_shell.ip.Completer.custom_matchers) == len(before) + 1
     plain_shell.ok("%unload_ext graphpatch_notebook")
+    plain_shell.ok("%unload_ext graphpatch")
     assert plain_shell.ip.Completer.custom_matchers == before
 
 

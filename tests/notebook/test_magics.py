@@ -77,6 +77,9 @@ def test_wrap_binds_no_other_name(shell: Shell) -> None:
         ("pg = torch.relu(x)", r"'torch\.relu' is no torch\.nn\.Module but an object of builtin_function_or_method"),
         ("pg = Mlp(x)", r"'Mlp' is no torch\.nn\.Module but the class Mlp"),
         ("pg = model(ExtractionOptions(decompose=3), x)", r"decompose"),
+        ("x = model(x)", r"'x' is among the example inputs, which the graph would replace: choose another name"),
+        ("y = model(torch.cat([y, x]))", r"'y' is among the example inputs"),
+        ("list = model(x)", r"'list' is a builtin of Python"),
     ],
 )
 def test_wrap_refuses(shell: Shell, text: str, message: str) -> None:
@@ -198,6 +201,7 @@ def test_which_graph_is_active(shell: Shell) -> None:
     ],
 )
 def test_choosing_says_what_was_chosen(pg: Shell, line: str, said: str) -> None:
+    pg.ok("steer, k = {'a b': 1}, 0")
     ran = pg.ok(f"%graphpatch {line}")
     assert ran.value is None
     assert lines(ran.out) == [said]
@@ -237,6 +241,61 @@ def test_names_of_probes_are_free(pg: Shell) -> None:
     pg.ok("%%graphpatch\npg(x);")
     pg.ok("%graphpatch clear")
     assert "#1 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out  # what it held is a result
+
+
+def test_names_that_are_not_there_yet_are_told(pg: Shell) -> None:
+    said = lines(pg.ok("%graphpatch add hidden[:, k] abs(steer)").out)
+    assert said[1:] == ["note: 'k', 'steer' are not defined yet"]
+    pg.ok("k = 0")
+    said = lines(pg.ok("%graphpatch custom hidden[:, k] lambda v: v + steer").out)
+    assert said[1:] == ["note: 'steer' is not defined yet"]
+
+
+@pytest.mark.parametrize("name", ["In", "Out", "exit", "quit", "get_ipython"])
+def test_names_of_ipython_are_no_variables(pg: Shell, name: str) -> None:
+    assert pg.refused(f"%graphpatch probe hidden {name}").startswith(f"{name!r} is a variable of IPython")
+    assert pg.refused(f"%graphpatch wrap {name} = model(x)").startswith(f"{name!r} is a variable of IPython")
+
+
+def test_what_is_meant_by_quotes_globs_and_lists(pg: Shell) -> None:
+    for path in ("up.weight", "up.bias", "down.bias"):
+        pg.ok(f"%graphpatch zero {path}")
+    for specs, expected in (
+        ("'*.bias'", ["down.bias", "up.bias"]),
+        ('"*.bias"', ["down.bias", "up.bias"]),
+        ("[du]*.bias", ["down.bias", "up.bias"]),
+        ("up.[bw]*", ["up.bias", "up.weight"]),
+        ("'up.bias'", ["up.bias"]),
+        ("#1,#3", ["down.bias", "up.weight"]),
+    ):
+        removed = lines(pg.ok(f"%graphpatch rm {specs}").out)
+        assert sorted(line.split()[-1] for line in removed) == expected
+        pg.ok("%graphpatch undo")
+    assert pg.refused("%graphpatch rm up.[xyz]*").startswith("no chosen patch at 'up.[xyz]*'; nearest:")
+
+
+UNUSUAL = """
+import weakref
+class Anything: pass
+thing = Anything()
+dead = weakref.proxy(thing)
+del thing
+class Raising:
+    @property
+    def __class__(self): raise RuntimeError("unbound")
+raising = Raising()
+globals()[5] = 5
+"""
+
+
+def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
+    pg.ok("%graphpatch zero hidden")
+    pg.ok(UNUSUAL)
+    for line in ("", "list", "probe mul", "ls", "export"):
+        pg.ok(f"%graphpatch {line}")
+    pg.ok("%%graphpatch\npg(x)")
+    assert "there is no variable 'nope'; graphs: pg" in pg.refused("%%graphpatch nope\npg(x)")
+    assert "is no PatchableGraph but an object of" in pg.refused("%graphpatch use dead")
 
 
 @pytest.mark.parametrize(
@@ -468,11 +527,31 @@ def test_export_to_a_file(four: Shell, tmp_path: Path) -> None:
     exec(compile(file.read_text("utf8"), str(file), "exec"), scope)
     assert torch.equal(scope["out"], four.ok("%%graphpatch\npg(x)").value)
     four.ok(f"%graphpatch export -o '{file}'")
+    written = file.read_text("utf8")
+    file.write_text(written + "mine = 1\n", "utf8")
+    assert "was changed since %graphpatch export wrote it" in four.refused(f"%graphpatch export -o '{file}'")
+    assert file.read_text("utf8") == written + "mine = 1\n"
+    file.write_text(written, "utf8", newline="\r\n")  # as an editor on another system saves it
+    four.ok(f"%graphpatch export -o '{file}'")
     file.write_text("mine", "utf8")
     assert "was not written by %graphpatch export" in four.refused(f'%graphpatch export -o "{file}"')
     assert file.read_text("utf8") == "mine"
     four.ok(f'%graphpatch export -o "{file}" --force')
     assert "cannot be written" in four.refused(f"%graphpatch export -o {tmp_path}/nope/a.py")
+
+
+def test_an_export_is_written_whole_or_not_at_all(four: Shell, tmp_path: Path) -> None:
+    link, file = tmp_path / "link.py", tmp_path / "file.py"
+    link.symlink_to(file)
+    assert "which does not exist" in four.refused(f"%graphpatch export -o {link}")
+    assert not file.exists()
+    four.ok(f"%graphpatch export -o {file}")
+    number = file.stat().st_ino
+    four.ok(f"%graphpatch export -o {link}")
+    assert link.is_symlink()
+    assert file.stat().st_ino != number  # replaced, not written into
+    assert "is a directory" in four.refused(f"%graphpatch export -o {tmp_path}/ --force")
+    assert sorted(tmp_path.iterdir()) == [file, link]
 
 
 def test_export_to_a_cell(four: Shell) -> None:

@@ -119,8 +119,12 @@ def test_no_other_file_is_overwritten(session: Session, tmp_path: Path, text: st
 def test_a_link_stays_a_link(session: Session, tmp_path: Path) -> None:
     link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(file)
+    with pytest.raises(SessionFileError, match=r"link' is a link to '.*file', which does not exist"):
+        session_file.save(session, link)
+    assert not file.exists()
 
-    assert session_file.save(session, link) == file
+    file.write_text("{}", encoding="utf8")
+    assert session_file.save(session, link, force=True) == file
     assert link.is_symlink()
     assert link.read_text(encoding="utf8") == TEXT
 
