@@ -152,20 +152,21 @@ class NodeRows:
     specs: list[ValueSpec] = field(default_factory=list)
 
     @classmethod
-    def of(cls, root: Frame, *, with_plumbing: bool = True) -> NodeRows:
-        """Returns the rows of the capture whose root frame is `root`."""
+    def of(cls, root: Frame, *, with_plumbing: bool = True, only_plumbing: bool = False) -> NodeRows:
+        """Returns the rows of the capture whose root frame is `root`; with `only_plumbing`, no others."""
         rows = cls()
-        rows._add_frame(root, "", with_plumbing)
+        states = (True,) if only_plumbing else (False, True) if with_plumbing else (False,)
+        rows._add_frame(root, "", states)
         return rows
 
-    def _add_frame(self, frame: Frame, prefix: str, with_plumbing: bool) -> None:
+    def _add_frame(self, frame: Frame, prefix: str, states: tuple[bool, ...]) -> None:
         add_path, add_node = self.paths.append, self.nodes.append
         add_frame, add_spec = self.frames.append, self.specs.append
         for node in frame.nodes:
             if node.kind == "call":
                 if node.frame is not None:
-                    self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", with_plumbing)
-            elif (with_plumbing or not node.is_plumbing) and is_patchable(node):
+                    self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", states)
+            elif node.is_plumbing in states and is_patchable(node):
                 path, spec = prefix + format_segment(node.name), node.spec
                 if type(spec) is TensorSpec:  # nearly all of them, for which a loop would take twice as long
                     add_path(path)

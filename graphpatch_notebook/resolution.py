@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
@@ -251,8 +252,8 @@ def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
     """
     parts = (*path.names, *path.dig)
     ranked = sorted(_walk(root, ()), key=lambda item: _likeness(parts, *item), reverse=True)
-    candidates = [leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names)]
-    return nearest(str(path), candidates[:1000], count)
+    candidates = (leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names))
+    return nearest(str(path), list(islice(candidates, 1000)), count)
 
 
 def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> float:
@@ -270,11 +271,11 @@ def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
             yield from _walk(call.frame, (*names, call.name))
 
 
-def _graph_paths(frame: Frame, names: tuple[str, ...]) -> list[str]:
-    """Returns the paths of the values in the graph of `frame` itself; plumbing only where there is nothing else."""
+def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:
+    """Yields the paths of the values in the graph of `frame` itself; plumbing only where there is nothing else."""
     own = [node for node in frame.nodes if is_patchable(node)]
     shown = [node for node in own if not node.is_plumbing] or own
-    return [path for node in shown for path in _leaf_paths(names, node)]
+    return (path for node in shown for path in _leaf_paths(names, node))
 
 
 def _leaf_paths(names: tuple[str, ...], node: Node) -> list[str]:

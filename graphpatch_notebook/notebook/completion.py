@@ -171,11 +171,12 @@ class PathCompleter:
         if not colon:
             keys = (Offer(f"{name}:", "search") for name in KEYS if name != "kind")
             return _beginning(typed, keys)
+        # Nothing but these can stand here: what IPython would offer instead takes it seconds to find.
         active = self._active()
         columns = index_of(active.graph).without_plumbing if active is not None else None
         values = _search_values(key.lower(), columns)
         found = _beginning(value, (Offer(name, key) for name in values))
-        return Offers(len(key) + 1, found.offers)
+        return Offers(len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
 
 
 def _search_values(key: str, columns: NodeColumns | None) -> Sequence[str]:

@@ -6,7 +6,8 @@ import difflib
 import re
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any, overload
 
 from graphpatch_notebook.nodes import NodeMap, NodeMeta, NodeRows
@@ -18,6 +19,8 @@ from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_pa
 from graphpatch_notebook.resolution import nearest_paths
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
+# The most names that a misspelled one is compared with: a comparison takes some microseconds.
+_MOST_COMPARED = 2000
 _COLUMNS = (
     Column("path"),
     Column("op", "graph"),
@@ -126,6 +129,12 @@ class NodeColumns:
         """The names of the dtypes, such as `float32`; empty for what is no tensor."""
         return self._column("dtypes", lambda: list(map(_dtype_name, self.rows.specs)))
 
+    @property
+    def stems(self) -> dict[str, str]:
+        """The names of the nodes without the numbers at their ends, each with the first name that has it."""
+        column = self._column("stems", lambda: [_stems(node.name for node in self.rows.nodes)])
+        return column[0]  # type: ignore[no-any-return]
+
     def _column(self, name: str, make: Callable[[], list[Any]]) -> list[Any]:
         column = self._columns.get(name)
         if column is None:
@@ -191,26 +200,32 @@ class NodeIndex:
 
     def __init__(self, nodes: NodeMap) -> None:
         self.nodes = nodes
-        self._columns: dict[bool, NodeColumns] = {}
+        self._columns: dict[str, NodeColumns] = {}
 
     @property
     def all_nodes(self) -> NodeColumns:
         """All nodes that can be patched."""
-        return self._of(True)
+        return self._of("all", with_plumbing=True)
 
     @property
     def without_plumbing(self) -> NodeColumns:
         """Those that carry more than sizes."""
-        return self._of(False)
+        return self._of("without plumbing", with_plumbing=False)
+
+    @property
+    def plumbing(self) -> NodeColumns:
+        """Those that carry only sizes."""
+        return self._of("plumbing", only_plumbing=True)
 
     def prepare(self) -> None:
         """Makes what plain words are looked for in, so that the first query need not wait for it."""
-        _ = self.without_plumbing.texts
+        for columns in (self.without_plumbing, self.plumbing):
+            _ = columns.texts
 
-    def _of(self, with_plumbing: bool) -> NodeColumns:
-        if with_plumbing not in self._columns:
-            self._columns[with_plumbing] = NodeColumns(NodeRows.of(self.nodes.root, with_plumbing=with_plumbing))
-        return self._columns[with_plumbing]
+    def _of(self, name: str, **which: bool) -> NodeColumns:
+        if name not in self._columns:
+            self._columns[name] = NodeColumns(NodeRows.of(self.nodes.root, **which))
+        return self._columns[name]
 
 
 _indices: weakref.WeakKeyDictionary[PatchableGraph, NodeIndex] = weakref.WeakKeyDictionary()
@@ -303,7 +318,7 @@ def _cells(meta: NodeMeta) -> list[str]:
 
 def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
     """Yields what may help somebody whose query found nothing."""
-    if hidden := len(index.all_nodes.matching(terms, patched)):
+    if hidden := len(index.plumbing.matching(terms, patched)):
         yield f"{hidden:,} in the plumbing, that only carries sizes: add is:plumbing"
         return
     columns = index.without_plumbing
@@ -317,14 +332,31 @@ def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterat
         if term.kind == "op":
             yield f"no op is called {value}; nearest: {', '.join(nearest(value, ops))}"
         elif term.kind in ("text", "exact"):
-            close = difflib.get_close_matches(value.lower(), {*ops, *_names(columns.rows)}, cutoff=0.7)
+            close = _close(value.lower(), {op: op for op in ops} | columns.stems)
             if re.search("[.|]", value):
                 close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
             yield f"no path and no op has {value} in it" + (f"; nearest: {', '.join(close)}" if close else "")
 
 
-def _names(rows: NodeRows) -> set[str]:
-    return {node.name for node in rows.nodes}
+def _stems(names: Iterable[str]) -> dict[str, str]:
+    """Returns what is left of the names without the numbers at their ends, each with the first name that has it.
+
+    Example:
+        >>> _stems(["x_1", "x_2", "hidden"])
+        {'x': 'x_1', 'hidden': 'hidden'}
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(name.rstrip("_0123456789").lower() or name, name)
+    return found
+
+
+def _close(value: str, names: Mapping[str, str]) -> list[str]:
+    """Returns the names whose stems are spelled like `value`, with its number or without."""
+    stems = list(islice(names, _MOST_COMPARED))
+    close = difflib.get_close_matches(value, stems, cutoff=0.7)
+    close += difflib.get_close_matches(value.rstrip("_0123456789"), stems, cutoff=0.7)
+    return [names[stem] for stem in dict.fromkeys(close)][:3]
 
 
 _INSIDE = {

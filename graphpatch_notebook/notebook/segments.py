@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.notebook.labels import visible
 from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.places import Place, is_child
@@ -117,30 +117,40 @@ def _children(here: Place, prefix: str, patchable: bool) -> Iterator[Place]:
     if here.graph is not None and folded not in "\n".join(here.graph.names).casefold():
         return  # quicker than to ask each of 50,000 names
 
-    def meant(has: Callable[[str], bool]) -> Iterator[Place]:
-        named = _named(here, has, is_child)
-        return filter(_leads_to_patchable, named) if patchable else named
-
+    names = [name for name in _all_names(here) if folded in name.casefold()] if prefix else _all_names(here)
+    begin = (name for name in names if name.startswith(prefix))
     found = False
-    for child in meant(lambda name: name.startswith(prefix)):
+    for child in _meant(here, begin, patchable):
         found = True
         yield child
     if found or not prefix:
         return
-    others = list(meant(lambda name: folded in name.casefold()))
-    yield from sorted(others, key=lambda child: not _name(child).casefold().startswith(folded))
-    if not others:  # plumbing is for those who ask for it by its name
-        plumbing = _named(here, lambda name: name.startswith(prefix), lambda node: node.is_plumbing)
-        yield from filter(_leads_to_patchable, plumbing)
+    # One after the other, as far as somebody takes them: there may be tens of thousands.
+    first = [name for name in names if name.casefold().startswith(folded)]
+    inside = (name for name in names if not name.casefold().startswith(folded))
+    for child in _meant(here, itertools.chain(first, inside), patchable):
+        found = True
+        yield child
+    if not found and here.graph is not None:  # plumbing is for those who ask for it by its name
+        nodes = here.graph.names
+        plumbing = (here.child(name) for name in names if name.startswith(prefix) and nodes[name].is_plumbing)
+        yield from (child for child in plumbing if child is not None and _leads_to_patchable(child))
 
 
-def _named(here: Place, has: Callable[[str], bool], is_meant: Callable[[Node], bool]) -> Iterator[Place]:
-    if here.graph is not None:
-        # The name first: of 50,000 nodes few have it.
-        names: Iterable[str] = (node.name for node in here.graph.nodes if has(node.name) and is_meant(node))
-    else:
-        names = filter(has, here.children())
-    return (child for child in map(here.child, names) if child is not None)
+def _all_names(here: Place) -> list[str]:
+    """Returns the names there, in order of execution; in a graph those of plumbing and constants, too."""
+    return [node.name for node in here.graph.nodes] if here.graph is not None else here.children()
+
+
+def _meant(here: Place, names: Iterable[str], patchable: bool) -> Iterator[Place]:
+    """Yields the children of these names that may be meant: no plumbing, and with `patchable` what leads to a value."""
+    nodes = here.graph.names if here.graph is not None else None
+    for name in names:
+        if nodes is not None and not is_child(nodes[name]):
+            continue
+        child = here.child(name)
+        if child is not None and (not patchable or _leads_to_patchable(child)):
+            yield child
 
 
 def _name(place: Place) -> str:

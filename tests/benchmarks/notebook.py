@@ -34,6 +34,7 @@ QUERIES = (
     r"/layers_1\d\.self_attn.*linear$/",
     "nothing like this",
 )
+MISSES = ("zzzz", "hiden", "op:zzzz", "self_attn.outputs")
 
 
 class Loop(nn.Module):
@@ -93,6 +94,10 @@ def finding(name: str, pg: PatchableGraph, rounds: int) -> Iterator[Row]:
         query: milliseconds(lambda query=query: repr(find(pg, query)), rounds) for query in QUERIES if find(pg, query)
     }
     yield slowest(f"find in the {name} graph, and the table as text", times, 50)
+    times = {query: milliseconds(lambda query=query: repr(find(pg, query)), rounds, wrapped) for query in MISSES}
+    yield slowest(f"find in the {name} graph, nothing found, first query with its hints", times, 50)
+    times = {query: milliseconds(lambda query=query: repr(find(pg, query)), rounds) for query in MISSES}
+    yield slowest(f"find in the {name} graph, nothing found, with the hints", times, 50)
     everything = NodeIndex(pg.nodes)
     assert len(everything.all_nodes.rows.paths) >= 0.98 * NODES
 
@@ -101,16 +106,18 @@ def active(pg: PatchableGraph) -> Callable[[], ActiveGraph]:
     return lambda: ActiveGraph("pg", pg, session_of(pg))
 
 
-def completing(name: str, pg: PatchableGraph, names: tuple[str, str], rounds: int) -> Iterator[Row]:
+def completing(name: str, pg: PatchableGraph, names: tuple[str, str, str], rounds: int) -> Iterator[Row]:
     shell = InteractiveShell()
     shell.user_ns["pg"] = pg
     completer = PathCompleter(shell, active(pg))
     completer.install()
-    whole, part = names
+    whole, part, inside = names
     texts = (
         "%graphpatch zero ",
         f"%graphpatch zero {whole}",
         f"%graphpatch zero {part}",
+        f"%graphpatch zero {inside}",
+        "%graphpatch find op:zzzz",
         "%graphpatch zero nothing_like_this",
         f"%%graphpatch pg\n%graphpatch ls {part}",
         f'pg.patch({{"{whole}',
@@ -164,10 +171,10 @@ def sections(quick: bool) -> Iterator[Iterator[Row]]:
     yield loading(3 if quick else 5)
     pg = flat()
     yield finding("flat", pg, rounds)
-    yield completing("flat", pg, ("x_100", "hidden"), rounds)
+    yield completing("flat", pg, ("x_100", "hidden", "9"), rounds)
     pg = deep()
     yield finding("deep", pg, rounds)
-    yield completing("deep", pg, ("model.layers_17.self_attn.", "model.layers_1"), rounds)
+    yield completing("deep", pg, ("model.layers_17.self_attn.", "model.layers_1", "model.YERS"), rounds)
     yield searching_keys(pg, rounds)
 
 

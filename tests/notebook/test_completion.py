@@ -121,6 +121,7 @@ def test_every_command_is_completed_and_none_else(typing: Shell) -> None:
         ("find attn -op:batch", ["batch_norm"]),
         ("find sh", ["shape:"]),
         ("find dtype:", ["float32"]),
+        ("find op:zzzz", ["op:zzzz"]),  # rather than what IPython makes of it
         ("export --c", ["--cell"]),
     ],
 )

@@ -181,6 +181,7 @@ def test_where_nothing_is_found_a_hint_says_why() -> None:
     assert "nearest: blocks_0.linear" in repr(find(pg, "blocks_0.linaer"))
     assert repr(find(pg, "zzz")).endswith("no path and no op has zzz in it")
     assert "nearest: relu" in repr(find(pg, "rely"))
+    assert "nearest: relu" in repr(find(pg, "rely_77"))
     assert "nothing found" in find(pg, "zzz")._repr_html_()
 
 
