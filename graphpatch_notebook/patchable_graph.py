@@ -341,13 +341,13 @@ class PatchableGraph(ModuleDelegate):
         """
         known: list[tuple[Snapshot, Derived, Prepared]] = []
 
-        def activate() -> ActiveContext:
+        def activate(origin: PatchContext) -> ActiveContext:
             # The user may have changed the patch map, or edited a graph, since the context was entered last.
             derived = self._current()
             if not known or known[0][1] is not derived or not known[0][0].is_current(patch_map):
                 entries = entries_of(self._root_frame, patch_map, derived.targets)
                 known[:] = [(Snapshot(patch_map), derived, derived.prepare(entries))]
-            return self._enter(known[0][2], strict)
+            return self._enter(known[0][2], strict, origin)
 
         return PatchContext(activate)
 
@@ -371,10 +371,10 @@ class PatchableGraph(ModuleDelegate):
         hierarchy: GraphModule | None = self.__dict__["_hierarchy"]
         return self._has_custom_graphs or (hierarchy is not None and hierarchy.calls_own_graphs)
 
-    def _enter(self, prepared: Prepared, is_strict: bool = False) -> ActiveContext:
+    def _enter(self, prepared: Prepared, is_strict: bool = False, origin: object = None) -> ActiveContext:
         derived = self._current()
         return contexts.enter(
-            self, self._module, self._root_frame, prepared, derived.callers, derived.own_graphs, is_strict
+            self, self._module, self._root_frame, prepared, derived.callers, derived.own_graphs, is_strict, origin
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -128,6 +128,15 @@ def function_mode_depth() -> int:
     return torch._C._len_torch_function_stack()
 
 
+def pop_function_modes(depth: int) -> None:
+    """Switches off the function modes beyond the first `depth` that are on, which nobody else can do any more.
+
+    `torch.overrides._pop_mode`: torch 2.0 to 2.13. Told by: tests/laws/test_law_05_interrupts.py.
+    """
+    while torch._C._len_torch_function_stack() > depth:
+        torch.overrides._pop_mode()
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` runs code of `torch.compile`: a wrapper made by it, or compiled in place.
 

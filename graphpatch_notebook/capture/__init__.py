@@ -19,7 +19,7 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
-from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
+from graphpatch_notebook.capture.forward_swap import Swaps, observer
 from graphpatch_notebook.capture.recorder import Recorder
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
@@ -45,17 +45,19 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     options.check()
     modules = reachable_modules(module)
     recorder = Recorder(module, options)
-    swapped = swap(modules)
-    observer_token = observer.set(recorder)
-    apply_token = apply_observer.set(recorder)
+    swaps = Swaps()
+    observed, applied = observer.get(), apply_observer.get()
     try:
+        swaps.hold(modules)
+        observer.set(recorder)
+        apply_observer.set(recorder)
         is_plain = not any(map(is_compiled, modules))
         with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply(), recorder:
             module(*args, **kwargs)
     finally:
-        apply_observer.reset(apply_token)
-        observer.reset(observer_token)
-        unswap(swapped)
+        apply_observer.set(applied)
+        observer.set(observed)
+        swaps.let_go()
         for reached in modules:
             _drop_sizes(reached)
     if recorder.root_frame is None:

@@ -83,13 +83,18 @@ def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
 class _Swap:
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.count = 0
+        self.holders: set[Swaps] = set()
+        self.is_installed = False
         self.attribute = innermost_forward(module)
         self.before = module.__dict__.get(self.attribute, _ABSENT)
         self.original: Callable[..., Any] = getattr(module, self.attribute)
         self.forward = _SwappedForward(module, self.original)
-        # Bypasses `nn.Module.__setattr__`, which some models override.
-        module.__dict__[self.attribute] = self.forward
+
+    def install(self) -> None:
+        if not self.is_installed:
+            # Bypasses `nn.Module.__setattr__`, which some models override.
+            self.module.__dict__[self.attribute] = self.forward
+            self.is_installed = True
 
     def restore(self) -> None:
         if self.module.__dict__.get(self.attribute) is not self.forward:
@@ -109,33 +114,39 @@ def innermost_forward(module: Module) -> str:
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
 
 
-def swap(modules: Iterable[Module]) -> list[Module]:
-    """Swaps `forward` of each module, and returns the modules to hand to `unswap`."""
-    swapped: list[Module] = []
-    with _lock:
-        try:
+class Swaps:
+    """Swaps of `forward`, for as long as somebody holds them.
+
+    An interrupt may come between any two instructions. So what is to be taken back is noted before it is done, and
+    `let_go` can be called again where it did not come to its end.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[Module] = []
+
+    def hold(self, modules: Iterable[Module]) -> None:
+        """Swaps `forward` of each module, until `let_go`."""
+        with _lock:
             for module in modules:
-                if (known := _swaps.get(id(module))) is None:
+                self._modules.append(module)
+                known = _swaps.get(id(module))
+                if known is None:
                     known = _swaps[id(module)] = _Swap(module)
-                known.count += 1
-                swapped.append(module)
-        except BaseException:
-            unswap(swapped)
-            raise
-    return swapped
+                known.holders.add(self)
+                known.install()
 
-
-def unswap(modules: Iterable[Module]) -> None:
-    """Takes one swap of each module back; the last one restores the module."""
-    with _lock:
-        for module in modules:
-            known = _swaps.get(id(module))
-            if known is None:
-                continue
-            known.count -= 1
-            if known.count <= 0:
-                del _swaps[id(module)]
-                known.restore()
+    def let_go(self) -> None:
+        """Takes all of it back; modules that nobody else holds swapped are as they were."""
+        with _lock:
+            for module in self._modules:
+                known = _swaps.get(id(module))
+                if known is None:
+                    continue
+                known.holders.discard(self)
+                if not known.holders:
+                    known.restore()
+                    _swaps.pop(id(module), None)
+            self._modules.clear()
 
 
 def is_swapped(module: Module) -> bool:
@@ -149,4 +160,4 @@ def original_forward(module: Module) -> Callable[..., Any]:
     return known.original if known is not None else getattr(module, innermost_forward(module))
 
 
-__all__ = ["Observer", "innermost_forward", "invoke", "is_swapped", "observer", "original_forward", "swap", "unswap"]
+__all__ = ["Observer", "Swaps", "innermost_forward", "invoke", "is_swapped", "observer", "original_forward"]

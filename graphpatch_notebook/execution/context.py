@@ -21,16 +21,24 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import forward_swap
 from graphpatch_notebook.capture.autograd_functions import visible_apply
-from graphpatch_notebook.capture.forward_swap import observer, swap, unswap
+from graphpatch_notebook.capture.forward_swap import Swaps, observer
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
+from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.graph_modules import CompiledGraphModule
-from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_in_backward, runs_hooks
+from graphpatch_notebook.torch_compat import (
+    compiled_code_runs_eagerly,
+    function_mode_depth,
+    is_in_backward,
+    pop_function_modes,
+    runs_hooks,
+)
+from graphpatch_notebook.warning_places import warn_each_time
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class ActiveContext:
         is_strict: bool,
         own: Sequence[Entry],
         step_count: StepCount,
+        origin: object,
     ) -> None:
         self.owner = owner
         self.root = root
@@ -82,7 +91,7 @@ class ActiveContext:
         self.plan = prepared.plan
         self.callers = callers
         self.is_strict = is_strict
-        self.watched: list[Module] = []
+        self.swaps = Swaps()
         self.own = own
         self.step_count = step_count
         self.hooks = ModuleHooks()
@@ -91,7 +100,10 @@ class ActiveContext:
         self.awaits_backward = False
         self.is_left = False
         self.after_call: tuple[Callable[[], None], ...] = ()
-        self.origin: object = None
+        self.origin = origin
+        self.outer_observer = observer.get()
+        self.told: set[str] = set()
+        self.repetitions = Repetitions()
 
 
 _active: ContextVar[tuple[ActiveContext, ...]] = ContextVar("graphpatch_contexts", default=())
@@ -122,19 +134,23 @@ def enter(
     callers: Callers,
     own_graphs: Sequence[CompiledGraphModule] = (),
     is_strict: bool = False,
+    origin: object = None,
 ) -> ActiveContext:
-    """Activates what is `prepared`, after the patches of the contexts of `owner` that are active already."""
+    """Activates what is `prepared`, after the patches of the contexts of `owner` that are active already.
+
+    `origin` tells the context from others.
+    """
     outer = innermost(owner)
     own = prepared.entries
     if outer is not None:
         prepared = prepare(frame, [*outer.prepared.entries, *own], callers, own_graphs)
         is_strict |= outer.is_strict
     step_count = outer.step_count if outer is not None else StepCount()
-    context = ActiveContext(owner, root, prepared, callers, is_strict, own, step_count)
+    context = ActiveContext(owner, root, prepared, callers, is_strict, own, step_count, origin)
     if outer is not None:
         context.after_call = outer.after_call
     try:
-        context.watched = swap(prepared.watched)
+        context.swaps.hold(prepared.watched)
         for module in prepared.with_patched_boundary:
             if runs_hooks(module):
                 context.hooks.hold(module)
@@ -142,16 +158,14 @@ def enter(
             _entered.append(context)
         _active.set((*_active.get(), context))
     except BaseException:
-        _let_go(context)
+        _take_back(context)
         raise
     return context
 
 
 def leave(context: ActiveContext) -> None:
     """Takes back what `enter` did."""
-    context.is_left = True
-    _active.set(tuple(c for c in _active.get() if c is not context))
-    _let_go(context)
+    _take_back(context)
     if context.awaits_backward:
         warnings.warn(
             "the model recomputes its forward in backward (activation checkpointing), and no backward ran inside the "
@@ -162,13 +176,25 @@ def leave(context: ActiveContext) -> None:
         )
 
 
+def _take_back(context: ActiveContext) -> None:
+    try:
+        _let_go(context)
+    except BaseException:
+        _let_go(context)  # an impatient user's second interrupt: the model must be left as it was all the same
+        raise
+
+
 def _let_go(context: ActiveContext) -> None:
+    context.is_left = True
+    context.hooks.let_go()
+    context.swaps.let_go()
     with _lock:
         if context in _entered:
             _entered.remove(context)
-    context.hooks.let_go()
-    unswap(context.watched)
-    context.watched = []
+    # What an interrupted call may have left there.
+    if isinstance(observer.get(), Run) and observer.get() is not context.outer_observer:
+        observer.set(context.outer_observer)
+    _active.set(tuple(c for c in _active.get() if c is not context))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -180,10 +206,18 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     plan, is_direct = context.plan, function is context.root
     steps = Steps(plan.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
     run = Run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
+    run.repetitions = context.repetitions
     context.has_runs = True
     outer = observer.get()
     is_inside = isinstance(outer, Run) and outer.root is context.root  # of another call of the same object
-    result = _observed(run, function, args, kwargs)
+    modes = function_mode_depth()
+    try:
+        result = _observed(run, function, args, kwargs)
+    except BaseException:
+        # An interrupt may come between any two instructions, also between those that take things back.
+        observer.set(outer)
+        pop_function_modes(modes)
+        raise
     if context.is_left:
         raise GraphPatchError(
             "the patch context ended while this call ran in it, in another thread: some of its patches may be missing "
@@ -194,7 +228,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     if steps is not None:
         unfired = steps.settle(unfired, run.fired)
     if unfired:
-        _report(f"{_patches(unfired)} never fired during this call", unfired, context.is_strict, stacklevel=5)
+        _report(f"{_patches(unfired)} never fired during this call", unfired, context)
     if context.after_call and not is_inside:
         for tell in context.after_call:
             tell()
@@ -223,18 +257,20 @@ def _patches(unfired: list[tuple[Entry, str]]) -> str:
     return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
 
 
-def _report(what: str, unfired: list[tuple[Entry, str]], is_strict: bool, stacklevel: int) -> None:
+def _report(what: str, unfired: list[tuple[Entry, str]], context: ActiveContext) -> None:
     message = f"{what}: " + "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
-    if is_strict:
+    if context.is_strict:
         raise PatchNotFiredError(message)
-    warnings.warn(message, PatchNotFiredWarning, stacklevel=stacklevel)
+    if message not in context.told:
+        context.told.add(message)
+        warn_each_time(message, PatchNotFiredWarning)
 
 
 def report_idle(context: ActiveContext) -> None:
     """Reports the patches of a context for steps or positions that came up in none of the direct calls in it."""
     idle = context.step_count.take_idle(context.own)
     if idle:
-        _report(f"{_patches(idle)} never fired in this context", idle, context.is_strict, stacklevel=4)
+        _report(f"{_patches(idle)} never fired in this context", idle, context)
 
 
 # -- activation checkpointing: forwards that run again during backward -------------------------------------------------
@@ -290,19 +326,38 @@ class PatchContext:
 
     after_call: Callable[[], None] | None = None
 
-    def __init__(self, activate: Callable[[], ActiveContext]) -> None:
+    def __init__(self, activate: Callable[[PatchContext], ActiveContext]) -> None:
         self._activate = activate
 
     def __enter__(self) -> None:
-        context = self._activate()
-        context.origin = self
-        if self.after_call is not None:
-            context.after_call = (*context.after_call, self.after_call)
+        before = _active.get()
+        try:
+            context = self._activate(self)
+            if self.after_call is not None:
+                context.after_call = (*context.after_call, self.after_call)
+        except BaseException:
+            self._leave_all_but(before)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        context = next(context for context in reversed(_entered_here()) if context.origin is self)
-        leave(context)
-        if kind is None:
+        try:
+            context = self._leave_innermost()
+        except BaseException:  # an interrupt that came in between
+            self._leave_innermost()
+            raise
+        if kind is None and context is not None:
             report_idle(context)
+
+    def _leave_innermost(self) -> ActiveContext | None:
+        context = next((context for context in reversed(_active.get()) if context.origin is self), None)
+        if context is not None:
+            leave(context)
+        return context
+
+    def _leave_all_but(self, before: tuple[ActiveContext, ...]) -> None:
+        """Takes back what was entered before an interrupt came."""
+        for context in _active.get():
+            if context.origin is self and context not in before:
+                _take_back(context)

@@ -15,7 +15,28 @@ from torch.utils.hooks import RemovableHandle
 from graphpatch_notebook.capture.forward_swap import observer
 
 _lock = threading.Lock()
-_hooks: dict[int, tuple[list[RemovableHandle], int]] = {}
+_hooks: dict[int, _Hooks] = {}
+
+
+class _Hooks:
+    """The pair of hooks on one module."""
+
+    def __init__(self, module: Module) -> None:
+        self.holders: set[ModuleHooks] = set()
+        self._module = module
+        self._on_inputs: RemovableHandle | None = None
+        self._on_output: RemovableHandle | None = None
+
+    def install(self) -> None:
+        if self._on_inputs is None:
+            self._on_inputs = self._module.register_forward_pre_hook(_on_inputs, with_kwargs=True)
+        if self._on_output is None:
+            self._on_output = self._module.register_forward_hook(_on_output)
+
+    def remove(self) -> None:
+        for handle in (self._on_inputs, self._on_output):
+            if handle is not None:
+                handle.remove()
 
 
 def takes_hooks(module: Module) -> bool:
@@ -24,7 +45,7 @@ def takes_hooks(module: Module) -> bool:
 
 
 class ModuleHooks:
-    """The hooks that one context holds."""
+    """The hooks that one context holds. As with `Swaps`, `let_go` can be called again after an interrupt."""
 
     def __init__(self) -> None:
         self._modules: dict[int, Module] = {}
@@ -35,23 +56,24 @@ class ModuleHooks:
             return
         self._modules[id(module)] = module
         with _lock:
-            handles, count = _hooks.get(id(module), ([], 0))
-            if not handles:
-                handles.append(module.register_forward_pre_hook(_on_inputs, with_kwargs=True))
-                handles.append(module.register_forward_hook(_on_output))
-            _hooks[id(module)] = (handles, count + 1)
+            known = _hooks.get(id(module))
+            if known is None:
+                known = _hooks[id(module)] = _Hooks(module)
+            known.holders.add(self)
+            known.install()
 
     def let_go(self) -> None:
         """Takes back all that `hold` did."""
-        for key in self._modules:
-            with _lock:
-                handles, count = _hooks.pop(key)
-                if count > 1:
-                    _hooks[key] = (handles, count - 1)
+        with _lock:
+            for key in self._modules:
+                known = _hooks.get(key)
+                if known is None:
                     continue
-                for handle in handles:
-                    handle.remove()
-        self._modules.clear()
+                known.holders.discard(self)
+                if not known.holders:
+                    known.remove()
+                    _hooks.pop(key, None)
+            self._modules.clear()
 
 
 def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

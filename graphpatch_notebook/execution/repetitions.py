@@ -6,19 +6,18 @@ only some are, these and no others are.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 from torch.nn import Module
 
 from graphpatch_notebook.errors import RepeatedCallWarning
 from graphpatch_notebook.execution.plan import Entry, FramePlan
-from graphpatch_notebook.graph_modules.belief import level_of_caller
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.warning_places import warn_each_time
 
 
 class Repetitions:
-    """What was told in one run: each module and each call site once."""
+    """What was told in one patch context: each module and each call site once."""
 
     def __init__(self) -> None:
         self._told: set[int] = set()
@@ -49,10 +48,9 @@ class Repetitions:
 
 def _warn(paths: Sequence[str], what: str, verb: str, count: int) -> None:
     shown = ", ".join(map(repr, paths)) if len(paths) <= 3 else f"{paths[0]!r} to {paths[-1]!r}"
-    warnings.warn(
+    warn_each_time(
         f"{shown}: {what} was {verb} {'once' if count == 1 else f'{count} times'} when it was captured, but is {verb} "
         "more often in this run: there is no patch on the calls after that; make the PatchableGraph with inputs that "
         "come to it as often to patch each call",
         RepeatedCallWarning,
-        stacklevel=level_of_caller(),
     )

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -26,14 +24,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from graphpatch_notebook.errors import LiveFallbackWarning
 from graphpatch_notebook.graph_modules.equality import IncomparableError, difference
 from graphpatch_notebook.graph_modules.live_runs import Runnable, is_live_only, live_only, run_live
 from graphpatch_notebook.graph_modules.signatures import UnseenError, Watch, input_key, settings_key
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.warning_places import level_of_caller
 
 _MOST_VERDICTS = 1000
 
@@ -305,22 +302,6 @@ def reporting() -> Iterator[None]:
             LiveFallbackWarning,
             stacklevel=level_of_caller(),
         )
-
-
-def level_of_caller() -> int:
-    """Returns the `stacklevel` at which a warning, given by the caller of this, names a line of the user's code."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_INSIDE = (
-    os.path.dirname(os.path.dirname(__file__)),
-    os.path.dirname(torch.__file__),
-    os.path.dirname(contextlib.__file__) + os.sep + "contextlib",
-    "<graphpatch",
-)
 
 
 @contextlib.contextmanager

@@ -16,12 +16,11 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import (
     Observer,
+    Swaps,
     innermost_forward,
     invoke,
     observer,
     original_forward,
-    swap,
-    unswap,
 )
 from graphpatch_notebook.capture.records import Frame
 
@@ -71,12 +70,13 @@ def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, An
     if not graph_module.calls_own_graphs:
         with observed_by(_NOBODY):
             return invoke(forward, args, kwargs)
-    swapped = swap([callee.frame.module for callee in graph_module.callees()])
+    swaps = Swaps()
     try:
+        swaps.hold(callee.frame.module for callee in graph_module.callees())
         with live_only(), observed_by(_Router(graph_module)):
             return invoke(forward, args, kwargs)
     finally:
-        unswap(swapped)
+        swaps.let_go()
 
 
 def is_hooked(module: Module) -> bool:
@@ -86,12 +86,13 @@ def is_hooked(module: Module) -> bool:
 
 def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `run(args, kwargs)` where the hooks of accelerate run the module's own forward."""
-    swapped = swap([module])
+    swaps = Swaps()
     try:
+        swaps.hold([module])
         with observed_by(_Diversion(module, run)):
             return module.forward(*args, **kwargs)
     finally:
-        unswap(swapped)
+        swaps.let_go()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import invoke, swap, unswap
+from graphpatch_notebook.capture.forward_swap import Swaps, invoke
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.graph_modules import belief
@@ -141,12 +141,13 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     verifier = _Verifier(root)
     state = ModuleState(root.frame.module)
     first, second = copied((args, kwargs)), copied((args, kwargs))
-    swapped = swap(reachable_modules(root.frame.module))
+    swaps = Swaps()
     try:
+        swaps.hold(reachable_modules(root.frame.module))
         with observed_by(verifier):
             root.frame.module(*first[0], **first[1])
     finally:
-        unswap(swapped)
+        swaps.let_go()
         state.restore()
     refusals = verifier.refusals
     if isinstance(root, RunnableGraph) and root in refusals and refusals[root] is None:

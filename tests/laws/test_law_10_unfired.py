@@ -91,3 +91,16 @@ def test_a_block_without_a_call_says_nothing(pg: PatchableGraph) -> None:
         warnings.simplefilter("error")
         with pg.patch({"bent": ZeroPatch()}, strict=True):
             pass
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_it_is_shown_in_each_context_that_a_line_enters(pg: PatchableGraph, calls: int) -> None:
+    """As Python shows it by default: else who runs a cell again would see numbers without a patch, and no warning."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with pg.patch({"bent": ZeroPatch()}):
+                for _ in range(calls):
+                    pg(X, detour=False)
+    assert len(shown) == 3
+    assert {warning.filename for warning in shown} == {__file__}
