@@ -330,14 +330,24 @@ RICH_STYLES: dict[Style, str] = {
     "note": "dim",
     "line": "dim",
 }
-# Readable on white and on black: contrast of at least 4 to both.
+
+
+def css_colour(colour: str) -> str:
+    """Returns the CSS declarations of a text colour that can be read on a light and on a dark page.
+
+    No colour has enough contrast (4.5) to both white and black: it is mixed with the page's own colour of text, darker
+    on a light page, lighter on a dark one. Browsers that cannot mix show the colour itself, of contrast 4 to both.
+    """
+    return f"color:{colour};color:color-mix(in srgb,{colour} 75%,currentColor)"
+
+
 CSS_STYLES: dict[Style, str] = {
     "name": "",
-    "graph": "color:#2c7fb8;font-weight:600",
-    "tensor": "color:#3a8a4d",
-    "container": "color:#a06a1c",
-    "number": "color:#a05aa8",
-    "object": "color:#a05aa8",
+    "graph": f"{css_colour('#2c7fb8')};font-weight:600",
+    "tensor": css_colour("#3a8a4d"),
+    "container": css_colour("#a06a1c"),
+    "number": css_colour("#a05aa8"),
+    "object": css_colour("#a05aa8"),
     "note": "opacity:.7",
     "line": "opacity:.5",
 }

@@ -15,7 +15,12 @@ from graphpatch_notebook.places import Place
 from graphpatch_notebook.resolution import graph_class
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec
 
-_COLUMNS = (Column("name"), Column("what", "graph"), Column("value", "tensor"), Column("", "note", is_cut=True))
+_COLUMNS = (
+    Column("name", is_whole=True),
+    Column("what", "graph"),
+    Column("value", "tensor"),
+    Column("", "note", is_cut=True),
+)
 
 
 @dataclass(frozen=True, slots=True)

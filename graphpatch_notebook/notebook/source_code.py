@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from graphpatch_notebook.tree import is_colour_terminal
+from graphpatch_notebook.tree import css_colour, is_colour_terminal
 
-# Readable on white and on black: contrast of at least 4 to both.
 _COLOURS = {
     "Token.Comment": "#808080",
     "Token.Keyword": "#2c7fb8",
@@ -75,4 +74,4 @@ def as_html(text: str) -> str:
 def _span(text: str, kind: str) -> str:
     escaped = html.escape(text)
     colour = next((colour for start, colour in _COLOURS.items() if kind.startswith(start)), None)
-    return f'<span style="color:{colour}">{escaped}</span>' if colour and text.strip() else escaped
+    return f'<span style="{css_colour(colour)}">{escaped}</span>' if colour and text.strip() else escaped

@@ -35,11 +35,15 @@ class Column:
         title: What stands above it.
         style: What colour it has.
         is_cut: Whether it is cut at the end of its line in a narrow terminal; other columns go on in the next line.
+        is_whole: Whether it stays whole on one line, however narrow the terminal: what is copied from there.
+        is_optional: Whether it is left out where the others have no room beside it.
     """
 
     title: str
     style: Style = "name"
     is_cut: bool = False
+    is_whole: bool = False
+    is_optional: bool = False
 
 
 class Table(Sequence[Item]):
@@ -125,6 +129,9 @@ class Table(Sequence[Item]):
         console = Console(
             file=io.StringIO(), force_terminal=True, force_jupyter=False, color_system="standard", width=width
         )
+        needed = sum(w + _GAP for w in self._fitted(self._shown_rows(), width) if w)
+        if any(column.is_whole for column in self.columns):
+            console.width = max(width, needed)  # the terminal breaks such lines: what is copied from it stays whole
         with console.capture() as captured:
             console.print(self.__rich__(width))
         return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
@@ -137,22 +144,31 @@ class Table(Sequence[Item]):
         rows = self._shown_rows()
         grid = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
         widths = self._fitted(rows, width or shutil.get_terminal_size().columns)
-        for column, column_width in zip(self.columns, widths, strict=True):
-            overflow = {"overflow": "ellipsis", "no_wrap": True} if column.is_cut else {"overflow": "fold"}
-            grid.add_column(column.title, style=RICH_STYLES[column.style], width=column_width, **overflow)
+        shown = [i for i, column_width in enumerate(widths) if column_width or not self.columns[i].is_optional]
+        for i in shown:
+            column = self.columns[i]
+            is_cut = column.is_cut or column.is_whole
+            overflow = {"overflow": "ellipsis", "no_wrap": True} if is_cut else {"overflow": "fold"}
+            grid.add_column(column.title, style=RICH_STYLES[column.style], width=widths[i], **overflow)
         for row in rows:
-            grid.add_row(*map(Text, row))  # as `Text`: in a string, `[red]` would mean something
+            grid.add_row(*(Text(row[i]) for i in shown))  # as `Text`: in a string, `[red]` would mean something
         texts = [Text(self.title, style="bold")] if self.title else []
         return Group(*texts, *([grid] if rows else ()), *(Text(line, style="dim") for line in self._footer()))
 
     def _fitted(self, rows: Sequence[Sequence[str]], width: int) -> list[int]:
-        """Returns the widths of the columns in a terminal that is `width` wide."""
+        """Returns the widths of the columns in a terminal that is `width` wide: 0 for one that is left out."""
         widths = [max(map(_width, column)) for column in zip(*rows, self._titles(), strict=True)]
         excess = sum(widths) + _GAP * len(widths) - width
-        # Those that are cut first, then the widest.
-        order = sorted(range(len(widths)), key=lambda i: (not self.columns[i].is_cut, -widths[i]))
+        # Those that may be left out first, then those that are cut, then the widest.
+        order = sorted(
+            (i for i, column in enumerate(self.columns) if not column.is_whole),
+            key=lambda i: (not self.columns[i].is_optional, not self.columns[i].is_cut, -widths[i]),
+        )
         for i in order:
             given = max(0, min(excess, widths[i] - _NARROWEST))
+            if given < excess and self.columns[i].is_optional:
+                given = widths[i]
+                excess -= _GAP
             widths[i] -= given
             excess -= given
         return widths
@@ -160,7 +176,7 @@ class Table(Sequence[Item]):
     def _repr_html_(self) -> str:
         rows = self._shown_rows()
         head = "".join(_html_cell("th", title, "opacity:.7;font-weight:600") for title in self._titles())
-        styles = [CSS_STYLES[column.style] for column in self.columns]
+        styles = [CSS_STYLES[column.style] + (_CSS_WRAPPED if column.is_cut else "") for column in self.columns]
         body = "\n".join(
             "<tr>" + "".join(_html_cell("td", *cell) for cell in zip(row, styles, strict=True)) + "</tr>"
             for row in rows
@@ -193,6 +209,10 @@ def _plain_line(cells: Sequence[str], widths: Sequence[int]) -> str:
 def _width(text: str) -> int:
     """Returns how many columns of a terminal `text` takes."""
     return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+# Behind the style of a cell: long text goes on in the next line, and is not lost at the edge of the page.
+_CSS_WRAPPED = ";white-space:pre-wrap;overflow-wrap:anywhere;min-width:16ch"
 
 
 def _html_cell(tag: str, text: str, style: str) -> str:

@@ -38,7 +38,7 @@ def test_html_shows_the_code_and_nothing_else() -> None:
 
     assert html.unescape(re.sub(r"<[^>]*>", "", shown)) == TEXT.rstrip("\n")
     assert "<script" not in shown
-    assert re.search(r'<span style="color:#2c7fb8">from</span>', shown)
+    assert re.search(r'<span style="color:#2c7fb8;[^"]*">from</span>', shown)
 
 
 def test_ipython_formats() -> None:

@@ -14,7 +14,9 @@ from rich.console import Console
 
 from graphpatch_notebook.notebook.labels import visible
 from graphpatch_notebook.notebook.search import find
+from graphpatch_notebook.notebook.source_code import as_html
 from graphpatch_notebook.notebook.tables import Column, Table
+from graphpatch_notebook.tree import CSS_STYLES
 from tests.notebook.hostile import KEYS, hostile_graph
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -92,6 +94,70 @@ def test_it_is_the_sequence_of_all_its_rows() -> None:
     assert repr(long).endswith("\n… 10 more: look elsewhere")
     assert repr(long).count("\n") == 51
     assert Elements(long._repr_html_()).cells[-3].startswith("49")
+
+
+def found_at(width: int, terminal: pytest.MonkeyPatch, paths: list[str]) -> list[str]:
+    """The lines that `find` shows of these paths in a terminal."""
+    columns = [
+        Column("path", is_whole=True),
+        Column("op", "graph", is_cut=True),
+        Column("value", "tensor"),
+        Column("source", "note", is_cut=True, is_optional=True),
+    ]
+    rows = [[path, "scaled_dot_product_attention", "[1, 128, 8192] f16", "x = " + "f(" * 60] for path in paths]
+    terminal.setenv("COLUMNS", str(width))
+    return ANSI.sub("", shown_at(Terminal(), Table(columns, rows, lambda row: row))).split("\n")
+
+
+def test_paths_stay_whole_and_sources_make_room_first(terminal: pytest.MonkeyPatch) -> None:
+    paths = ["model.layers_17.self_attn.hidden_states_2", "model.norm"]
+    wide, less, narrow, narrowest = (found_at(width, terminal, paths) for width in (120, 80, 78, 30))
+    assert all(path in line for shown in (wide, less, narrow) for path, line in zip(paths, shown[1:], strict=False))
+    assert all(any(path in line for line in narrowest) for path in paths)
+    assert all(len(shown) == 3 for shown in (wide, less, narrow))
+    assert wide[0].split() == ["path", "op", "value", "source"]
+    assert wide[1].endswith("…")
+    assert less[0].split() == narrow[0].split() == ["path", "op", "value"]
+    assert max(map(len, less)) <= 80
+    assert "scaled_dot_" in narrow[1]
+    assert "[1, 128, 8192] f16" in narrow[1]
+    assert len(found_at(400, terminal, paths)[1].split("f(")) == 61
+
+
+def test_long_sources_are_not_lost_in_html() -> None:
+    html = table([["a", "b", "c" * 200]])._repr_html_()
+    (cell,) = re.findall(r'<td style="([^"]*)">c', html)
+    assert cell.endswith("white-space:pre-wrap;overflow-wrap:anywhere;min-width:16ch")
+    assert "pre-wrap" not in html.partition(">a<")[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Colours
+
+
+def luminance(colour: list[float]) -> float:
+    """The relative luminance of WCAG 2.1, of a colour of parts from 0 to 1."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(style: str, text: float, page: float) -> float:
+    """How well text of this style can be read on a page: both grey, and the page's own text colour, too."""
+    mixed = re.search(r"color-mix\(in srgb,#(\w{6}) (\d+)%,currentColor\)", style)
+    assert mixed is not None
+    part = int(mixed[2]) / 100
+    colour = [int(mixed[1][i : i + 2], 16) / 255 * part + text * (1 - part) for i in (0, 2, 4)]
+    light, dark = sorted([luminance(colour) + 0.05, luminance([page] * 3) + 0.05], reverse=True)
+    return light / dark
+
+
+# What JupyterLab has: its text is not wholly black on white (.87), and wholly white on #111.
+@pytest.mark.parametrize(("text", "page"), [(0.13, 1.0), (1.0, 0x11 / 255), (0.0, 1.0), (0.8, 0.0)])
+def test_colours_can_be_read_on_light_and_dark_pages(text: float, page: float) -> None:
+    styles = [style for style in CSS_STYLES.values() if "color:" in style]
+    styles += re.findall(r'style="(color:[^"]*)"', as_html("import x  # y\ndef f(): return 'a' + str(1)"))
+    assert len(set(styles)) >= 6
+    assert min(contrast(style, text, page) for style in styles) >= 4.5
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
