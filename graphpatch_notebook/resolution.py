@@ -84,7 +84,17 @@ def parse(text: str) -> ParsedPath:
         return parse_path(text)
     except ValueError as error:
         hint = "; a position in a sequence is written output|sub_0" if "[" in text else ""
+        if text.count("|") > 1 and (meant := _with_one_bar(text)) is not None:
+            hint = f"; inside of a container a dot leads on: {meant!r}"
         raise Unresolvable(f"{error}{hint}", is_unknown=True) from None
+
+
+def _with_one_bar(text: str) -> str | None:
+    first, _, rest = text.partition("|")
+    try:
+        return str(parse_path(f"{first}|{rest.replace('|', '.')}"))
+    except ValueError:
+        return None
 
 
 def is_patchable(node: Node) -> bool:

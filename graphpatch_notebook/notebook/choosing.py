@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, Kind, names_used
 from graphpatch_notebook.notebook.command_line import Place, arguments, split_options, without_comment
+from graphpatch_notebook.notebook.expressions import as_argument, without_syntax_warnings
 from graphpatch_notebook.notebook.session import ChosenPatches, Session
+from graphpatch_notebook.notebook.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.workspace import Workspace, counted
 from graphpatch_notebook.paths import nearest, parse_path
 
@@ -17,26 +22,34 @@ OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-
 
 
 def choose(workspace: Workspace, kind: Kind, text: str) -> None:
-    """Chooses one more patch.
+    """Chooses one more patch; none, if the same one is chosen already: a cell may be run again.
 
     Raises:
         SessionError: It cannot be applied there, or is not written like that.
     """
     session = workspace.current().session
-    place, options, value = _taken_apart(text)
+    root = session.graph._root_frame
+    place, options, value = _taken_apart(text, root)
     if not place.path:
         raise SessionError(f"{kind} needs the path of a node: %graphpatch {kind} PATH[slice] ...")
     fields: dict[str, Any] = {"slice": place.slice, **_restrictions(options)}
     # The path first: a mistake in it would make nonsense of what is said about the rest.
-    path = session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
+    path = _path(session, place, kind, root)
+    variable = _variable(value) if kind in OBSERVING else None
     if kind in OBSERVING:
-        fields["name"] = _variable(value) or session.free_name(path, workspace.results.names_of_others())
+        fields["name"] = variable or session.free_name(path, workspace.results.names_of_others())
     elif kind in WITH_VALUE:
         fields["value"] = value or None
+        if kind != "custom":
+            _check_number(kind, value)
     elif value:
         hint = "; a slice stands directly behind the path" if value.startswith("[") else ""
         raise SessionError(f"{kind} takes no value, but {value!r} was given{hint}")
     wanted = ChosenPatch(path, kind, **fields)
+    if (same := _same(session.chosen, wanted, any_name=variable is None)) is not None:
+        how = "" if same.is_enabled else f", but disabled: %graphpatch enable #{same.number}"
+        print(f"#{same.number} {described(same)} is chosen already{how}")
+        return
     check = session.check(wanted)
     added = session.add(wanted)
     print(f"#{added.number} {described(added)}{_shape_note(check.sliced, added)}{_name_note(workspace, added)}")
@@ -48,17 +61,59 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
         print(f"note: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
 
 
-def _taken_apart(text: str) -> tuple[Place, dict[str, str], str]:
+def _check_number(kind: str, value: str) -> None:
+    """Makes sure that what is written out in the code is a number; of what is computed nothing is known yet."""
+    try:
+        with without_syntax_warnings():
+            literal = ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return
+    if isinstance(literal, (int, float, complex)):
+        return
+    what = "None" if literal is None else f"a {type(literal).__name__}"
+    repair = f": torch.tensor({as_argument(value)})" if isinstance(literal, (list, tuple)) else ""
+    raise ChosenPatchError("value", f"{kind} takes a number or a tensor, not {what}, {value}{repair}")
+
+
+def _path(session: Session, place: Place, kind: Kind, root: Frame) -> str:
+    """Returns the path in its usual spelling."""
+    try:
+        return session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
+    except ChosenPatchError as problem:
+        raise ChosenPatchError(problem.field, advice(str(problem), place, kind, root)) from None
+
+
+def _same(chosen: ChosenPatches, wanted: ChosenPatch, *, any_name: bool) -> ChosenPatch | None:
+    """Returns the chosen patch that does what `wanted` would do; with `any_name`, whatever its variable is called."""
+    for patch in chosen.patches:
+        if patch.kind == wanted.kind:
+            name = wanted.name if any_name else patch.name
+            if replace(patch, number=0, is_enabled=True, name=name) == wanted:
+                return patch
+    return None
+
+
+def _taken_apart(text: str, root: Frame) -> tuple[Place, dict[str, str], str]:
     """Returns place, options, and the value as it was written."""
-    found: dict[str, str] = {}
-    while text.lstrip().startswith("--"):
-        leading, text = _leading_option(text.strip())
-        found |= leading
-    place = Place.cut(text)
+    found, text = leading_options(text)
+    place = cut_place(text, root)
     more, value = split_options(without_comment(place.rest), OPTIONS)
     if twice := found.keys() & more.keys():
         raise SessionError(f"the option {min(twice)} is given twice")
     return place, {**found, **more}, value
+
+
+def leading_options(text: str) -> tuple[dict[str, str], str]:
+    """Returns the options in front of a path, and the text behind them.
+
+    Raises:
+        SessionError: There is no such option, or it lacks its argument.
+    """
+    found: dict[str, str] = {}
+    while text.lstrip().startswith("--"):
+        leading, text = _leading_option(text.strip())
+        found |= leading
+    return found, text.lstrip()
 
 
 def _leading_option(text: str) -> tuple[dict[str, str], str]:
@@ -153,10 +208,13 @@ def _numbers_of(chosen: ChosenPatches, spec: str) -> list[int]:
 
 def _at_place(chosen: ChosenPatches, spec: str) -> list[ChosenPatch]:
     place = Place.cut(spec)
-    here = [patch for patch in chosen.patches if patch.path == _usual(place.path)]
+    path = _usual(place.path)
+    if not any(patch.path == path for patch in chosen.patches):
+        path = _usual(unquoted(place.path, ()))
+    here = [patch for patch in chosen.patches if patch.path == path]
     if place.slice is None:
         return here
-    wanted = ChosenPatch(_usual(place.path), "zero", slice=place.slice).slice
+    wanted = ChosenPatch(path, "zero", slice=place.slice).slice
     return [patch for patch in here if patch.slice == wanted]
 
 

@@ -109,7 +109,8 @@ class ChosenPatch:
         try:
             parsed = parse(text)
         except ValueError as error:
-            raise ChosenPatchError(what, str(error)) from None
+            named = f"; steps are also named {' and '.join(NAMED_STEPS)}" if what == "steps" else ""
+            raise ChosenPatchError(what, f"{error}{named}") from None
         object.__setattr__(self, what, parsed if isinstance(parsed, str) else str(parsed))
 
     @property

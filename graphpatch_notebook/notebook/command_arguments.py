@@ -18,6 +18,8 @@ ArgumentKind: TypeAlias = Literal[
     "steps",  # `prefill`, `decoding`, or numbers
     "file",
     "command",
+    "name",  # the variable of a probe
+    "slice",  # behind the bracket that closes a slice
     "new",  # whatever the user likes
 ]
 
@@ -38,12 +40,18 @@ class Arguments:
         """Returns the kind of the argument behind these words; `None` where there is none any more."""
         if words and (kind := self.options.get(words[-1])) is not None:
             return kind
-        count = 0
+        count = len(self.given(words))
+        return self.positional[min(count, len(self.positional) - 1)] if self.positional else None
+
+    def given(self, words: list[str]) -> list[str]:
+        """Returns those of the words that are neither options nor arguments of options."""
+        found = []
         is_argument = False
         for word in words:
-            count += not is_argument and word not in self.options
+            if not is_argument and word not in self.options:
+                found.append(word)
             is_argument = self.options.get(word) is not None
-        return self.positional[min(count, len(self.positional) - 1)] if self.positional else None
+        return found
 
 
 _WHEN: dict[str, ArgumentKind | None] = {
@@ -64,8 +72,8 @@ COMMANDS: Mapping[str, Arguments] = {
     "zero": Arguments(("node", "new"), _WHEN),
     "add": Arguments(("node", "value"), _WHEN),
     "replace": Arguments(("node", "value"), _WHEN),
-    "probe": Arguments(("node", "new"), _WHEN),
-    "record": Arguments(("node", "new"), _WHEN),
+    "probe": Arguments(("node", "name", "new"), _WHEN),
+    "record": Arguments(("node", "name", "new"), _WHEN),
     "custom": Arguments(("node", "value"), _WHEN),
     "rm": _CHOSEN,
     "enable": _CHOSEN,
@@ -91,12 +99,14 @@ class Argument:
         typed: What is there of it.
         start: Where in the line it begins.
         options: The options that may stand here.
+        path: The path that the command is about, with its slice, where that stands before.
     """
 
     kind: ArgumentKind | Literal["option"]
     typed: str
     start: int
     options: tuple[str, ...] = ()
+    path: str = field(default="", repr=False)
 
 
 _MAGIC = re.compile(r"\s*(?P<assigned>[^\s%!?\"'(\[{#][^%!?\"'(\[{#]*=\s*)?(?P<mark>%{0,2})graphpatch(?=\s)")
@@ -141,9 +151,11 @@ def _argument(command: Arguments, words: list[str], typed: str, start: int, line
     is_behind_option = bool(words) and command.options.get(words[-1]) is not None
     if typed.startswith("-") and not is_behind_option and any(option.startswith(typed) for option in options):
         return Argument("option", typed, start, options)
-    if kind is None:
+    if kind is None or (kind == "new" and not typed and options and not is_behind_option):
         return Argument("option", typed, start, options) if not typed and options else None
     if kind == "node" and (bracket := _bracket(typed)) is not None:
+        if typed.endswith("]") and typed.count("[") == typed.count("]"):
+            return Argument("slice", typed, start)
         kind, start = "value", start + bracket + 1
     if kind == "model" and "=" not in line[: start + len(typed)].partition("wrap")[2]:
         return None
@@ -155,7 +167,7 @@ def _argument(command: Arguments, words: list[str], typed: str, start: int, line
         assert term is not None  # it may be empty
         excluded = term.group().startswith("-")
         return Argument(kind, term.group()[excluded:], term.start() + excluded)
-    return Argument(kind, typed, start, options)
+    return Argument(kind, typed, start, options, path=next(iter(command.given(words)), ""))
 
 
 def _words(line: str, position: int) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.paths import nearest
 
-_STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
+STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 _PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s\["]|"(?=[^"]*$))*')
 _OPTION = re.compile(r"(--[A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
@@ -70,7 +70,7 @@ def words(text: str) -> Iterator[tuple[int, str]]:
             return
         start, depth = position, 0
         while position < len(text) and (depth > 0 or not text[position].isspace()):
-            string = _STRING.match(text, position)
+            string = STRING.match(text, position)
             depth += 0 if string else (text[position] in "([{") - (text[position] in ")]}")
             position = string.end() if string else position + 1
         yield start, text[start:position]
@@ -102,7 +102,7 @@ def without_comment(text: str) -> str:
     while position < len(text):
         if text[position] == "#":
             return text[:position].rstrip()
-        string = _STRING.match(text, position)
+        string = STRING.match(text, position)
         position = string.end() if string else position + 1
     return text.rstrip()
 
@@ -172,7 +172,7 @@ def _argument(text: str) -> tuple[str, str]:
 
 
 def _unquoted(text: str) -> str:
-    return str(ast.literal_eval(text)) if _STRING.fullmatch(text) else text
+    return str(ast.literal_eval(text)) if STRING.fullmatch(text) else text
 
 
 def _closing(text: str) -> int | None:

@@ -8,7 +8,7 @@ Nothing is evaluated: names are looked up in the user's namespace, attributes in
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, context_
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.node_path import NodePath, place_of
 from graphpatch_notebook.notebook.command_arguments import COMMANDS, Argument, Arguments, argument_at_end
 from graphpatch_notebook.notebook.labels import visible
@@ -24,6 +25,7 @@ from graphpatch_notebook.notebook.python_text import Cursor, Expression, Link, c
 from graphpatch_notebook.notebook.query import KEYS, NODE_KINDS, STATES
 from graphpatch_notebook.notebook.search import NodeColumns, index_of
 from graphpatch_notebook.notebook.segments import MOST_OFFERS, Offer, Offers, next_segments
+from graphpatch_notebook.notebook.typed_paths import cut_place
 from graphpatch_notebook.notebook.workspace import ActiveGraph, is_a
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.places import Place
@@ -41,6 +43,7 @@ class PathCompleter:
         shell: The `InteractiveShell`, or a proxy of it (much of it has no types).
         active: Gives the graph that commands are about.
         commands: What the commands take.
+        taken: Gives the names that are not offered for the variable of a probe; all that there are, if left out.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class PathCompleter:
         shell: Any,
         active: Callable[[], ActiveGraph | None],
         commands: Mapping[str, Arguments] = COMMANDS,
+        taken: Callable[[], Container[str]] | None = None,
     ) -> None:
         self._shell = shell
+        self._taken = taken or (lambda: self._namespace)
         self._active = active
         self._commands = commands
 
@@ -117,18 +122,15 @@ class PathCompleter:
     def _argument_offers(self, argument: Argument) -> Offers | None:
         typed = argument.typed
         match argument.kind:
-            case "node" | "place":
-                active = self._active()
-                if active is None:
-                    return None
-                root = Place.of_root(active.graph.nodes.root)
-                return next_segments(root, typed, patchable=argument.kind == "node")
+            case "node" | "place" | "name" | "chosen":
+                return self._offers_in_graph(argument, self._active())
+            case "slice":
+                # A slice is complete, and a space follows: to offer nothing would leave the word to IPython.
+                return Offers(0, [Offer(f"{typed} ", "slice")])
             case "command":
                 return _beginning(typed, (Offer(name, "command") for name in self._commands))
             case "option":
                 return _beginning(typed, (Offer(name, "option") for name in argument.options))
-            case "chosen":
-                return _beginning(typed, self._chosen_offers(typed))
             case "graph":
                 return _beginning(typed, self._variables(lambda value: is_a(value, PatchableGraph)))
             case "model":
@@ -145,13 +147,23 @@ class PathCompleter:
             case _:
                 return None
 
-    def _chosen_offers(self, typed: str) -> Iterator[Offer]:
-        active = self._active()
-        patches = active.session.chosen.patches if active is not None else ()
-        if not typed or typed.startswith("#"):
-            yield from (Offer(f"#{patch.number}", visible(str(patch))) for patch in patches)
-        if not typed.startswith("#"):
-            yield from (Offer(path, "chosen") for path in dict.fromkeys(patch.path for patch in patches))
+    def _offers_in_graph(self, argument: Argument, active: ActiveGraph | None) -> Offers | None:
+        if active is None:
+            return None
+        if argument.kind == "name":
+            return self._name_offers(argument, active)
+        if argument.kind == "chosen":
+            return _beginning(argument.typed, _chosen_offers(argument.typed, active))
+        root = Place.of_root(active.graph.nodes.root)
+        return _path_offers(root, argument.typed, patchable=argument.kind == "node")
+
+    def _name_offers(self, argument: Argument, active: ActiveGraph) -> Offers | None:
+        try:
+            place = cut_place(argument.path, active.graph._root_frame)
+            name = active.session.free_name(place.path, self._taken())
+        except (SessionError, ValueError):
+            return None
+        return _beginning(argument.typed, [Offer(name, "variable")])
 
     def _variables(self, is_meant: Callable[[Any], bool]) -> Iterator[Offer]:
         hidden = self._shell.user_ns_hidden
@@ -168,15 +180,36 @@ class PathCompleter:
 
     def _query_offers(self, typed: str) -> Offers | None:
         key, colon, value = typed.partition(":")
-        if not colon:
-            keys = (Offer(f"{name}:", "search") for name in KEYS if name != "kind")
-            return _beginning(typed, keys)
-        # Nothing but these can stand here: what IPython would offer instead takes it seconds to find.
         active = self._active()
         columns = index_of(active.graph).without_plumbing if active is not None else None
+        if not colon:
+            keys = [Offer(f"{name}:", "search") for name in KEYS if name != "kind"]
+            words = columns.words_from(typed) if typed and columns is not None else ()
+            return _beginning(typed, [*keys, *(Offer(word, "name") for word in words)])
+        # Nothing but these can stand here: what IPython would offer instead takes it seconds to find.
         values = _search_values(key.lower(), columns)
         found = _beginning(value, (Offer(name, key) for name in values))
         return Offers(len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
+
+
+def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
+    patches = active.session.chosen.patches
+    if not typed or typed.startswith("#"):
+        yield from (Offer(f"#{patch.number}", visible(str(patch))) for patch in patches)
+    if not typed.startswith("#"):
+        yield from (Offer(path, "chosen") for path in dict.fromkeys(patch.path for patch in patches))
+
+
+def _path_offers(root: Place, typed: str, *, patchable: bool) -> Offers | None:
+    """Returns what a path may become; behind a quote that begins it a name that needs it, or a whole path in quotes."""
+    found = next_segments(root, typed, patchable=patchable)
+    if not typed.startswith('"') or typed.count('"') > 1:
+        return found
+    named = [offer for offer in found.offers if not offer.text.strip('".|').isidentifier()] if found else []
+    if found is not None and named:
+        return Offers(found.start, named)
+    inside = next_segments(root, typed[1:], patchable=patchable)
+    return None if inside is None else Offers(inside.start + 1, inside.offers)
 
 
 def _search_values(key: str, columns: NodeColumns | None) -> Sequence[str]:

@@ -6,11 +6,14 @@ import ast
 import symtable
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from graphpatch_notebook.paths import nearest
+
 _LONGEST_QUOTE = 80
+_OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 
 
 def parse_expression(text: str) -> str:
@@ -30,9 +33,7 @@ def parse_expression(text: str) -> str:
         tree = _parsed(stripped)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ValueError(
-            f"{quoted(text)} is no Python expression ({reason}); to write spaces, quote the value"
-        ) from None
+        raise ValueError(f"{quoted(text)} is no Python expression ({reason})") from None
     if any(isinstance(node, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)) for node in ast.walk(tree)):
         raise ValueError(
             f"{quoted(text)}: a value cannot await, yield or assign; do that in a cell, and name the variable"
@@ -71,6 +72,18 @@ def evaluate(text: str, namespace: dict[str, Any], title: str) -> Any:
         title: Stands for the file name in tracebacks.
     """
     return eval(compile(_parsed(text), f"<{title}>", "eval"), namespace)
+
+
+def undefined(name: str | None, namespace: Iterable[str]) -> str:
+    """Returns what is said of a name that stands for nothing: the variables that may be meant.
+
+    Example:
+        >>> undefined("stear", ["steer", "_", "In"])
+        "there is no variable 'stear'; nearest: steer"
+    """
+    mine = [other for other in namespace if not other.startswith("_") and other not in _OF_IPYTHON]
+    close = nearest(name or "", mine)
+    return f"there is no variable {name!r}" + (f"; nearest: {', '.join(close)}" if close else "")
 
 
 def as_argument(text: str) -> str:

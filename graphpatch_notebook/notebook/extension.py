@@ -34,7 +34,7 @@ class Extension:
         shell.ast_transformers.append(self._transformer)
         # Also where the next cell is not one of ours: what an untimely interrupt left must not be applied in it.
         shell.events.register("pre_execute", leave_what_is_left)
-        self._completer = PathCompleter(proxy, self._active)
+        self._completer = PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)
         self._completer.install()
 
     def _active(self) -> ActiveGraph | None:

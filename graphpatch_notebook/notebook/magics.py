@@ -6,7 +6,7 @@ import ast
 import asyncio
 import inspect
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -16,6 +16,7 @@ from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook import cell as cells
 from graphpatch_notebook.notebook.cell_run import CellRun, one_line
 from graphpatch_notebook.notebook.commands import run
+from graphpatch_notebook.notebook.expansion import expanded
 from graphpatch_notebook.notebook.workspace import Workspace
 
 
@@ -53,9 +54,17 @@ class GraphPatchMagic:
                 return self._run_cell(line, cell)
             if line.startswith("%%"):
                 return self._run_part_of_cell(line)
-            return run(self.workspace, line)
+            return run(self.workspace, expanded(line, self._variables))
         except SessionError as error:
             raise UsageError(one_line(error)) from None
+
+    def _variables(self) -> dict[str, Any]:
+        """Returns the variables that the user's code sees at this place: of a function, its own, too."""
+        variables: dict[str, Any] = self._shell.user_ns
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals is not variables:
+            frame = frame.f_back
+        return variables if frame is None else {**variables, **frame.f_locals}
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 

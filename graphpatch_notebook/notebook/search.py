@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
+import itertools
 import re
 import threading
 import weakref
@@ -10,9 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Any, overload
 
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.nodes import NodeMap, NodeMeta, NodeRows
 from graphpatch_notebook.notebook.labels import op_label, source_label, value_label
-from graphpatch_notebook.notebook.query import Term, parse_query
+from graphpatch_notebook.notebook.query import NODE_KINDS, Term, parse_query
 from graphpatch_notebook.notebook.tables import Column, Table
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
@@ -22,10 +25,10 @@ from graphpatch_notebook.values import ScalarSpec, TensorSpec
 # The most names that a misspelled one is compared with: a comparison takes some microseconds.
 _MOST_COMPARED = 2000
 _COLUMNS = (
-    Column("path"),
-    Column("op", "graph"),
+    Column("path", is_whole=True),
+    Column("op", "graph", is_cut=True),
     Column("value", "tensor"),
-    Column("source", "note", is_cut=True),
+    Column("source", "note", is_cut=True, is_optional=True),
 )
 
 
@@ -134,6 +137,26 @@ class NodeColumns:
         """The names of the nodes without the numbers at their ends, each with the first name that has it."""
         column = self._column("stems", lambda: [_stems(node.name for node in self.rows.nodes)])
         return column[0]  # type: ignore[no-any-return]
+
+    @property
+    def words(self) -> list[str]:
+        """The names that stand in paths, and those of torch functions, sorted; without those that need quotes."""
+        return self._column("words", lambda: sorted(filter(_is_word, {*self.ops, *self._names()})))
+
+    def _names(self) -> Iterator[str]:
+        seen: set[int] = set()
+        for frame in self.rows.frames:
+            above: Frame | None = frame
+            while above is not None and id(above) not in seen:
+                seen.add(id(above))
+                yield from (node.name for node in above.nodes if not node.is_plumbing)
+                above = above.parent
+
+    def words_from(self, prefix: str) -> list[str]:
+        """Returns the words that begin with `prefix`."""
+        words = self.words
+        first = bisect.bisect_left(words, prefix)
+        return list(itertools.takewhile(lambda word: word.startswith(prefix), itertools.islice(words, first, None)))
 
     def _column(self, name: str, make: Callable[[], list[Any]]) -> list[Any]:
         column = self._columns.get(name)
@@ -270,6 +293,10 @@ def _is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
     return lambda at: names[at] in wanted
 
 
+def _is_word(name: str) -> bool:
+    return bool(re.fullmatch(r"[^\W\d][\w.]*", name))
+
+
 def _shape(spec: object) -> tuple[int, ...] | None:
     return spec.shape if isinstance(spec, TensorSpec) else None
 
@@ -329,7 +356,9 @@ def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterat
         ops = sorted({*columns.ops} - {""})
         if term.kind in ("op", "text", "exact"):
             yield from (_FUSED.format(op) for op, inside in _INSIDE.items() if op in ops and value.lower() in inside)
-        if term.kind == "op":
+        if term.kind == "op" and value in NODE_KINDS:
+            yield f"{value} is no torch function but a kind of node: is:{value}"
+        elif term.kind == "op":
             yield f"no op is called {value}; nearest: {', '.join(nearest(value, ops))}"
         elif term.kind in ("text", "exact"):
             close = _close(value.lower(), {op: op for op in ops} | columns.stems)

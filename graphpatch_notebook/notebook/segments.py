@@ -75,9 +75,23 @@ def next_segments(place: Place, typed: str, *, patchable: bool, limit: int = MOS
         if child is None or (separator == "|") != (child.graph is None and not child.dig):
             return None
         here = child
-    children = _children(here, parsed.last, patchable)
-    offers = [_offer(child, parsed.is_quoted, patchable) for child in islice(children, limit)]
-    return Offers(parsed.start, offers)
+    children = list(islice(_children(here, parsed.last, patchable), limit))
+    children = _in_order(here, parsed.last, children, patchable)[:limit]
+    return Offers(parsed.start, [_offer(child, parsed.is_quoted, patchable) for child in children])
+
+
+def _in_order(here: Place, prefix: str, children: list[Place], patchable: bool) -> list[Place]:
+    """Returns the children: the output first, which most people look for, and inputs that were not given last."""
+    if here.graph is None:
+        return children
+    name = here.graph.output_node.name
+    output = here.child(name) if name.startswith(prefix) else None
+    if output is not None and patchable and not _leads_to_patchable(output):
+        output = None
+    others = [child for child in children if child.names[-1] != name]
+    others.sort(key=lambda child: child.spec == ScalarSpec(None))
+    found = [child for child in children if child.names[-1] == name] if output is None else [output]
+    return [*found, *others]
 
 
 def _parsed(typed: str) -> _Typed | None:

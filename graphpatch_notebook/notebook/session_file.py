@@ -93,7 +93,7 @@ def _check_overwritten(target: Path) -> None:
         _document(_text(target))
     except SessionFileError as problem:
         raise SessionFileError(
-            f"{str(target)!r} would be overwritten, but {problem}; choose another name, or force it"
+            f"{str(target)!r} would be overwritten, but {problem}; choose another name, or add --force"
         ) from None
 
 

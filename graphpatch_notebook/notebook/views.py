@@ -8,8 +8,9 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError, UnknownPa
 from graphpatch_notebook.node_path import NodePath, Shapes
 from graphpatch_notebook.notebook.choosing import refuse_arguments
 from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.command_line import Place, without_comment
+from graphpatch_notebook.notebook.command_line import without_comment
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.typed_paths import cut_place
 from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace, counted
 from graphpatch_notebook.source_text import CodeText
 
@@ -58,7 +59,7 @@ def _table(
     columns = [
         Column("#", "note"),
         Column("kind", "graph"),
-        Column("path", "name"),
+        Column("path", "name", is_whole=True),
         Column("value", "number", is_cut=True),
         Column("shape", "tensor"),
         Column("", "note"),
@@ -95,7 +96,8 @@ def ls(workspace: Workspace, text: str) -> Listing:
     """Returns a table of what is in a graph."""
     from graphpatch_notebook.notebook.listing import listing
 
-    path, active = _path(text), workspace.current()
+    active = workspace.current()
+    path = _path(text, active)
     try:
         return listing(active.graph, path, _patched(active))
     except UnknownPathError as problem:
@@ -124,17 +126,19 @@ def code(workspace: Workspace, text: str) -> CodeText:
 
 def shape(workspace: Workspace, text: str) -> Shapes | tuple[int, ...]:
     """Returns the recorded shape at a path, or of the part that a slice takes."""
-    place = Place.cut(without_comment(text))
+    session = workspace.current().session
+    place = cut_place(without_comment(text), session.graph._root_frame)
     if place.slice is None:
         return _place(workspace, text)._shape
-    check = workspace.current().session.check(ChosenPatch(place.path, "zero", slice=place.slice))
+    check = session.check(ChosenPatch(place.path, "zero", slice=place.slice))
     if check.warning:
         print(f"warning: {check.warning}")
     return check.sliced
 
 
 def _place(workspace: Workspace, text: str) -> NodePath:
-    root, path = workspace.current().graph.graph, _path(text)
+    active = workspace.current()
+    root, path = active.graph.graph, _path(text, active)
     if path in ("", "<root>"):
         return root
     try:
@@ -143,8 +147,8 @@ def _place(workspace: Workspace, text: str) -> NodePath:
         raise SessionError(str(problem)) from None
 
 
-def _path(text: str) -> str:
-    place = Place.cut(text)
+def _path(text: str, active: ActiveGraph) -> str:
+    place = cut_place(text, active.graph._root_frame)
     if place.slice is not None:
         raise SessionError(f"a slice means nothing here: {text.strip()!r}; give the path alone")
     if without_comment(place.rest):

@@ -15,6 +15,7 @@ from torch.nn import Module
 from graphpatch_notebook.errors import ChosenPatchError, OptionError, SessionError
 from graphpatch_notebook.notebook.chosen import ChosenPatch, reserved
 from graphpatch_notebook.notebook.command_line import arguments
+from graphpatch_notebook.notebook.expressions import free_names, undefined
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.progress import capture_progress
 from graphpatch_notebook.notebook.session import Session, session_of
@@ -23,6 +24,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
 _PACKAGE = Path(__file__).parents[1]
+_TYPED = "<%graphpatch wrap>"  # stands for the file name of the typed line
 _MAKE = "<graphpatch>"  # no name that a user could have
 
 
@@ -88,6 +90,7 @@ def wrap(workspace: Workspace, text: str) -> None:
     assignment = Assignment.parse(text)
     _check_name(assignment)
     namespace = workspace.namespace
+    _check_name(assignment, namespace)
     origin = Origin(assignment.name, assignment.model, assignment.arguments)
     start = time.perf_counter()
     graph = _evaluate(assignment, namespace)
@@ -131,12 +134,25 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> PatchableGra
     call = ast.copy_location(
         ast.Call(function, [assignment.call.func, *assignment.call.args], assignment.call.keywords), assignment.call
     )
-    code = compile(ast.fix_missing_locations(ast.Expression(call)), "<%graphpatch wrap>", "eval")
+    code = compile(ast.fix_missing_locations(ast.Expression(call)), _TYPED, "eval")
     local: dict[str, Any] = {_MAKE: make, "__tracebackhide__": True}
-    graph = eval(code, namespace, local)
+    try:
+        graph = eval(code, namespace, local)
+    except NameError as error:
+        if not _is_raised_by_line(error):
+            raise
+        raise SessionError(undefined(error.name, namespace)) from None
     namespace.update({name: value for name, value in local.items() if name not in (_MAKE, "__tracebackhide__")})
     assert isinstance(graph, PatchableGraph)
     return graph
+
+
+def _is_raised_by_line(error: NameError) -> bool:
+    """Whether an error comes from the typed line itself, and not from code that it calls."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_filename == _TYPED
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -150,6 +166,17 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
         if kept is None or not Path(place.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
             kept = TracebackType(kept, place.tb_frame, place.tb_lasti, place.tb_lineno)
     return kept
+
+
+def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
+    """Makes sure that the graph does not take the place of the model, or of what it is called on."""
+    name = assignment.name
+    is_graph = isinstance(namespace.get(name), PatchableGraph)
+    if name in namespace and not is_graph and name in free_names(ast.unparse(assignment.call)):
+        raise SessionError(
+            f"{name!r} is what the graph is made from, which would be lost: choose another name, "
+            f"%graphpatch wrap pg = {assignment.model}({assignment.arguments})"
+        )
 
 
 def _check_model(module: Any, assignment: Assignment) -> None:

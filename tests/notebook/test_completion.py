@@ -93,7 +93,7 @@ def test_every_command_is_completed_and_none_else(typing: Shell) -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("zero blocks_0.", ["input", "weight", "bias", "linear", "output"]),
+        ("zero blocks_0.", ["output", "input", "weight", "bias", "linear"]),
         ("zero blocks_0.li", ["linear"]),
         ("zero outp", ["output|"]),
         ("zero output|inn", ["inner."]),
@@ -120,6 +120,16 @@ def test_every_command_is_completed_and_none_else(typing: Shell) -> None:
         ("find is:patch", ["patched"]),
         ("find attn -op:batch", ["batch_norm"]),
         ("find sh", ["shape:"]),
+        ("find blo", ["blocks_0", "blocks_1", "blocks_2"]),
+        ("find mlp -batch_n", ["batch_norm"]),
+        ('zero "bl', ["blocks_0.", "blocks_1.", "blocks_2."]),
+        ('zero "blocks_0.li', ["linear"]),
+        ("zero relu[:, 0]", ["relu[:, 0] "]),  # nothing that would stick to the bracket
+        ("add blocks_0.linear[:, [0, 1]]", ["blocks_0.linear[:, [0, 1]] "]),
+        ("probe blocks_0.linear ", ["blocks_0_linear"]),
+        ("record --steps 1 blocks_0.linear[:, 0] bl", ["blocks_0_linear"]),
+        ("probe relu other ", ["--steps", "--positions", "--position-dim", "--any-shape"]),
+        ("zero relu ", ["--steps", "--positions", "--position-dim", "--any-shape"]),
         ("find dtype:", ["float32"]),
         ("find op:zzzz", ["op:zzzz"]),  # rather than what IPython makes of it
         ("export --c", ["--cell"]),
@@ -134,6 +144,26 @@ def test_values_are_variables_of_the_user_likely_ones_first(typing: Shell) -> No
     assert offered[:2] == ["steer", "stride"]
     assert "pg" in offered
     assert not {"get_ipython", "exit", "In", "Out", "_"} & set(offered)
+
+
+def test_the_name_that_is_offered_is_the_one_that_is_taken(pg: Shell) -> None:
+    pg.ok("%graphpatch probe hidden")
+    pg.ok("%%graphpatch\npg(x);")
+    pg.ok("%graphpatch clear\nup_linear = 1")
+    for path in ("hidden", "up.linear"):
+        (offered,) = texts(pg, f"%graphpatch probe {path} ")
+        assert f"as {offered} ->" in pg.ok(f"%graphpatch probe {path}").out
+
+
+def test_inputs_that_were_not_given_come_last() -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return x * 2 if mask is None else x * mask
+
+    root = Place.of_root(PatchableGraph(Masked(), torch.ones(1)).nodes.root)
+    offers = next_segments(root, "", patchable=True)
+    assert offers is not None
+    assert [offer.text for offer in offers.offers] == ["output", "x", "mul", "mask"]
 
 
 def test_chosen_patches_by_number_and_path(typing: Shell) -> None:
@@ -309,7 +339,7 @@ def test_without_a_graph_and_with_several(plain_shell: Shell) -> None:
     plain_shell.ip.Completer.use_jedi = False
     assert "relu" not in texts(plain_shell, "%graphpatch zero ")
     plain_shell.namespace.update(a=PatchableGraph(torch.nn.ReLU(), torch.ones(2)))
-    assert texts(plain_shell, "%graphpatch zero ") == ["input", "relu", "output"]
+    assert texts(plain_shell, "%graphpatch zero ") == ["output", "input", "relu"]
     plain_shell.namespace.update(b=PatchableGraph(torch.nn.Tanh(), torch.ones(2)))
     assert "relu" not in texts(plain_shell, "%graphpatch zero ")
     plain_shell.ok("%graphpatch use b")
