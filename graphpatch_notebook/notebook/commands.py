@@ -102,15 +102,21 @@ def run(workspace: Workspace, line: str) -> Any:
 
 
 def help_on(text: str) -> None:
-    """Prints how a command is written, or all of them."""
+    """Prints how a command is written and what its options mean, or how all of them are written."""
+    from graphpatch_notebook.notebook.command_help import CELLS, explained
+
     asked = arguments(text)
     if not asked:
         print(overview())
         return
     for name in asked:
+        if name == "%%graphpatch":
+            print(CELLS)
+            continue
         if name not in COMMANDS:
             raise SessionError(f"there is no command {name!r}; nearest: {', '.join(nearest(name, list(COMMANDS)))}")
-        print(f"{COMMANDS[name].line}\n    {COMMANDS[name].summary}")
+        usage = textwrap.wrap(COMMANDS[name].line, 79, subsequent_indent=" " * 8, break_on_hyphens=False)
+        print("\n".join([*usage, f"    {COMMANDS[name].summary}", "", explained(name)]))
 
 
 def overview() -> str:
@@ -140,8 +146,25 @@ def _columns(usage: str, summary: str, width: int) -> list[str]:
 _USAGE_WIDTH = 44
 
 
+# What people type for these, to whom the nearest names would say nothing.
+_OTHER_WORDS = {
+    "delete": "%graphpatch rm PATH|#n ...",
+    "remove": "%graphpatch rm PATH|#n ...",
+    "del": "%graphpatch rm PATH|#n ...",
+    "set": "%graphpatch replace PATH[slice] VALUE",
+    "ablate": "%graphpatch zero PATH[slice]",
+    "tree": "%graphpatch show [PATH]",
+    "browse": "%graphpatch show [PATH]",
+    "run": "%%graphpatch, as the first line of the cell to run",
+    "off": "%graphpatch disable PATH|#n ...",
+    "on": "%graphpatch enable PATH|#n ...",
+}
+
+
 def _unknown(workspace: Workspace, name: str) -> str:
     if name in workspace.graphs():
         return f"{name!r} is a graph, not a command; %graphpatch use {name} picks it"
+    if name in _OTHER_WORDS:
+        return f"there is no command {name!r}; it is written {_OTHER_WORDS[name]}"
     close = ", ".join(map(repr, nearest(name, list(COMMANDS))))
     return f"there is no command {name!r}; nearest: {close}; %graphpatch help shows all"

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ZeroPatch
+from graphpatch_notebook.notebook.choosing import OPTIONS
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, Kind
+from graphpatch_notebook.notebook.command_help import examples
+from graphpatch_notebook.notebook.command_line import Place, split_options
 from graphpatch_notebook.notebook.commands import COMMANDS
+from graphpatch_notebook.notebook.query import KEYS, STATES, parse_query
 from graphpatch_notebook.notebook.session import session_of
+from graphpatch_notebook.notebook.wrapping import Assignment
 from tests.notebook.shells import Mlp, Shell
 
 
@@ -100,8 +106,6 @@ def test_errors_of_the_model_are_the_users_own(shell: Shell) -> None:
     assert "commands.py" not in ran.out
     assert "wrapping.py" not in ran.out
     assert ran.out.count("graphpatch_notebook/") == 1  # what calls torch, in place of the user's line
-    unknown = shell.run("%graphpatch wrap pg = model(undefined_name)")
-    assert type(unknown.error) is NameError
     assert "pg" not in shell.namespace
 
 
@@ -237,7 +241,7 @@ def test_a_probe_says_that_it_will_overwrite(pg: Shell) -> None:
 def test_names_of_probes_are_free(pg: Shell) -> None:
     pg.ok("hidden = 1")
     assert "#1 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out
-    assert "#2 probe hidden as hidden_2 ->" in pg.ok("%graphpatch probe hidden").out
+    assert "#2 record hidden as hidden_2 ->" in pg.ok("%graphpatch record hidden").out
     pg.ok("%%graphpatch\npg(x);")
     pg.ok("%graphpatch clear")
     assert "#1 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out  # what it held is a result
@@ -489,9 +493,38 @@ def test_help(pg: Shell) -> None:
     assert pg.ok("%graphpatch -h").out == overview
     for name, command in COMMANDS.items():
         assert pg.ok(f"%graphpatch help {name}").out == pg.ok(f"%graphpatch {name} --help").out
-        assert pg.ok(f"%graphpatch {name} -h").out == f"{command.line}\n    {command.summary}\n"
+        said = pg.ok(f"%graphpatch {name} -h").out
+        assert " ".join(said.split()).startswith(" ".join(f"{command.line} {command.summary}".split()))
+        assert max(map(len, said.splitlines())) <= 80
+        assert all(said.count(option) > 1 for option in re.findall(r"--?[a-z][\w-]*", command.usage))
+        assert len(examples(name)) >= 2
+        assert all(f"    %graphpatch {example}\n" in said for example in examples(name))
+    assert "--only" in pg.ok("%graphpatch help %%graphpatch").out
     pinned = pg.ok("%graphpatch?").out
     assert "Choose patches for a PyTorch model" in pinned
+
+
+def test_the_grammar_of_the_search_is_in_the_help(pg: Shell) -> None:
+    said = pg.ok("%graphpatch help find").out
+    assert all(f"{key}:" in said for key in KEYS if key != "kind")
+    assert all(state in said for state in STATES if state != "attribute")
+
+
+@pytest.mark.parametrize("example", [example for name in COMMANDS for example in examples(name)])
+def test_examples_can_be_typed(example: str) -> None:
+    name, _, rest = example.partition(" ")
+    if name in get_args(Kind):
+        options, behind = split_options(Place.cut(rest).rest, OPTIONS)
+        texts = {what.lstrip("-").replace("-", "_"): text or True for what, text in options.items()}
+        field, default = ("name", "free") if name in OBSERVING else ("value", None)
+        patch = ChosenPatch("x", name, **{field: behind.replace("{i}", "0") or default}, **texts)  # type: ignore[arg-type]
+        assert patch.kind == name
+    elif name == "find":
+        assert parse_query(rest)
+    elif name == "wrap":
+        assert Assignment.parse(rest).name == "pg"
+    else:
+        assert name in COMMANDS
 
 
 # --------------------------------------------------------------------------------------------------------------------
