@@ -53,7 +53,7 @@ def test_the_story_in_a_terminal(command: list[str], tmp_path: Path) -> None:
         # A kernel cannot know whether its text is for a terminal or for a file.
         assert bool(host.colours("sub_1.softmax")) == ("IPython" in command)
         host.type("%graphpatch zero sub_1.\t")
-        host.wait(r"zero sub_1\.\n +input\n +softmax\n +output$")
+        host.wait(r"zero sub_1\.\n +output\n +input\n +softmax$")
         host.type("soft\t")
         host.wait(r"%graphpatch zero sub_1\.softmax$")
         assert "#1 zero sub_1.softmax[:, -1] -> (3,)" in host.run("[:, -1]")
