@@ -15,7 +15,7 @@ from torch.nn import Module
 from graphpatch_notebook.errors import ChosenPatchError, OptionError, SessionError
 from graphpatch_notebook.notebook.chosen import ChosenPatch, reserved
 from graphpatch_notebook.notebook.command_line import arguments
-from graphpatch_notebook.notebook.expressions import free_names, undefined
+from graphpatch_notebook.notebook.expressions import undefined
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.progress import capture_progress
 from graphpatch_notebook.notebook.session import Session, session_of
@@ -90,7 +90,6 @@ def wrap(workspace: Workspace, text: str) -> None:
     assignment = Assignment.parse(text)
     _check_name(assignment)
     namespace = workspace.namespace
-    _check_name(assignment, namespace)
     origin = Origin(assignment.name, assignment.model, assignment.arguments)
     start = time.perf_counter()
     graph = _evaluate(assignment, namespace)
@@ -166,17 +165,6 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
         if kept is None or not Path(place.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
             kept = TracebackType(kept, place.tb_frame, place.tb_lasti, place.tb_lineno)
     return kept
-
-
-def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
-    """Makes sure that the graph does not take the place of the model, or of what it is called on."""
-    name = assignment.name
-    is_graph = isinstance(namespace.get(name), PatchableGraph)
-    if name in namespace and not is_graph and name in free_names(ast.unparse(assignment.call)):
-        raise SessionError(
-            f"{name!r} is what the graph is made from, which would be lost: choose another name, "
-            f"%graphpatch wrap pg = {assignment.model}({assignment.arguments})"
-        )
 
 
 def _check_model(module: Any, assignment: Assignment) -> None:

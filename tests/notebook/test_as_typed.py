@@ -267,13 +267,3 @@ def test_such_names_inside_the_model_are_errors_of_the_users_own(shell: Shell) -
     ran = shell.run("%graphpatch wrap pg = Broken()(x)")
     assert type(ran.error) is NameError
     assert "return x + misspelt" in ran.out
-
-
-@pytest.mark.parametrize("name", ["model", "x"])
-def test_the_model_and_its_inputs_are_not_overwritten(shell: Shell, name: str) -> None:
-    before = shell.namespace[name]
-    assert shell.refused(f"%graphpatch wrap {name} = model(x + 1)") == (
-        f"{name!r} is what the graph is made from, which would be lost: choose another name, "
-        "%graphpatch wrap pg = model(x + 1)"
-    )
-    assert shell.namespace[name] is before
