@@ -88,8 +88,8 @@ def wrap(workspace: Workspace, text: str) -> None:
     """
     __tracebackhide__ = True
     assignment = Assignment.parse(text)
-    _check_name(assignment)
     namespace = workspace.namespace
+    _check_name(assignment, namespace)
     origin = Origin(assignment.name, assignment.model, assignment.arguments)
     start = time.perf_counter()
     graph = _evaluate(assignment, namespace)
@@ -103,13 +103,15 @@ def wrap(workspace: Workspace, text: str) -> None:
         _hand_over(session_of(before).chosen.patches, session)
 
 
-def _check_name(assignment: Assignment) -> None:
+def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
     name = assignment.name
     inputs = [*assignment.call.args, *(keyword.value for keyword in assignment.call.keywords)]
     nodes = [node for value in inputs for node in ast.walk(value)]
     why = reserved(name)
     if any(isinstance(node, ast.Name) and node.id == name for node in nodes):
         why = "is among the example inputs, which the graph would replace"
+    if assignment.model == name and not is_a(namespace.get(name), PatchableGraph):
+        why = "is the model itself, which the graph would replace"
     if why:
         raise SessionError(f"{name!r} {why}: choose another name: %graphpatch wrap pg = {assignment.model}(...)")
 

@@ -267,3 +267,12 @@ def test_such_names_inside_the_model_are_errors_of_the_users_own(shell: Shell) -
     ran = shell.run("%graphpatch wrap pg = Broken()(x)")
     assert type(ran.error) is NameError
     assert "return x + misspelt" in ran.out
+
+
+def test_the_model_is_not_overwritten_by_its_graph(shell: Shell) -> None:
+    before = shell.namespace["model"]
+    assert shell.refused("%graphpatch wrap model = model(x)") == (
+        "'model' is the model itself, which the graph would replace: choose another name: "
+        "%graphpatch wrap pg = model(...)"
+    )
+    assert shell.namespace["model"] is before
