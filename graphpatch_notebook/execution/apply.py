@@ -167,7 +167,7 @@ def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) ->
     index = getattr(patch, "slice", None)
     parts = [f"{type(patch).__name__} on {target.path!r} ({target.node.op}): the value here is {_shown(value)}"]
     if index is not None:
-        parts.append(f"slice={index!r}")
+        parts.append(f"slice [{_index_text(index)}]")
     new = getattr(patch, "value", None)
     if new is not None:
         parts.append(f"the patch's value is {_shown(new)}")
@@ -175,6 +175,16 @@ def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) ->
     if isinstance(new, Tensor) and isinstance(value, Tensor) and new.device != value.device:
         hint = f"move the patch's value there: value.to({str(value.device)!r})"
     return f"{', '.join(parts)}: {error} ({hint})"
+
+
+def _index_text(index: Any) -> str:
+    """Returns an index as it stands between brackets."""
+    if isinstance(index, tuple) and index:
+        return ", ".join(map(_index_text, index))
+    if isinstance(index, slice):
+        parts = ["" if part is None else repr(part) for part in (index.start, index.stop, index.step)]
+        return ":".join(parts if parts[2] else parts[:2])
+    return "..." if index is Ellipsis else repr(index)
 
 
 def _shown(value: Any) -> str:

@@ -43,6 +43,10 @@ class CellResults:
         names = {name for one, _ in resolved.observing if one.index for name in one.index.names}
         in_slices = {name: self._namespace[name] for name in names}
         self._observed = [_Observed(one, patch, in_slices) for one, patch in resolved.observing]
+        fixed = [one for one in self._patches if one.kind != "custom" or str(one.value).isidentifier()]
+        own = {one.name for one in self._observed}
+        used = {name for name in names_used(fixed) if name in self._namespace and name not in own}
+        self._used = {name: self._namespace[name] for name in sorted(used)}
         self._aside: dict[str, Any] = {}
         self._is_told = False
         self._lock = threading.Lock()
@@ -122,6 +126,12 @@ class CellResults:
             if self._namespace.get(name) is not self._active.graph:
                 why = f"the variable {name} does not hold that graph any more; {why}"
             print(f"{name} was not called under the patches in this cell ({why}): no patch was applied")
+        changed = [used for used, value in self._used.items() if self._namespace.get(used, value) is not value]
+        if changed and is_called:
+            print(
+                f"{', '.join(changed)} got another value in this cell: patches have the one that it had when the cell "
+                f"began; for one value after the other, write `with {name}.patch(...)` in the loop (%graphpatch export)"
+            )
         for one in self._observed:
             if one.is_filled or one.problem is not None or one.name not in self._namespace:
                 continue

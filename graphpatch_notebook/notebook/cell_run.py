@@ -50,6 +50,7 @@ class CellRun:
         outer = _current.get()
         if outer is not None and outer.is_running():
             raise SessionError("%%graphpatch cannot stand inside another: one cell runs under the patches of one graph")
+        workspace.notice_new_graphs()
         active, chosen = chosen_for(workspace, line)
         self._is_silent = is_silent
         self._stack: _Stack | None = _Stack(frame)

@@ -87,6 +87,7 @@ def run(workspace: Workspace, line: str) -> Any:
         SessionError: The user's mistake, in words.
     """
     __tracebackhide__ = True
+    workspace.notice_new_graphs()
     name, rest = (*line.split(None, 1), "", "")[:2]
     if not name or name.startswith("#"):
         return views.status(workspace)

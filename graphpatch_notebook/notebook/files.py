@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.command_line import arguments, split_options, without_comment
+from graphpatch_notebook.notebook.handing_over import counted
 from graphpatch_notebook.notebook.text_file import real_file, replace_text
-from graphpatch_notebook.notebook.workspace import Workspace, counted, is_a
+from graphpatch_notebook.notebook.workspace import Workspace, is_a
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.codegen import Form

@@ -135,6 +135,7 @@ class Session:
         self.origin = origin or Origin()
         self._lock = threading.RLock()
         self._chosen = ChosenPatches()
+        self._last_number = 0
         self._undone: list[tuple[ChosenPatch, ...]] = []
         self._done: list[tuple[ChosenPatch, ...]] = []
         self._listeners: Listeners[ChosenPatches] = Listeners()
@@ -170,17 +171,24 @@ class Session:
         """Chooses several, in one step of undo; returns them as they were added."""
         with self._lock:
             before = self._chosen.patches
-            first = 1 + max((patch.number for patch in before), default=0)
-            added = self._numbered(patches, before, first)
+            added = self._numbered(patches, before, self._last_number + 1)
             self._commit((*before, *added), based_on)
         return added
 
     def replace_all(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
         """Chooses these instead of all that were chosen, in one step of undo."""
         with self._lock:
-            chosen = self._numbered(patches, (), 1)
+            chosen = self._numbered(patches, (), self._last_number + 1)
             self._commit(chosen, based_on)
         return chosen
+
+    def adopt(self, patches: Iterable[ChosenPatch]) -> None:
+        """Chooses the patches of another session instead of all that were chosen; they keep their numbers."""
+        with self._lock:
+            found: list[ChosenPatch] = []
+            for patch in patches:
+                found.append(self.check(patch, found).patch)
+            self._commit(tuple(found), None)
 
     def change(self, number: int, based_on: int | None = None, **changed: Any) -> ChosenPatch:
         """Changes fields of a chosen patch (`is_enabled=False`, `slice=":, 0"`), which keeps its number and place."""
@@ -255,6 +263,8 @@ class Session:
         self._check_version(based_on)
         if patches == self._chosen.patches:
             return
+        # A number never comes to mean another patch: cells that name it run again.
+        self._last_number = max((self._last_number, *(patch.number for patch in patches)))
         self._done.append(self._chosen.patches)
         del self._done[:-_MOST_UNDOS]
         self._undone.clear()

@@ -9,9 +9,10 @@ from graphpatch_notebook.node_path import NodePath, Shapes
 from graphpatch_notebook.notebook.choosing import refuse_arguments
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.command_line import without_comment
+from graphpatch_notebook.notebook.handing_over import counted
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.typed_paths import cut_place
-from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace, counted
+from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace
 from graphpatch_notebook.source_text import CodeText
 
 if TYPE_CHECKING:

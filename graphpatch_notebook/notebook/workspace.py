@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.handing_over import hand_over
 from graphpatch_notebook.notebook.search import index_of
 from graphpatch_notebook.notebook.session import Session, session_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -22,11 +23,6 @@ T = TypeVar("T")
 def is_a(value: Any, classes: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
     """Whether an object of the user's is of one of these classes; runs no code of the user's."""
     return issubclass(type(value), classes)  # `isinstance` asks `value.__class__`, too
-
-
-def counted(count: int) -> str:
-    """Returns how many patches there are, in words."""
-    return "1 patch" if count == 1 else f"{count} patches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +52,7 @@ class Workspace:
         self.put_in_new_cell = put_in_new_cell
         self.results = Results(namespace)
         self._used: str | None = None
+        self._sessions: dict[str, Session] = {}
 
     @property
     def namespace(self) -> dict[str, Any]:
@@ -79,6 +76,7 @@ class Workspace:
         """
         active = self.named(name)
         self._used = name
+        self._sessions[name] = active.session
         index_of(active.graph).prepare()
         return active
 
@@ -143,8 +141,20 @@ class Workspace:
         variables = self._variables()
         return [name for name, value in variables if is_a(value, Module) and not is_a(value, PatchableGraph)]
 
+    def notice_new_graphs(self) -> None:
+        """Hands patches over where a variable holds another graph than it did when a command last looked at it."""
+        for name, before in list(self._sessions.items()):
+            value = self.namespace.get(name)
+            if not is_a(value, PatchableGraph):
+                continue
+            session = self._sessions[name] = session_of(value)
+            if session is not before and session.chosen.version == 0 and before.chosen.patches:
+                session.origin = replace(before.origin, model=None)
+                hand_over(before.chosen.patches, session)
+
     def _active(self, name: str, graph: PatchableGraph) -> ActiveGraph:
         session = session_of(graph)
+        self._sessions.setdefault(name, session)
         if session.origin.graph != name:
             session.origin = replace(session.origin, graph=name)
         if session.origin.model is None:

@@ -12,14 +12,16 @@ from typing import Any
 
 from torch.nn import Module
 
-from graphpatch_notebook.errors import ChosenPatchError, OptionError, SessionError
-from graphpatch_notebook.notebook.chosen import ChosenPatch, reserved
+from graphpatch_notebook.errors import OptionError, SessionError
+from graphpatch_notebook.notebook.chosen import reserved
 from graphpatch_notebook.notebook.command_line import arguments
 from graphpatch_notebook.notebook.expressions import undefined
+from graphpatch_notebook.notebook.handing_over import counted, hand_over
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.progress import capture_progress
-from graphpatch_notebook.notebook.session import Session, session_of
-from graphpatch_notebook.notebook.workspace import Workspace, counted, is_a
+from graphpatch_notebook.notebook.session import session_of
+from graphpatch_notebook.notebook.workspace import Workspace, is_a
+from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
@@ -90,9 +92,10 @@ def wrap(workspace: Workspace, text: str) -> None:
     assignment = Assignment.parse(text)
     namespace = workspace.namespace
     _check_name(assignment, namespace)
-    origin = Origin(assignment.name, assignment.model, assignment.arguments)
     start = time.perf_counter()
-    graph = _evaluate(assignment, namespace)
+    graph, has_options_first = _evaluate(assignment, namespace)
+    arguments_text = _with_named_options(assignment) if has_options_first else assignment.arguments
+    origin = Origin(assignment.name, assignment.model, arguments_text)
     seconds = time.perf_counter() - start
     before = namespace.get(assignment.name)
     session = session_of(graph)
@@ -100,7 +103,7 @@ def wrap(workspace: Workspace, text: str) -> None:
     namespace[assignment.name] = graph
     print(f"{workspace.use(assignment.name).title} ({seconds:.1f} s)")
     if is_a(before, PatchableGraph):
-        _hand_over(session_of(before).chosen.patches, session)
+        hand_over(session_of(before).chosen.patches, session)
 
 
 def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
@@ -116,13 +119,24 @@ def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
         raise SessionError(f"{name!r} {why}: choose another name: %graphpatch wrap pg = {assignment.model}(...)")
 
 
-def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> PatchableGraph:
-    """Returns the graph: the call with `PatchableGraph` in place of the model, evaluated among the user's variables."""
+def _with_named_options(assignment: Assignment) -> str:
+    """Returns the arguments with the options, which come first, by keyword: they are no input of the model."""
+    options, *inputs = [ast.unparse(argument) for argument in (*assignment.call.args, *assignment.call.keywords)]
+    return ", ".join([*inputs, f"extraction_options={options}"])
+
+
+def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> tuple[PatchableGraph, bool]:
+    """Returns the graph, and whether options are the first of the arguments.
+
+    It is the call with `PatchableGraph` in place of the model, evaluated among the user's variables.
+    """
     __tracebackhide__ = True
+    positional: list[Any] = []
 
     def make(module: Any, *args: Any, **kwargs: Any) -> PatchableGraph:
         __tracebackhide__ = True
         _check_model(module, assignment)
+        positional.extend(args)
         try:
             with capture_progress(module):
                 return PatchableGraph(module, *args, **kwargs)
@@ -145,7 +159,8 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> PatchableGra
         raise SessionError(undefined(error.name, namespace)) from None
     namespace.update({name: value for name, value in local.items() if name not in (_MAKE, "__tracebackhide__")})
     assert isinstance(graph, PatchableGraph)
-    return graph
+    has_options_first = bool(positional) and isinstance(positional[0], ExtractionOptions)
+    return graph, has_options_first and not isinstance(assignment.call.args[0], ast.Starred)
 
 
 def _is_raised_by_line(error: NameError) -> bool:
@@ -175,31 +190,6 @@ def _check_model(module: Any, assignment: Assignment) -> None:
     if not isinstance(module, Module):
         kind = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
         raise SessionError(f"{assignment.model!r} is no torch.nn.Module but {kind}; {_USAGE}")
-
-
-def _hand_over(patches: tuple[ChosenPatch, ...], session: Session) -> None:
-    """Chooses the patches of the graph that the variable held before; says what became of them."""
-    kept: list[ChosenPatch] = []
-    dropped: list[str] = []
-    for patch in patches:
-        problem = _problem(patch, kept, session)
-        if problem is None:
-            kept.append(patch)
-        else:
-            dropped.append(f"dropped #{patch.number} {patch}: {problem}")
-    if kept:
-        session.replace_all(kept)
-        print(f"{counted(len(kept))} carried over from the graph that was in {session.origin.graph} before")
-    for line in dropped:
-        print(line)
-
-
-def _problem(patch: ChosenPatch, others: list[ChosenPatch], session: Session) -> ChosenPatchError | None:
-    try:
-        session.check(patch, others)
-    except ChosenPatchError as problem:
-        return problem
-    return None
 
 
 def use(workspace: Workspace, text: str) -> None:

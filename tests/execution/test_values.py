@@ -70,7 +70,7 @@ def test_sizes_are_patched_where_torch_reads_them() -> None:
     [
         (ReplacePatch(torch.ones(3)), ["ReplacePatch on 'relu' (relu)", "(2, 2)", "(3,)", "must broadcast"]),
         (AddPatch(torch.ones(5, 2)), ["AddPatch on 'relu' (relu)", "(2, 2)", "(5, 2)"]),
-        (ZeroPatch(slice=7), ["ZeroPatch on 'relu' (relu)", "slice=7", "(2, 2)", "out of bounds"]),
+        (ZeroPatch(slice=7), ["ZeroPatch on 'relu' (relu)", "slice [7]", "(2, 2)", "out of bounds"]),
         (AddPatch(torch.ones(2, 2, dtype=torch.complex64)), ["relu", "complex64", "float32"]),
         (ReplacePatch(torch.ones(2, 2, device="meta")), ["relu", "meta"]),
     ],

@@ -724,3 +724,26 @@ def test_cancelled_while_awaiting(zero: Shell) -> None:
     zero.ok("import asyncio")
     result = asyncio.run(story())
     assert type(result.error_in_exec) is asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("choice", "body"),
+    [
+        ("add down.output scale * 2", "for scale in (1.0, 2.0):\n    _ = pg(x)"),
+        ("zero hidden[:, scale]", "scale = 2\n_ = pg(x)"),
+        ("custom hidden scale", "scale = torch.sin\n_ = pg(x)"),
+    ],
+)
+def test_a_value_that_changes_in_the_cell_is_told(pg: Shell, choice: str, body: str) -> None:
+    """Patches have the values that variables had when the cell began: a sweep in one cell would be no sweep."""
+    pg.ok("scale = torch.relu" if "custom" in choice else "scale = 0")
+    pg.ok(f"%graphpatch {choice}")
+    ran = pg.ok(f"%%graphpatch\n{body}")
+    assert "scale got another value in this cell: patches have the one that it had when the cell began" in ran.out
+    assert "another value" not in pg.ok("%%graphpatch\n_ = pg(x)").out
+
+
+def test_a_function_that_looks_a_variable_up_itself_is_not_told(pg: Shell) -> None:
+    pg.ok("scale = 0\n%graphpatch custom hidden lambda t: t * scale")
+    ran = pg.ok("%%graphpatch\nfor scale in (1.0, 2.0):\n    _ = pg(x)")
+    assert "another value" not in ran.out

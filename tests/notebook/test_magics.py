@@ -54,7 +54,7 @@ def test_wrap(shell: Shell) -> None:
         (
             "pg = model(ExtractionOptions(skip_compilation=True), x)",
             "model",
-            "ExtractionOptions(skip_compilation=True), x",
+            "x, extraction_options=ExtractionOptions(skip_compilation=True)",
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_names_of_probes_are_free(pg: Shell) -> None:
     assert "#2 record hidden as hidden_2 ->" in pg.ok("%graphpatch record hidden").out
     pg.ok("%%graphpatch\npg(x);")
     pg.ok("%graphpatch clear")
-    assert "#1 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out  # what it held is a result
+    assert "#3 probe hidden as hidden_1 ->" in pg.ok("%graphpatch probe hidden").out  # what it held is a result
 
 
 def test_names_that_are_not_there_yet_are_told(pg: Shell) -> None:
@@ -609,8 +609,8 @@ def test_save_and_load(four: Shell, tmp_path: Path) -> None:
     before = chosen(four)
     four.ok("%graphpatch clear")
     said = lines(four.ok(f"%graphpatch load {file}").out)
-    assert said == [f"read 4 patches from {file}", "these values are run as Python when the patches are used: #2 1"]
-    assert chosen(four) == before
+    assert said == [f"read 4 patches from {file}", "these values are run as Python when the patches are used: #6 1"]
+    assert chosen(four) == before  # under numbers that none of them had before
     four.ok(f"%graphpatch save '{file}'")
     file.write_text("{}", "utf8")
     assert str(file) in four.refused(f"%graphpatch save {file}")
@@ -648,3 +648,35 @@ def test_every_kind_does_what_it_says(pg: Shell) -> None:
     resolved = session_of(pg.namespace["pg"]).resolve(pg.namespace)
     assert isinstance(resolved.patch_map["hidden"][0], ZeroPatch)
     assert isinstance(resolved.patch_map["hidden"][1], AddPatch)
+
+
+def test_options_are_no_input_of_the_model(shell: Shell) -> None:
+    shell.ok("from graphpatch_notebook import ExtractionOptions, PatchableGraph\nopts = ExtractionOptions()")
+    shell.ok("%graphpatch wrap pg = model(opts, x)")
+    shell.ok("%graphpatch zero hidden")
+    code = shell.ok("%graphpatch export").value
+    assert "output = pg(x)" in code
+    shell.ok(f"expected = None\n{code}\nassert torch.equal(output, model.down.bias.expand(3, 2))")
+    assert session_of(shell.namespace["pg"]).origin.arguments == "x, extraction_options=opts"
+
+
+def test_patches_follow_the_variable_to_another_graph(pg: Shell) -> None:
+    """Whoever runs the cell that makes the graph again keeps the choice, however that cell makes it."""
+    pg.ok("%graphpatch zero hidden[:, 0]")
+    pg.ok("%graphpatch probe mul kept")
+    pg.ok("from graphpatch_notebook import PatchableGraph\npg = PatchableGraph(model, x)")
+    assert "2 patches carried over" in pg.ok("%graphpatch").out
+    assert "carried" not in pg.ok("%graphpatch list").out
+    assert pg.ok("%%graphpatch\n_ = pg(x)\nkept[:, 0].sum().item()").value == 0
+    pg.ok("pg = PatchableGraph(torch.nn.ReLU(), x)")
+    ran = pg.ok("%%graphpatch\npg(x)")
+    assert "dropped #1 zero hidden[:, 0]: no node 'hidden'" in ran.out
+    assert torch.equal(ran.value, torch.relu(pg.namespace["x"]))
+
+
+def test_completion_says_nothing_of_new_graphs(pg: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    pg.ok("%graphpatch zero hidden")
+    pg.ok("from graphpatch_notebook import PatchableGraph\npg = PatchableGraph(model, x)")
+    pg.ip.complete("%graphpatch zero hid")
+    assert capsys.readouterr().out == ""
+    assert "1 patch carried over" in pg.ok("%graphpatch").out

@@ -84,7 +84,9 @@ def test_loading_is_one_edit(session: Session, tmp_path: Path) -> None:
 
     loaded = session_file.load(other, file)
 
-    assert loaded == other.chosen.patches == session.chosen.patches
+    assert loaded == other.chosen.patches
+    assert [patch.number for patch in loaded] == list(range(2, 2 + len(loaded)))  # #1 was another patch
+    assert [patch.numbered(patch.number - 1) for patch in loaded] == list(session.chosen.patches)
     assert other.chosen.version == version + 1
     assert other.origin == Origin()
     assert other.undo()
