@@ -150,6 +150,7 @@ class Run:
 
     def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies the patches on a module's inputs where its own hooks are to see them too."""
+        __tracebackhide__ = True
         plan, _ = self._next_plan(module)
         self._with_patched_inputs.discard(id(module))  # of a call that another hook broke off
         if plan is None or not (plan.inputs or plan.watched_inputs) or plan.own_graph is not None:
@@ -162,6 +163,7 @@ class Run:
 
     def on_output(self, module: Module, output: Any) -> Any:
         """Applies the patches on a module's output, after the module's own hooks."""
+        __tracebackhide__ = True
         waiting = self._awaiting_output.get(id(module))
         if not waiting or waiting[-1][0] != len(self.stack):
             return output
@@ -275,6 +277,7 @@ class Run:
     def _patched_inputs(
         self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        __tracebackhide__ = True
         for name, entries in plan.inputs.items():
             given = given_input(plan.frame.parameters, name, args, kwargs)
             value = self._apply(entries, given)
@@ -320,6 +323,7 @@ class Run:
 
     def _in_graph(self, entries_by_name: dict[str, list[Entry]], name: str, value: Any) -> Any:
         """Applies the entries on a node of a graph that runs."""
+        __tracebackhide__ = True
         entries = entries_by_name[name]
         patched = self._apply(entries, value)
         target = entries[0].target
@@ -329,6 +333,7 @@ class Run:
 
     def _apply(self, entries: Sequence[Entry], value: Any) -> Any:
         """Applies entries at the boundary of a frame, where a mode of the run may be on."""
+        __tracebackhide__ = True
         for entry in entries:
             if self.is_observed(entry, value):
                 continue

@@ -77,10 +77,12 @@ class ModuleHooks:
 
 
 def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    __tracebackhide__ = True
     on_inputs = getattr(observer.get(), "on_inputs", None)
     return None if on_inputs is None else on_inputs(module, args, kwargs)
 
 
 def _on_output(module: Module, _args: Any, output: Any) -> Any:
+    __tracebackhide__ = True
     on_output = getattr(observer.get(), "on_output", None)
     return output if on_output is None else on_output(module, output)

@@ -428,7 +428,8 @@ def test_in_gpt2() -> None:
         assert "h_1.mlp.c_proj" in failure(lambda: pg.generate(ids, max_new_tokens=2, do_sample=False))
 
 
-def test_frames_of_the_engine_are_hidden_from_tracebacks() -> None:
+@pytest.mark.parametrize("path", ["sub_0.linear", "sub_0.output", "output", "input", "sub_1.input", "sub_0.weight"])
+def test_frames_of_the_engine_are_hidden_from_tracebacks(path: str) -> None:
     """What stands between the user's code and the model's says nothing to a user, and most would be of it."""
     pg = PatchableGraph(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
     patches = {
@@ -441,5 +442,5 @@ def test_frames_of_the_engine_are_hidden_from_tracebacks() -> None:
     own = str(Path(graphpatch_notebook.__file__).parent)
     frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
     ours = [frame for frame in frames if frame.f_code.co_filename.startswith(own)]
-    assert len(ours) > 5
+    assert len(ours) > 3
     assert [f.f_code.co_name for f in ours if not f.f_locals.get("__tracebackhide__")] == []
