@@ -113,7 +113,7 @@ def test_patches_are_chosen_in_a_loop(deep: Shell) -> None:
     deep.ok("%graphpatch clear\nfor path in pg.nodes:\n    if path.endswith('mlp.output'):\n        "
             "%graphpatch add --steps 0 $path {'a': 1}['a']")  # fmt: skip
     assert chosen(deep) == [f"add layers_{i}.mlp.output {{'a': 1}}['a'] --steps 0" for i in range(3)]
-    deep.ok("for i in (0, 2):\n    %graphpatch rm #{i + 1}")
+    deep.ok("for i in (0, 2):\n    %graphpatch rm #{i + 4}")
     assert chosen(deep) == ["add layers_1.mlp.output {'a': 1}['a'] --steps 0"]
     ran = deep.ok("number = 0\nfor _ in [0]:\n    found = %graphpatch ls layers_{number}\nfound.title")
     assert ran.value.startswith("layers_0: ")
