@@ -32,24 +32,30 @@ TRANSPARENT = (CheckpointFunction,)
 
 
 class _Replacement:
-    """Puts the wrapper in place of `Function.apply` while anybody needs it."""
+    """Puts the wrapper in place of `Function.apply` while anybody needs it.
+
+    As with swaps of `forward`, `let_go` can be called again where an interrupt kept it from its end.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
+        self._holders: set[object] = set()
+        self._wrapper: Any = None
         self.original: Any = Function.__dict__["apply"]
 
-    def hold(self) -> None:
+    def hold(self, holder: object) -> None:
         with self._lock:
-            if self._count == 0:
+            self._holders.add(holder)
+            if self._wrapper is None:
+                self._wrapper = classmethod(_apply)
+            if Function.__dict__["apply"] is not self._wrapper:
                 self.original = Function.__dict__["apply"]
-                Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-            self._count += 1
+                Function.apply = self._wrapper  # type: ignore[method-assign]
 
-    def let_go(self) -> None:
+    def let_go(self, holder: object) -> None:
         with self._lock:
-            self._count -= 1
-            if self._count == 0:
+            self._holders.discard(holder)
+            if not self._holders and Function.__dict__["apply"] is self._wrapper:
                 Function.apply = self.original  # type: ignore[method-assign]
 
 
@@ -59,11 +65,15 @@ _replacement = _Replacement()
 @contextmanager
 def visible_apply() -> Iterator[None]:
     """Hands calls of `Function.apply` to the `apply_observer` of their context for the length of the block."""
-    _replacement.hold()
+    holder = object()
     try:
-        yield
+        try:
+            _replacement.hold(holder)
+            yield
+        finally:
+            _replacement.let_go(holder)
     finally:
-        _replacement.let_go()
+        _replacement.let_go(holder)  # once more, if an interrupt came in between
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -82,13 +82,14 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_comes() -> None:
     with pg.patch(patches):
         changed = pg(X)
     assert not torch.equal(changed, expected)
-    at = 0
+    at, apply = 0, torch.autograd.Function.__dict__["apply"]
     while interrupted(patched, at):
         assert [dict(vars(module)) for module in model.modules()] == before, at
         assert [len(module._forward_hooks) for module in model.modules()] == hooks, at
         assert innermost(pg) is None, at
         assert observer.get() is None, at
         assert function_mode_depth() == 0, at
+        assert torch.autograd.Function.__dict__["apply"] is apply, at
         assert not any(is_swapped(module) for module in model.modules()), at
         assert torch.equal(pg(X), expected), at
         at += 1
