@@ -43,6 +43,7 @@ class CompiledGraphModule(GraphModule):
     A graph that was edited, or that a custom extraction function made, *is* the module: it always runs.
 
     Example:
+        >>> import torch
         >>> from graphpatch_notebook import PatchableGraph
         >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
         >>> print(pg._graph_module.code)
