@@ -10,8 +10,6 @@ import pytest
 
 from tests.notebook.shells import Shell
 
-LOAD_FIGURE = 0.3
-
 
 def everything(shell: Shell) -> dict[str, Any]:
     """Returns whatever an extension may change in a shell."""
@@ -83,25 +81,20 @@ def test_a_magic_of_the_same_name_comes_back(plain_shell: Shell) -> None:
 
 
 LOADING = """
-import sys, time, types
+import sys
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 known = set(sys.modules)
-start = time.process_time()
 shell.run_line_magic("load_ext", "graphpatch_notebook")
-print(time.process_time() - start)
-print(*{name.split(".")[0] for name in set(sys.modules) - known})
+print(*set(sys.modules) - known)
 """
 
 
-def test_loading_is_quick_and_imports_nothing_heavy() -> None:
-    found = []
-    for _ in range(5):  # the machine may be busy
-        done = subprocess.run([sys.executable, "-c", LOADING], check=True, capture_output=True, text=True)
-        seconds, names = done.stdout.splitlines()[-2:]
-        assert not set(names.split()) & {"rich", "ipywidgets", "anywidget", "transformers", "safetensors", "matplotlib"}
-        found.append(float(seconds))  # of the processor
-        if found[-1] < LOAD_FIGURE:
-            return
-    pytest.fail(f"loading took {found} s")
+def test_loading_imports_nothing_heavy() -> None:
+    """How long it takes is in the benchmark (`tests/benchmarks/notebook.py`): a busy machine is no failure."""
+    done = subprocess.run([sys.executable, "-c", LOADING], check=True, capture_output=True, text=True)
+    heavy = {"rich", "ipywidgets", "anywidget", "transformers", "safetensors", "matplotlib", "torch._dynamo"}
+    imported = set(done.stdout.split())
+    assert "graphpatch_notebook.notebook.magics" in imported
+    assert not imported & heavy
