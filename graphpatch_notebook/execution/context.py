@@ -38,7 +38,7 @@ from graphpatch_notebook.torch_compat import (
     pop_function_modes,
     runs_hooks,
 )
-from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.warning_places import level_of_caller, warn_each_time
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def leave(context: ActiveContext) -> None:
             "patch context: gradients of what was computed in it would be those of an unpatched recomputation; call "
             "backward() inside the `with` block",
             CheckpointWarning,
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
 
 

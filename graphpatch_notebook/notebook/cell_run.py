@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import sys
 import threading
@@ -96,8 +95,7 @@ class CellRun:
         self.end()
         context = self._context()
         if context is not None:
-            with contextlib.suppress(StopIteration):  # it was left
-                context.__exit__(KeyboardInterrupt, None, None)
+            context.__exit__(KeyboardInterrupt, None, None)  # has no effect if it was left
 
     def patches(self) -> _Entry:
         """Returns the context manager in which the patches are active. It is given once."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, CheckpointWarning, GraphPatchError, PatchableGraph, ReplacePatch
+from graphpatch_notebook import AddPatch, CheckpointWarning, GraphPatchError, PatchableGraph, ReplacePatch, ZeroPatch
 from tests.laws.captures import Capture, capture_of, each_case, run
 from tests.laws.edits import Edit, boundary_edits, returned_op_edits
 from tests.zoo import Case, case_by_name
@@ -125,3 +125,19 @@ def test_values_of_patches_are_learnt() -> None:
     assert steering.grad is not None
     assert steering.grad.abs().sum() > 0
     assert isinstance(capture.pg, PatchableGraph)
+
+
+def test_the_warning_of_a_missing_backward_names_the_users_line() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
+
+    x = torch.ones(1, 2, requires_grad=True)
+    pg = PatchableGraph(Checkpointed(), x)
+    with pytest.warns(CheckpointWarning) as shown, pg.patch({"linear.output": ZeroPatch()}):
+        pg(x)
+    assert [warning.filename for warning in shown] == [__file__]
