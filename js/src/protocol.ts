@@ -1,0 +1,338 @@
+/**
+ * What kernel and front end say to each other. The other half is `graphpatch_notebook/notebook/widget.py`.
+ *
+ * Three ways:
+ * - traits: what every view must have, and what is saved in the notebook (`Traits`);
+ * - requests: the front end asks, the kernel replies (`Requests`); each reply belongs to one request by its id;
+ * - nothing else: the kernel sends no events. While something runs, the front end asks how far it is.
+ */
+
+/** What a row of the tree is, by its number in `Columns.kind`. */
+export const KINDS = [
+  "graph", // the frame of a module that was called; row 0 is the whole model
+  "input",
+  "parameter",
+  "buffer",
+  "attribute",
+  "constant",
+  "op",
+  "output",
+  "item", // a value inside the container that the row above it holds
+  "unused", // a module that the run on the example inputs never called
+] as const;
+export type Kind = (typeof KINDS)[number];
+
+/** Bits of `Columns.flags`. */
+export const FLAG = {
+  plumbing: 1, // only carries sizes: shown on request
+  hidden: 2, // a constant, a flag or clutter: shown on request, too
+  opaque: 4, // a graph that could not be looked into; `notes` says why
+  patchable: 8, // a tensor or number: one can patch it
+  mutated: 16, // the model writes into this very tensor later
+  viewFilled: 32, // ... which is a view, so that a patch cuts it off from its base
+} as const;
+
+/** [label, shape, dtype, what]: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`, `["int(5)", null, null, "number"]`. */
+export type Spec = [label: string, shape: number[] | null, dtype: string | null, what: SpecWhat];
+export type SpecWhat = "tensor" | "number" | "container" | "object";
+
+/**
+ * The skeleton: all rows of the tree, in order (each row before its children), as columns. Deflated JSON (zlib) in the
+ * trait `skeleton`. Tables (`names`, `ops`, `specs`) hold each value once; the columns have positions in them.
+ */
+export interface Columns {
+  names: string[];
+  ops: string[];
+  specs: Spec[];
+  /** Per row: its name as a path writes it, quoted where a path would quote it. */
+  name: number[];
+  /** Per row: 0 for the root, 1 for what is in it, ... */
+  depth: number[];
+  kind: number[];
+  /** Per row: the torch function of an op, the class of the module of a graph or unused module, else the kind's word. */
+  op: number[];
+  /** Per row: -1 for graphs and unused modules. */
+  spec: number[];
+  flags: number[];
+  /** By row: why a graph is opaque, and the like. */
+  notes: Record<string, string>;
+}
+
+/** Traits, as `model.get` gives them. Only `expanded`, `selected`, `query` and `shows_plumbing` are set by the front end. */
+export interface Traits {
+  /** Deflated JSON of `Columns`. */
+  skeleton: DataView;
+  about: About;
+  session: SessionState;
+  /** Rows that are open; `null` before a view has chosen some. */
+  expanded: number[] | null;
+  /** The row that has the focus of the tree. */
+  selected: number;
+  query: string;
+  /** Whether plumbing and hidden rows are shown. */
+  shows_plumbing: boolean;
+  /** A float32 per row, little-endian; NaN where there is none. Empty: no scores. */
+  scores: DataView;
+  scores_name: string;
+  /** The run that goes on or went on last, of whichever view; `null`: none yet. */
+  run: { id: number; state: RunState } | null;
+}
+
+export interface About {
+  /** The variable that holds the graph: `pg`. */
+  name: string;
+  /** The class of the model. */
+  module: string;
+  /** How many nodes can be patched. */
+  nodes: number;
+  /** The widget's model id, by which it is found among the outputs of a notebook. */
+  model_id: string;
+  /** The example inputs as Python, as they stand in a call: `ids, attention_mask=mask`; `null` where nobody knows. */
+  arguments: string | null;
+  /** Why there are no example inputs that *Run* could use; `null`: there are some. */
+  no_inputs: string | null;
+  has_tokenizer: boolean;
+  /** The version of graphpatch-notebook. */
+  version: string;
+}
+
+export type PatchKind = "zero" | "add" | "replace" | "probe" | "record" | "custom";
+export const PATCH_KINDS: readonly PatchKind[] = ["zero", "add", "replace", "probe", "record", "custom"];
+
+/** The fields of a patch that a user types. `null`: left out. */
+export interface PatchFields {
+  path: string;
+  kind: PatchKind;
+  /** What stands between brackets: `:, -1, 3:5`. */
+  slice: string | null;
+  /** A Python expression; for add, replace, custom. */
+  value: string | null;
+  /** The variable that receives the activation; for probe, record. `null`: the kernel finds a free name. */
+  name: string | null;
+  /** `prefill`, `decoding`, or numbers: `0`, `2, 4`, `1:`. */
+  steps: string | null;
+  positions: string | null;
+  position_dim: number | null;
+  any_shape: boolean;
+}
+
+export interface PatchState extends PatchFields {
+  /** `#3`: never comes to mean another patch. */
+  number: number;
+  is_enabled: boolean;
+  /** Where it is in the skeleton; -1: nowhere any more. */
+  row: number;
+  /** What was recorded there, and of the part that the slice takes. */
+  shape: number[] | null;
+  sliced: number[] | null;
+  warning: string | null;
+}
+
+export interface SessionState {
+  version: number;
+  patches: PatchState[];
+  can_undo: boolean;
+  can_redo: boolean;
+}
+
+export type Edit =
+  | { action: "add"; patch: PatchFields }
+  | { action: "change"; number: number; patch: Partial<PatchFields & { is_enabled: boolean }> }
+  | { action: "move"; number: number; position: number }
+  | { action: "remove"; numbers: number[] }
+  | { action: "clear" | "undo" | "redo" };
+
+/** What a patch would be applied to. */
+export interface Checked {
+  shape: number[] | null;
+  sliced: number[] | null;
+  warning: string | null;
+  /** The name that a probe or record gets if none is typed. */
+  name: string | null;
+}
+
+export interface Source {
+  file: string;
+  line: number;
+  function: string;
+  text: string;
+}
+
+export interface Link {
+  row: number;
+  /** What to write: the path as seen from the graph that both are in, else the whole path. */
+  text: string;
+}
+
+/** What the popup shows. */
+export interface Details {
+  row: number;
+  path: string;
+  kind: Kind;
+  /** In words: what it is, and what is to be known of it (opaque and why, mutated later, ...). */
+  notes: string[];
+  shape: number[] | null;
+  dtype: string | null;
+  device: string | null;
+  /** The Python code of a graph; for a node the line of it that makes the value. */
+  code: string;
+  /** The user's lines that made it, outermost first. */
+  source: Source[];
+  inputs: Link[];
+  users: Link[];
+}
+
+export interface Statistics {
+  shape: number[];
+  dtype: string;
+  device: string;
+  count: number;
+  /** Of the finite values; `null` where there are none, or they are no numbers. */
+  mean: number | null;
+  std: number | null;
+  min: number | null;
+  max: number | null;
+  nan: number;
+  infinite: number;
+}
+
+/** Which of the buffers of the reply holds the float32 values, row by row. */
+export interface Heatmap {
+  type: "heatmap";
+  buffer: number;
+  rows: number;
+  columns: number;
+  /** The size before it was reduced: [rows, columns]. */
+  full: [number, number];
+  /** How it was reduced, in words; `null`: every value is there. */
+  reduced: string | null;
+  /** Which part of the value it is, as a slice: `0, 3, :, :`. */
+  slice: string;
+  minimum: number;
+  maximum: number;
+}
+export interface Histogram {
+  type: "histogram";
+  counts: number[];
+  /** One more than counts. */
+  edges: number[];
+  slice: string | null;
+}
+export type Plot = Heatmap | Histogram | { type: "none"; why: string };
+
+export interface ActivationView {
+  path: string;
+  statistics: Statistics;
+  plot: Plot;
+  /** For the positions of a heatmap, where they are tokens: their texts. */
+  row_labels: string[] | null;
+  column_labels: string[] | null;
+}
+
+export type RunState = "running" | "done" | "failed" | "interrupted";
+export type Token = [text: string, probability: number];
+
+/** One tensor or number of the model's output, without and with the patches. */
+export interface Change {
+  path: string;
+  shape: number[];
+  dtype: string;
+  norm_before: number;
+  norm_after: number;
+  norm_difference: number;
+  /** The entries that changed most. */
+  largest: { index: number[]; before: number; after: number }[];
+  /** In words, where the two cannot be compared. */
+  note: string | null;
+}
+
+export interface ProbeReport {
+  number: number;
+  name: string;
+  path: string;
+  /** `null`: it did not fire; `note` says so. */
+  statistics: Statistics | null;
+  plot: Plot;
+  row_labels: string[] | null;
+  column_labels: string[] | null;
+  note: string | null;
+}
+
+export interface RunReport {
+  /** What ran, as Python: `pg(ids)`. */
+  call: string;
+  seconds: number;
+  /** The numbers of the patches that were applied. */
+  patches: number[];
+  warnings: string[];
+  /** The most probable next tokens, for language models with a tokenizer. */
+  tokens: { position: number; before: Token[]; after: Token[] } | null;
+  changes: Change[];
+  probes: ProbeReport[];
+}
+
+export interface RunStatus {
+  id: number;
+  state: RunState;
+  seconds: number;
+  /** Where it is: the path of the module that runs now. */
+  at: string | null;
+  /** From 0 to 1; `null` where nobody knows. */
+  fraction: number | null;
+  /** Why it failed, in words. */
+  error: string | null;
+  /** There when done. */
+  report: RunReport | null;
+}
+
+export interface ActivationStatus {
+  id: number;
+  state: RunState;
+  seconds: number;
+  at: string | null;
+  fraction: number | null;
+  error: string | null;
+  view: ActivationView | null;
+}
+
+/** By the name of a request: what it says, and what the reply holds. */
+export interface Requests {
+  edit: { payload: { based_on: number; edit: Edit }; result: { version: number } };
+  /** `number`: the patch that is being changed, if it is one. */
+  check: { payload: { patch: PatchFields; number: number | null }; result: Checked };
+  details: { payload: { row: number }; result: Details };
+  /** `inputs`: arguments of the call as Python; `null`: the example inputs. */
+  run: { payload: { inputs: string | null }; result: RunStatus };
+  run_status: { payload: { id: number }; result: RunStatus };
+  run_interrupt: { payload: { id: number }; result: RunStatus };
+  /** `plane`: a slice that leaves two dimensions (or one); `null`: the last two. A later one of the same row runs nothing. */
+  activation: {
+    payload: { row: number; plane: string | null; is_patched: boolean; inputs: string | null };
+    result: ActivationStatus;
+  };
+  activation_status: { payload: { id: number }; result: ActivationStatus };
+  activation_interrupt: { payload: { id: number }; result: ActivationStatus };
+  /** Nobody looks at it any more: the kernel lets it go. */
+  activation_close: { payload: { id: number }; result: Record<string, never> };
+  export: { payload: { form: "graphpatch" | "hooks" }; result: { code: string } };
+}
+export type RequestName = keyof Requests;
+
+/** What the front end sends. */
+export interface Request<N extends RequestName = RequestName> {
+  id: number;
+  request: N;
+  payload: Requests[N]["payload"];
+}
+
+/** What the kernel sends; binary parts come beside it as buffers. */
+export type Reply<N extends RequestName = RequestName> =
+  | { id: number; result: Requests[N]["result"] }
+  | { id: number; error: RequestError };
+
+export interface RequestError {
+  /** In words: what failed, and what to do. */
+  message: string;
+  /** The field of the patch that is wrong, or `inputs`, `plane`, `version` (somebody else changed the patches meanwhile). */
+  field: string | null;
+}
