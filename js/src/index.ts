@@ -1,8 +1,12 @@
-import { FLAG } from "./protocol";
+/** What anywidget loads: puts the parts of a view together. */
+
+import type { Model } from "./parts";
+import { decodeSkeleton } from "./skeleton";
 
 export default {
-  render({ el }: { el: HTMLElement }) {
-    el.className = "gp-root";
-    el.dataset.flags = String(FLAG.plumbing);
+  async render({ model, el }: { model: Model; el: HTMLElement }): Promise<void> {
+    el.classList.add("gp-root");
+    el.dataset.lmSuppressShortcuts = "true";
+    await decodeSkeleton(model.get("skeleton"));
   },
 };
