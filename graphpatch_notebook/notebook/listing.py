@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from torch.nn import Module, ModuleDict, ModuleList, Sequential
-
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.notebook.labels import op_label, spec_label
 from graphpatch_notebook.notebook.tables import Column, Table
+from graphpatch_notebook.notebook.unused_modules import unused_modules, used_modules
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.places import Place
 from graphpatch_notebook.resolution import graph_class
@@ -128,17 +127,6 @@ def _unused(frame: Frame) -> Iterator[Child]:
     root = frame
     while root.parent is not None:
         root = root.parent
-    used = {id(below.module) for below in root.walk()}
-    for name, module in _uncalled(frame.module, "", used):
-        yield Child("", name, "UnusedModule", type(module).__name__, "the example did not reach it")
-
-
-def _uncalled(module: Module, prefix: str, used: set[int]) -> Iterator[tuple[str, Module]]:
-    for name, child in module.named_children():
-        if id(child) in used:
-            continue
-        inside = [id(below) in used for below in child.modules()]
-        if any(inside):
-            yield from _uncalled(child, f"{prefix}{name}.", used)
-        elif not (len(inside) == 1 and isinstance(child, (ModuleDict, ModuleList, Sequential))):  # an empty container
-            yield f"{prefix}{name}", child
+    used = used_modules(root)
+    for names, module in unused_modules(frame.module, used):
+        yield Child("", ".".join(names), "UnusedModule", type(module).__name__, "the example did not reach it")
