@@ -1,0 +1,134 @@
+"""A notebook that is open in JupyterLab, and what people do with it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any, Literal
+
+from playwright.sync_api import Locator, Page, expect
+
+from tests.browser.chromium import TIMEOUT_SECONDS
+from tests.browser.server import Server
+
+expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
+
+# Every promise in the page has an end: one that does not settle would hang the test, not fail it.
+_BOUNDED = """
+const limit = SECONDS * 1000;
+const bounded = (promise, what) => Promise.race([promise,
+  new Promise((_, fail) => setTimeout(() => fail(new Error(`${what}: not within ${limit / 1000} s`)), limit))]);
+const app = window.jupyterapp;
+const until = async (condition) => {
+  let found;
+  while (!(found = condition())) await new Promise(requestAnimationFrame);
+  return found;
+};
+"""
+
+# The status bar says "idle" before the kernel is connected. What tells is the session.
+_READY = """
+await app.restored;
+const panel = await until(() => app.shell.currentWidget?.sessionContext && app.shell.currentWidget);
+await panel.revealed;
+await panel.sessionContext.ready;
+await panel.sessionContext.session.kernel.info;
+await until(() => panel.sessionContext.session.kernel.status === "idle");
+"""
+
+# A click in an output makes its cell the active one, so every run says which cell it means.
+_RUN = """
+const content = app.shell.currentWidget.content;
+content.activeCellIndex = argument;
+await app.commands.execute("notebook:run-cell");
+"""
+
+_EVALUATE = """
+const kernel = app.shell.currentWidget.sessionContext.session.kernel;
+const reply = await kernel.requestExecute({
+  code: "", silent: true, store_history: false, user_expressions: { value: argument } }).done;
+return reply.content.user_expressions?.value ?? reply.content;
+"""
+
+
+class NotebookPage:
+    """A notebook in a page of JupyterLab. Cells are counted from 0."""
+
+    def __init__(self, page: Page, server: Server) -> None:
+        self.page = page
+        self._server = server
+
+    def open(self, file: str, has_kernel: bool = True) -> None:
+        """Opens a notebook of the server's folder; returns when it is there, and its kernel."""
+        self.page.goto(self._server.address(file))
+        self.page.locator(".jp-Notebook .jp-Cell").first.wait_for()
+        if has_kernel:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        self._do("the kernel", _READY)
+
+    def run(self, cell: int) -> None:
+        """Runs a cell to its end."""
+        self._do(f"cell {cell}", _RUN, cell)
+
+    def start(self, cell: int) -> None:
+        """Runs a cell, and returns at once."""
+        self._do(f"cell {cell}", _RUN.replace("await app", "void app"), cell)
+
+    def run_all(self) -> None:
+        for cell in self.code_cells():
+            self.run(cell)
+
+    def cell(self, number: int) -> Locator:
+        return self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{number}"]')
+
+    def sources(self) -> list[str]:
+        """Returns what stands in the cells."""
+        return self._do(
+            "the cells", "return app.shell.currentWidget.content.widgets.map(w => w.model.sharedModel.getSource());"
+        )
+
+    def code_cells(self) -> list[int]:
+        kinds = self._do("the cells", "return app.shell.currentWidget.content.widgets.map(w => w.model.type);")
+        return [number for number, kind in enumerate(kinds) if kind == "code"]
+
+    def scroll_to(self, cell: int) -> None:
+        self._do(f"cell {cell}", "await app.shell.currentWidget.content.scrollToItem(argument, 'start', 0);", cell)
+
+    def value(self, expression: str) -> Any:
+        """Returns the value of an expression as the kernel has it: numbers, texts, lists and dicts of them."""
+        found = self._do(expression, _EVALUATE, f"__import__('json').dumps({expression})")
+        if found.get("status") != "ok":
+            raise RuntimeError(f"{expression}: {found.get('evalue', found)}")
+        return json.loads(ast.literal_eval(found["data"]["text/plain"]))
+
+    def save(self) -> None:
+        self._do("saving", 'await app.commands.execute("docmanager:save");')
+
+    def interrupt_kernel(self) -> None:
+        self._do("interrupting", "await app.shell.currentWidget.sessionContext.session.kernel.interrupt();")
+
+    def restart_kernel(self) -> None:
+        self._do("restarting", "await app.shell.currentWidget.sessionContext.restartKernel();")
+        self.wait_until_ready()
+
+    def shut_down_kernel(self) -> None:
+        self._do("shutting down", "await app.shell.currentWidget.sessionContext.shutdown();")
+
+    def use_theme(self, theme: Literal["light", "dark"]) -> None:
+        name = f"JupyterLab {theme.capitalize()}"
+        self._do(
+            f"the theme {name}",
+            """
+            await app.commands.execute("apputils:change-theme", { theme: argument[0] });
+            await until(() => document.body.dataset.jpThemeLight === argument[1]);
+            """,
+            [name, "true" if theme == "light" else "false"],
+        )
+
+    def _do(self, what: str, script: str, argument: Any = None) -> Any:
+        """Runs a script in the page. Its last statement may return something; `argument` is given to it."""
+        bounded = _BOUNDED.replace("SECONDS", str(TIMEOUT_SECONDS))
+        body = f"return bounded((async () => {{ {script} }})(), what);"
+        return self.page.evaluate(f"async ([what, argument]) => {{ {bounded} {body} }}", [what, argument])

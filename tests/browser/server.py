@@ -1,0 +1,110 @@
+"""A Jupyter server of our own, all of whose files lie in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+START_SECONDS = 120
+
+# Nothing that JupyterLab would fetch, and no toast over the page that tells of news.
+_SETTINGS = {"notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": False}}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs: where it is, and the folder whose notebooks it shows."""
+
+    url: str
+    folder: Path
+
+    def address(self, file: str) -> str:
+        """Returns where a notebook of the folder is, in the mode that shows this one document."""
+        return f"{self.url}/doc/tree/{file}"
+
+
+@contextmanager
+def serving(folder: Path, python: str = sys.executable) -> Iterator[Server]:
+    """Runs JupyterLab for the notebooks in `folder / "notebooks"`; its own files lie beside them."""
+    notebooks = folder / "notebooks"
+    notebooks.mkdir(exist_ok=True)
+    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)
+    for name, values in _SETTINGS.items():
+        (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(values))
+    log = folder / "server.log"
+    port = _free_port()
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            _command(python, folder, port), env=_environment(folder), cwd=notebooks, stdout=written, stderr=written
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_for(process, url, log)
+            yield Server(url, notebooks)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(30)
+
+
+def _command(python: str, folder: Path, port: int) -> list[str]:
+    return [
+        python,
+        *("-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"),
+        *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
+        *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
+        f"--ServerApp.root_dir={folder / 'notebooks'}",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--LabApp.extension_manager=readonly",
+        f"--LabApp.workspaces_dir={folder / 'workspaces'}",
+        f"--LabApp.user_settings_dir={folder / 'settings'}",
+    ]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTER_DATA_DIR": str(folder / "data"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        "JUPYTER_PREFER_ENV_PATH": "1",
+        "IPYTHONDIR": str(folder / "ipython"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH")))),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return opened.getsockname()[1]
+
+
+def _wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(f"{url}/api/status", timeout=5).close()
+        except OSError:
+            time.sleep(0.1)  # there is nothing to wait on but the port
+        else:
+            return
+    raise RuntimeError(f"JupyterLab did not start; its log ends with:\n{log.read_text()[-3000:]}")
