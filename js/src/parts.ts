@@ -47,6 +47,8 @@ export type KernelState = "idle" | "busy" | "lost";
 
 export interface Kernel {
   readonly state: KernelState;
+  /** Why it is lost, in words, with what to do; empty before. */
+  readonly why?: string;
   /** Rejects with `RequestFailed`; never hangs once the kernel is known to be lost. */
   ask<N extends RequestName>(request: N, payload: Requests[N]["payload"]): Promise<Answer<N>>;
   /** Returns what stops that. */
