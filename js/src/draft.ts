@@ -1,0 +1,95 @@
+/** A patch while it is being typed: texts as they stand in the fields, kept also while another kind hides them. */
+import type { PatchFields, PatchKind } from "./protocol";
+
+export type FieldName = "kind" | "slice" | "value" | "name" | "steps" | "positions" | "position_dim" | "any_shape";
+
+export interface Draft {
+  path: string;
+  kind: PatchKind;
+  slice: string;
+  value: string;
+  name: string;
+  steps: string;
+  positions: string;
+  position_dim: string;
+  any_shape: boolean;
+}
+
+export interface FieldError {
+  field: FieldName | null;
+  message: string;
+}
+
+/** What a kind does to the value, in words. */
+export const WORDS: Record<PatchKind, string> = {
+  zero: "sets it to zero",
+  add: "adds a value to it",
+  replace: "puts a value in its place",
+  probe: "keeps the last value in a variable",
+  record: "keeps every value in a list",
+  custom: "passes it through a function",
+};
+
+const HAS_VALUE: ReadonlySet<PatchKind> = new Set<PatchKind>(["add", "replace", "custom"]);
+const OBSERVES: ReadonlySet<PatchKind> = new Set<PatchKind>(["probe", "record"]);
+
+export function newDraft(path: string): Draft {
+  const texts = { slice: "", value: "", name: "", steps: "", positions: "", position_dim: "" };
+  return { path, kind: "zero", ...texts, any_shape: false };
+}
+
+export function draftOf(patch: PatchFields): Draft {
+  return {
+    path: patch.path,
+    kind: patch.kind,
+    slice: patch.slice ?? "",
+    value: patch.value ?? "",
+    name: patch.name ?? "",
+    steps: patch.steps ?? "",
+    positions: patch.positions ?? "",
+    position_dim: patch.position_dim === null ? "" : String(patch.position_dim),
+    any_shape: patch.any_shape,
+  };
+}
+
+/** The fields that a kind has. */
+export function hasField(kind: PatchKind, field: FieldName): boolean {
+  if (field === "value") return HAS_VALUE.has(kind);
+  if (field === "name") return OBSERVES.has(kind);
+  return true;
+}
+
+/** The patch as the kernel reads it: only the fields of its kind; nothing typed is `null`. */
+export function fields(draft: Draft): PatchFields {
+  const text = (field: "slice" | "value" | "name" | "steps" | "positions") =>
+    hasField(draft.kind, field) && draft[field].trim() !== "" ? draft[field].trim() : null;
+  return {
+    path: draft.path,
+    kind: draft.kind,
+    slice: text("slice"),
+    value: text("value"),
+    name: text("name"),
+    steps: text("steps"),
+    positions: text("positions"),
+    position_dim: draft.position_dim.trim() === "" ? null : Number(draft.position_dim),
+    any_shape: draft.any_shape,
+  };
+}
+
+/** What is wrong with a text without asking the kernel; `null`: nothing. */
+export function mistake(draft: Draft): FieldError | null {
+  if (/^\s*([+-]?\d+)?\s*$/.test(draft.position_dim)) return null;
+  return { field: "position_dim", message: "a whole number: 1, or -2 counted from the end" };
+}
+
+/** What is still to be typed, in words; `null`: nothing. */
+export function missing(draft: Draft): string | null {
+  if (!HAS_VALUE.has(draft.kind) || draft.value.trim() !== "") return null;
+  if (draft.kind === "custom") return "Type a function: a name of yours, or a lambda.";
+  return "Type a value: a number, a name of yours, or a Python expression.";
+}
+
+/** Whether two patches say the same. */
+export function isSame(one: PatchFields, other: PatchFields): boolean {
+  return JSON.stringify(Object.entries(one).sort()) === JSON.stringify(Object.entries(other).sort());
+}

@@ -1,0 +1,323 @@
+/** The patch editor: a patch, being typed, with what the kernel says of it at every stroke. */
+import { element, replaceChildren, setAttribute } from "./dom";
+import {
+  type Draft,
+  draftOf,
+  type FieldError,
+  type FieldName,
+  fields,
+  hasField,
+  isSame,
+  missing,
+  mistake,
+  newDraft,
+} from "./draft";
+import { describe, fieldsOf, makeEdit } from "./edits";
+import { type Floating, makeFloating } from "./floating";
+import { wordsOf } from "./kernel";
+import { Outcome } from "./outcome";
+import type { Part, View } from "./parts";
+import { PatchForm } from "./patch_form";
+import { whyUnpatchable } from "./patchable";
+import { closeButton } from "./popup";
+import type { Checked, PatchState, RequestError } from "./protocol";
+
+export interface Editor extends Part {
+  open(target: { row: number } | { number: number }, anchor: Element): void;
+  /** What was typed is gone. */
+  close(): void;
+}
+
+/** How long one types before the kernel is asked. */
+export const DEBOUNCE_MS = 150;
+
+let editors = 0;
+
+export function makeEditor(view: View): Editor {
+  return new PatchEditor(view);
+}
+
+/** What the kernel said of the last patch that it was asked about. */
+type Said = { state: "asked" } | { state: "fine"; checked: Checked } | { state: "wrong"; error: RequestError };
+
+class PatchEditor implements Editor {
+  readonly element: HTMLElement;
+  private readonly floating: Floating;
+  private readonly form = new PatchForm(() => this.typed());
+  private readonly outcome = new Outcome();
+  private readonly failure = element("div", { class: "gp-form-failure", role: "alert" });
+  private readonly reason = element("span", { class: "gp-reason" });
+  private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
+  private path = "";
+  private row = -1;
+  /** The patch that is being changed, as it was when last seen; `null`: a new one. */
+  private changing: PatchState | null = null;
+  private said: Said = { state: "asked" };
+  private isApplying = false;
+  /** Counts what was asked: answers to anything but the last are dropped. */
+  private asked = 0;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(private readonly view: View) {
+    this.floating = makeFloating(view, { class: "gp-editor", isLight: false, onEscape: () => this.close() });
+    this.element = this.floating.element;
+    const changed = () => this.sessionChanged();
+    view.model.on("change:session", changed);
+    view.onRemove(() => view.model.off("change:session", changed));
+    view.onRemove(view.kernel.onState(() => this.show()));
+    view.onRemove(() => clearTimeout(this.timer));
+    editors += 1;
+    this.reason.id = `gp-editor-${editors}-reason`;
+    setAttribute(this.apply, "aria-describedby", this.reason.id);
+  }
+
+  open(target: { row: number } | { number: number }, anchor: Element): void {
+    this.forget();
+    const chosen = "number" in target ? this.patch(target.number) : null;
+    if ("number" in target && chosen === null) {
+      this.view.notices.error(`There is no patch #${target.number} any more.`);
+      return;
+    }
+    this.changing = chosen;
+    this.row = "row" in target ? target.row : (chosen?.row ?? -1);
+    this.path = chosen?.path ?? this.view.skeleton.path(this.row);
+    const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;
+    if (unpatchable !== null) {
+      this.refuse(unpatchable.why, unpatchable.instead, anchor);
+      return;
+    }
+    this.form.lock(false);
+    this.outcome.clear();
+    this.form.write(chosen === null ? newDraft(this.path) : draftOf(chosen));
+    this.failure.textContent = "";
+    this.fill(this.content());
+    this.floating.open(anchor, this.title());
+    this.form.focus();
+    void this.check();
+  }
+
+  close(): void {
+    this.forget();
+    this.floating.close();
+  }
+
+  private forget(): void {
+    clearTimeout(this.timer);
+    this.asked += 1;
+    this.isApplying = false;
+    this.said = { state: "asked" };
+  }
+
+  private title(): string {
+    return this.changing === null ? `Patch ${this.path}` : `Change patch #${this.changing.number}: ${this.path}`;
+  }
+
+  private patch(number: number): PatchState | null {
+    return this.view.model.get("session").patches.find((patch) => patch.number === number) ?? null;
+  }
+
+  private draft(): Draft {
+    return this.form.read(this.path);
+  }
+
+  // -- what is shown -------------------------------------------------------------------------------------------------
+
+  private fill(body: HTMLElement): void {
+    const heading = element("div", { class: "gp-floating-title" }, this.title());
+    const header = element(
+      "div",
+      { class: "gp-floating-header" },
+      heading,
+      closeButton(() => this.close()),
+    );
+    replaceChildren(this.element, header, body);
+  }
+
+  private refuse(why: string, instead: number | null, anchor: Element): void {
+    const go = () => {
+      this.close();
+      if (instead !== null) this.open({ row: instead }, anchor);
+    };
+    const other = instead === null ? "" : this.view.skeleton.path(instead);
+    const button = element("button", { type: "button", class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
+    this.fill(element("div", { class: "gp-floating-body" }, element("p", {}, why), instead === null ? null : button));
+    this.floating.open(anchor, this.title());
+    (instead === null ? this.element : button).focus({ preventScroll: true });
+  }
+
+  private content(): HTMLElement {
+    const cancel = element("button", { type: "button", class: "gp-button", onclick: () => this.close() }, "Cancel");
+    const form = element(
+      "form",
+      { class: "gp-floating-body", novalidate: true },
+      this.form.element,
+      this.outcome.element,
+      this.failure,
+      element("div", { class: "gp-form-actions" }, this.reason, cancel, this.apply),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      void this.submit();
+    });
+    form.addEventListener("keydown", (event) => {
+      // Of the fields only a text submits its form by itself.
+      const isChoice =
+        event.target instanceof HTMLSelectElement || (event.target as HTMLInputElement).type === "checkbox";
+      if (event.key !== "Enter" || event.isComposing || !isChoice) return;
+      event.preventDefault();
+      void this.submit();
+    });
+    return form;
+  }
+
+  private show(): void {
+    const draft = this.draft();
+    this.showErrors(draft);
+    this.showOutcome(draft);
+    const reason = this.whyNotNow(draft);
+    this.reason.textContent = reason ?? this.hint();
+    setAttribute(this.apply, "aria-disabled", reason === null ? null : "true");
+    this.apply.textContent = this.isApplying ? "Applying …" : "Apply";
+  }
+
+  private showErrors(draft: Draft): void {
+    const local = mistake(draft);
+    const said = this.said.state === "wrong" ? (this.said.error as FieldError) : null;
+    const error = local ?? said;
+    const isBesideField = this.form.showError(error);
+    this.failure.hidden = this.failure.textContent === "";
+    if (error !== null && !isBesideField) {
+      this.failure.textContent = error.message;
+      this.failure.hidden = false;
+    }
+  }
+
+  private showOutcome(draft: Draft): void {
+    if (this.said.state === "asked") this.outcome.wait();
+    else if (this.said.state === "wrong") this.outcome.clear();
+    else this.outcome.show(this.said.checked, hasField(draft.kind, "name"));
+  }
+
+  /** Why it cannot be applied at this moment, in words; `null`: it can. */
+  private whyNotNow(draft: Draft): string | null {
+    if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
+    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "the kernel is gone: run the cell again";
+    if (mistake(draft) !== null) return "Mend the marked field first.";
+    const toType = missing(draft);
+    if (toType !== null) return toType;
+    return this.said.state === "wrong" ? "Mend what is said above first." : null;
+  }
+
+  private hint(): string {
+    const isWaiting = this.said.state === "asked" && this.view.kernel.state === "busy";
+    return isWaiting ? "The kernel is busy: this is checked when it is free; Apply then waits in line." : "";
+  }
+
+  // -- what is asked -------------------------------------------------------------------------------------------------
+
+  private typed(): void {
+    clearTimeout(this.timer);
+    this.asked += 1;
+    this.said = { state: "asked" };
+    this.failure.textContent = "";
+    this.timer = setTimeout(() => void this.check(), DEBOUNCE_MS);
+    this.show();
+  }
+
+  private async check(): Promise<void> {
+    const draft = this.draft();
+    this.asked += 1;
+    const turn = this.asked;
+    this.said = { state: "asked" };
+    this.show();
+    if (mistake(draft) !== null) return;
+    // Before a value is typed, what the slice takes is known all the same: as for a patch that needs none.
+    const asked = missing(draft) === null ? draft : { ...draft, kind: "zero" as const };
+    const number = this.changing?.number ?? null;
+    let said: Said;
+    try {
+      const { result } = await this.view.kernel.ask("check", { patch: fields(asked), number });
+      said = { state: "fine", checked: result };
+    } catch (reason) {
+      said = { state: "wrong", error: wordsOf(reason) };
+    }
+    if (turn !== this.asked) return;
+    this.said = said;
+    if (said.state === "fine") this.form.suggestName(said.checked.name);
+    this.show();
+  }
+
+  private async submit(): Promise<void> {
+    const draft = this.draft();
+    if (this.isApplying) return;
+    if (this.whyNotNow(draft) !== null) {
+      this.focusMistake(draft);
+      return;
+    }
+    clearTimeout(this.timer);
+    const patch = fields(draft);
+    const number = this.changing?.number ?? null;
+    this.asked += 1;
+    const turn = this.asked;
+    this.isApplying = true;
+    this.failure.textContent = "";
+    this.apply.focus({ preventScroll: true });
+    this.form.lock(true);
+    this.show();
+    try {
+      await makeEdit(this.view, () =>
+        number === null ? { action: "add", patch } : { action: "change", number, patch },
+      );
+    } catch (reason) {
+      if (turn === this.asked) this.refused(wordsOf(reason));
+      else this.view.notices.error(wordsOf(reason).message);
+      return;
+    }
+    this.view.notices.say(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
+    if (turn === this.asked) this.close();
+  }
+
+  private focusMistake(draft: Draft): void {
+    const local = mistake(draft);
+    const said = this.said.state === "wrong" ? (this.said.error.field as FieldName | null) : null;
+    const field = local?.field ?? (missing(draft) === null ? said : "value");
+    if (field !== null && field in draft) this.form.focusField(field);
+  }
+
+  private refused(error: RequestError): void {
+    this.isApplying = false;
+    this.form.lock(false);
+    if (error.field === "version") {
+      this.failure.textContent = `The patches were changed meanwhile. ${this.chosenNow()} Apply again to add yours to that.`;
+      void this.check();
+      return;
+    }
+    this.said = { state: "wrong", error };
+    this.show();
+    if (error.field !== null && error.field in this.draft()) this.form.focusField(error.field as FieldName);
+  }
+
+  private chosenNow(): string {
+    const { patches } = this.view.model.get("session");
+    if (patches.length === 0) return "Now none is chosen.";
+    return `Now there are: ${patches.map((patch) => `#${patch.number} ${describe(patch)}`).join("; ")}.`;
+  }
+
+  /** Somebody changed the patches: what is typed stays, and what that means now is said. */
+  private sessionChanged(): void {
+    if (!this.floating.isOpen || this.changing === null || this.isApplying) return;
+    const now = this.patch(this.changing.number);
+    const before = this.changing;
+    if (now === null) {
+      this.changing = null;
+      this.failure.textContent = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
+      void this.check();
+    } else {
+      this.changing = now;
+      if (!isSame(fieldsOf(now), fieldsOf(before))) {
+        this.failure.textContent = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}. Apply puts what is typed here in its place.`;
+      }
+    }
+    this.show();
+  }
+}
