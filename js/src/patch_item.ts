@@ -1,0 +1,100 @@
+/** One chosen patch, as a line of the list. */
+import { type AttributeValue, element, type ICONS, icon } from "./dom";
+import { place, restrictions, shapeText } from "./edits";
+import type { PatchState } from "./protocol";
+
+export type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove";
+export type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
+
+interface Context {
+  readonly count: number;
+  readonly act: PatchAction;
+}
+
+/** Returns the line; each thing that can have the keyboard's focus has `data-action`. */
+export function patchItem(patch: PatchState, position: number, { count, act }: Context): HTMLLIElement {
+  const what = `#${patch.number} ${patch.kind} ${place(patch)}`;
+  const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
+    element(
+      "button",
+      {
+        type: "button",
+        class: "gp-button gp-quiet",
+        "data-action": action,
+        "aria-label": `${name} ${what}`,
+        "aria-disabled": isOff ? "true" : null,
+        title: keys ? `${name} (${keys})` : name,
+        onclick: (event: MouseEvent) => {
+          if (!isOff) act(action, patch, event.currentTarget as Element);
+        },
+      },
+      icon(picture),
+    );
+  const item = element(
+    "li",
+    { class: patch.is_enabled ? "gp-patch" : "gp-patch gp-patch-off", "data-number": patch.number },
+    checkbox(patch, what, act),
+    element("span", { class: "gp-patch-number" }, `#${patch.number}`),
+    element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
+    element("div", { class: "gp-patch-what" }, placeButton(patch, act), ...facts(patch)),
+    element(
+      "div",
+      { class: "gp-patch-buttons" },
+      button("up", "Move up", "up", position === 0, "Alt+↑"),
+      button("down", "Move down", "down", position === count - 1, "Alt+↓"),
+      button("edit", "Edit", "edit"),
+      button("remove", "Remove", "remove", false, "Delete"),
+    ),
+  );
+  item.addEventListener("keydown", (event) => onKey(event, patch, act));
+  return item;
+}
+
+function checkbox(patch: PatchState, what: string, act: PatchAction): HTMLElement {
+  const box = element("input", {
+    type: "checkbox",
+    "data-action": "enable",
+    "aria-label": `Apply ${what}`,
+    title: "Apply it",
+  });
+  box.checked = patch.is_enabled;
+  box.addEventListener("change", () => act("enable", patch, box));
+  return box;
+}
+
+function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
+  const path = element("span", { class: "gp-patch-path" }, patch.path);
+  const slice = patch.slice === null ? null : element("span", { class: "gp-patch-slice" }, `[${patch.slice}]`);
+  if (patch.row < 0) return element("span", { class: "gp-patch-place" }, path, slice);
+  const attributes: Record<string, AttributeValue> = {
+    type: "button",
+    class: "gp-link gp-patch-place",
+    "data-action": "reveal",
+    title: "Show it in the tree",
+    onclick: (event: MouseEvent) => act("reveal", patch, event.currentTarget as Element),
+  };
+  return element("button", attributes, path, slice);
+}
+
+function facts(patch: PatchState): HTMLElement[] {
+  const fact = (name: string, text: string) => element("span", { class: `gp-patch-fact gp-patch-${name}` }, text);
+  const found: HTMLElement[] = [];
+  if (patch.value !== null) found.push(fact("value", patch.value));
+  if (patch.name !== null) found.push(fact("name", `→ ${patch.name}`));
+  const shape = patch.sliced ?? patch.shape;
+  if (shape !== null) found.push(fact("shape", shapeText(shape)));
+  for (const option of restrictions(patch)) found.push(fact("option", option));
+  if (patch.row < 0) found.push(fact("gone", "not in the graph any more"));
+  if (patch.warning !== null) found.push(element("span", { class: "gp-warning" }, icon("warning"), patch.warning));
+  return found;
+}
+
+function onKey(event: KeyboardEvent, patch: PatchState, act: PatchAction): void {
+  const anchor = event.currentTarget as Element;
+  const isArrow = event.key === "ArrowUp" || event.key === "ArrowDown";
+  if (event.altKey && isArrow) act(event.key === "ArrowUp" ? "up" : "down", patch, anchor);
+  else if (event.key === "Delete") act("remove", patch, anchor);
+  else return;
+  event.preventDefault();
+  event.stopPropagation();
+}
