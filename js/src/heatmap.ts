@@ -1,0 +1,267 @@
+/** A matrix as colours: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
+import { cssColour, cssGradient, MISSING, MISSING_STRIPE } from "./colours";
+import { element } from "./dom";
+import { formatCount, formatNumber } from "./numbers";
+import { type CellSize, cellSize, colourOf, type Plane, readPlane, type Scale, type Summary, summarise } from "./plane";
+import type { Heatmap } from "./protocol";
+import { visibleToken } from "./tokens";
+
+export interface PlotOptions {
+  /** What is drawn, in words: `Activation of transformer.h_0.attn`. */
+  title: string;
+  /** For the positions, where they are tokens: their texts. */
+  rowLabels?: string[] | null;
+  columnLabels?: string[] | null;
+  /** One of many: in a list. */
+  isSmall?: boolean;
+}
+
+const BOX: CellSize = { width: 420, height: 320 };
+const SMALL_BOX: CellSize = { width: 240, height: 132 };
+/** The least size of a cell, in CSS pixels, beside which a label can be read. */
+const LABEL_SIZE = 11;
+const PAGE = 10;
+
+function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: CellSize): void {
+  context.fillStyle = cssColour(MISSING);
+  context.fillRect(x, y, cell.width, cell.height);
+  if (Math.min(cell.width, cell.height) < 4) return;
+  context.save();
+  context.beginPath();
+  context.rect(x, y, cell.width, cell.height);
+  context.clip();
+  context.strokeStyle = cssColour(MISSING_STRIPE);
+  context.beginPath();
+  for (let start = -cell.height; start < cell.width; start += 5) {
+    context.moveTo(x + start, y + cell.height);
+    context.lineTo(x + start + cell.height, y);
+  }
+  context.stroke();
+  context.restore();
+}
+
+/** Each value as a block of exactly `cell` device pixels. */
+export function drawPlane(canvas: HTMLCanvasElement, plane: Plane, scale: Scale, cell: CellSize): void {
+  canvas.width = plane.columns * cell.width;
+  canvas.height = plane.rows * cell.height;
+  const context = canvas.getContext("2d");
+  if (context === null) return;
+  const image = document.createElement("canvas");
+  image.width = plane.columns;
+  image.height = plane.rows;
+  const pixels = new ImageData(plane.columns, plane.rows);
+  const missing: number[] = [];
+  plane.values.forEach((value, index) => {
+    const rgb = colourOf(value, scale);
+    if (rgb === null) missing.push(index);
+    pixels.data.set([...(rgb ?? MISSING), 255], 4 * index);
+  });
+  image.getContext("2d")?.putImageData(pixels, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  for (const index of missing) {
+    const column = index % plane.columns;
+    drawMissing(context, column * cell.width, Math.floor((index - column) / plane.columns) * cell.height, cell);
+  }
+}
+
+/** What one knows of a heatmap without seeing it. */
+export function describeHeatmap(heatmap: Heatmap, summary: Summary, title: string): string {
+  const size = `${formatCount(heatmap.rows, "row")} by ${formatCount(heatmap.columns, "column")}`;
+  const parts = [`${title}: heatmap of ${size}`];
+  if (heatmap.reduced !== null) parts.push(heatmap.reduced);
+  if (summary.minimum === null) parts.push("no finite values");
+  else {
+    const [least, most, mean] = [summary.minimum, summary.maximum, summary.mean].map((value) => formatNumber(value));
+    parts.push(`from ${least} to ${most}, mean ${mean}`);
+  }
+  if (summary.missing > 0) parts.push(`${formatNumber(summary.missing)} not finite`);
+  return `${parts.join("; ")}. Arrow keys read single values.`;
+}
+
+/** `row 3 (␣the)`, or `rows 6 to 8` where several were made one. */
+function describePosition(noun: string, index: number, count: number, full: number, labels: string[] | null): string {
+  if (count !== full) {
+    const first = Math.floor((index * full) / count);
+    const last = Math.ceil(((index + 1) * full) / count) - 1;
+    return last > first ? `${noun}s ${first} to ${last}` : `${noun} ${first}`;
+  }
+  const label = labels?.[index];
+  return label === undefined ? `${noun} ${index}` : `${noun} ${index} (${visibleToken(label)})`;
+}
+
+function axisLabels(labels: readonly string[], size: number, name: string): HTMLElement {
+  const axis = element("div", { class: `gp-heatmap-${name}`, "aria-hidden": "true" });
+  for (const label of labels) {
+    const text = element("span", {}, visibleToken(label));
+    text.style.setProperty("--gp-cell", `${size}px`);
+    axis.append(text);
+  }
+  return axis;
+}
+
+class HeatmapFigure {
+  readonly element: HTMLElement;
+  private readonly plane: Plane;
+  private readonly summary: Summary;
+  private readonly cell: CellSize;
+  private readonly ratio = globalThis.devicePixelRatio || 1;
+  private readonly canvas: HTMLCanvasElement;
+  private readonly cursor = element("div", { class: "gp-heatmap-cursor", hidden: true });
+  private readonly readout = element("div", { class: "gp-readout" });
+  private readonly legend = element("div", { class: "gp-legend" });
+  private isCut: boolean;
+  private row = 0;
+  private column = 0;
+
+  constructor(
+    private readonly heatmap: Heatmap,
+    buffers: readonly DataView[],
+    private readonly options: PlotOptions,
+  ) {
+    this.plane = readPlane(heatmap, buffers);
+    this.summary = summarise(this.plane);
+    this.isCut = this.summary.cut !== null;
+    this.cell = cellSize(this.plane, options.isSmall ? SMALL_BOX : BOX, this.ratio);
+    const label = describeHeatmap(heatmap, this.summary, options.title);
+    this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label });
+    this.element = element("figure", { class: "gp-plot gp-heatmap" });
+    this.element.append(this.frame(), this.readout, this.legend, ...this.notes());
+    this.rest();
+    this.listen();
+    this.draw();
+  }
+
+  private get cssCell(): CellSize {
+    return { width: this.cell.width / this.ratio, height: this.cell.height / this.ratio };
+  }
+
+  private frame(): HTMLElement {
+    const { width, height } = this.cssCell;
+    this.canvas.style.width = `${this.plane.columns * width}px`;
+    this.canvas.style.height = `${this.plane.rows * height}px`;
+    const frame = element("div", { class: "gp-heatmap-frame" });
+    const { rowLabels, columnLabels } = this.options;
+    if (rowLabels?.length === this.plane.rows && height >= LABEL_SIZE) {
+      frame.append(axisLabels(rowLabels, height, "rows"));
+    }
+    frame.append(element("div", { class: "gp-heatmap-cells" }, this.canvas, this.cursor));
+    if (columnLabels?.length === this.plane.columns && width >= LABEL_SIZE) {
+      frame.append(axisLabels(columnLabels, width, "columns"));
+    }
+    return frame;
+  }
+
+  private notes(): HTMLElement[] {
+    const notes = this.heatmap.reduced === null ? [] : [this.heatmap.reduced];
+    const { missing } = this.summary;
+    if (missing > 0)
+      notes.push(`${formatCount(missing, "value")} hatched: NaN, infinite, or the fill value of a mask.`);
+    return notes.map((note) => element("p", { class: "gp-note" }, note));
+  }
+
+  private draw(): void {
+    const scale = (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
+    drawPlane(this.canvas, this.plane, scale, this.cell);
+    this.legend.replaceChildren(...this.legendParts(scale));
+  }
+
+  private legendParts(scale: Scale): HTMLElement[] {
+    if (this.summary.minimum === null) return [];
+    const bar = element("span", { class: "gp-legend-bar", "aria-hidden": "true" });
+    bar.style.backgroundImage = cssGradient(scale.map);
+    const { whole, cut, beyond } = this.summary;
+    const end = (value: number, isCut: boolean, sign: string) =>
+      element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${formatNumber(value, 3)}`);
+    const parts = [
+      end(scale.low, this.isCut && scale.low > whole.low, "≤"),
+      bar,
+      end(scale.high, this.isCut && scale.high < whole.high, "≥"),
+    ];
+    if (cut === null) return parts;
+    const text = this.isCut ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
+    const toggle = element("button", { type: "button", class: "gp-link", "aria-pressed": String(this.isCut) }, text);
+    toggle.title = this.isCut
+      ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colours over all of them.`
+      : "Click for colours over nearly all values, without the outliers.";
+    toggle.addEventListener("click", () => {
+      this.isCut = !this.isCut;
+      this.draw();
+      this.legend.querySelector("button")?.focus();
+    });
+    return [...parts, toggle];
+  }
+
+  private listen(): void {
+    this.canvas.addEventListener("pointermove", (event) => {
+      const { width, height } = this.canvas.getBoundingClientRect();
+      this.readout.removeAttribute("aria-live");
+      this.moveTo(
+        Math.floor((event.offsetY / height) * this.plane.rows),
+        Math.floor((event.offsetX / width) * this.plane.columns),
+      );
+    });
+    this.canvas.addEventListener("pointerleave", () => this.rest());
+    this.canvas.addEventListener("blur", () => this.rest());
+    this.canvas.addEventListener("keydown", (event) => this.onKey(event));
+  }
+
+  private onKey(event: KeyboardEvent): void {
+    const isWhole = event.ctrlKey || event.metaKey;
+    const { rows, columns } = this.plane;
+    const targets: Record<string, [row: number, column: number]> = {
+      ArrowUp: [this.row - 1, this.column],
+      ArrowDown: [this.row + 1, this.column],
+      ArrowLeft: [this.row, this.column - 1],
+      ArrowRight: [this.row, this.column + 1],
+      PageUp: [this.row - PAGE, this.column],
+      PageDown: [this.row + PAGE, this.column],
+      Home: [isWhole ? 0 : this.row, 0],
+      End: [isWhole ? rows - 1 : this.row, columns - 1],
+    };
+    const target = targets[event.key];
+    if (target === undefined || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.readout.setAttribute("aria-live", "polite");
+    // The first key shows where the cursor is.
+    if (this.cursor.hidden) this.moveTo(this.row, this.column);
+    else this.moveTo(...target);
+  }
+
+  private moveTo(row: number, column: number): void {
+    const { rows, columns, values } = this.plane;
+    if (rows === 0 || columns === 0) return;
+    this.row = Math.min(Math.max(row, 0), rows - 1);
+    this.column = Math.min(Math.max(column, 0), columns - 1);
+    const { width, height } = this.cssCell;
+    this.cursor.hidden = false;
+    this.cursor.style.transform = `translate(${this.column * width}px, ${this.row * height}px)`;
+    this.cursor.style.width = `${width}px`;
+    this.cursor.style.height = `${height}px`;
+    const { full, reduced } = this.heatmap;
+    const { rowLabels = null, columnLabels = null } = this.options;
+    const where = [
+      describePosition("row", this.row, rows, full[0], rowLabels),
+      describePosition("column", this.column, columns, full[1], columnLabels),
+    ].join(", ");
+    const value = formatNumber(values[this.row * columns + this.column] ?? Number.NaN, 5);
+    this.readout.replaceChildren(
+      element("span", {}, `${where}: `),
+      element("strong", { class: "gp-number" }, value),
+      reduced === null ? "" : " (reduced)",
+    );
+  }
+
+  /** What stands in place of a value while nobody points at one. */
+  private rest(): void {
+    this.cursor.hidden = true;
+    const { slice, full } = this.heatmap;
+    this.readout.removeAttribute("aria-live");
+    this.readout.replaceChildren(element("code", {}, `[${slice}]`), ` ${full[0]} × ${full[1]}`);
+  }
+}
+
+export function makeHeatmap(heatmap: Heatmap, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
+  return new HeatmapFigure(heatmap, buffers, options).element;
+}

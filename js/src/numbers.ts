@@ -1,0 +1,67 @@
+/** Numbers as text, never misleading: what is rounded looks rounded (`0.1000`), what is exact looks exact (`0.5`). */
+
+/** Exact integers are written in full up to here; a float64 holds each of them. */
+const LARGEST_WRITTEN_OUT = 1e12;
+const SMALLEST_WITHOUT_EXPONENT = 1e-3;
+const LARGEST_WITHOUT_EXPONENT = 1e6;
+
+function groupThousands(digits: string): string {
+  const [integer = "", fraction] = digits.split(".");
+  const grouped = integer.replace(/\B(?=(\d{3})+$)/g, ",");
+  return fraction === undefined ? grouped : `${grouped}.${fraction}`;
+}
+
+/** Without trailing zeros, if that still is the very same number. */
+function shortest(text: string, value: number): string {
+  if (Number(text) !== value || !text.includes(".")) return text;
+  return text.replace(/0+(e|$)/, "$1").replace(/\.(e|$)/, "$1");
+}
+
+/** As `formatNumber`, of a positive finite number. */
+function formatMagnitude(value: number, digits: number): string {
+  if (Number.isInteger(value) && value < LARGEST_WRITTEN_OUT) return groupThousands(String(value));
+  if (value < SMALLEST_WITHOUT_EXPONENT || value >= LARGEST_WITHOUT_EXPONENT) {
+    return shortest(value.toExponential(digits - 1), value);
+  }
+  const rounded = value.toPrecision(digits);
+  const hasDecimals = rounded.includes(".") && !rounded.includes("e");
+  return groupThousands(shortest(hasDecimals ? rounded : value.toFixed(1), value));
+}
+
+/** `null` (nobody knows): a dash. Large numbers keep a decimal, so that they don't look like integers. */
+export function formatNumber(value: number | null, digits = 4): string {
+  if (value === null) return "–";
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
+  if (value === 0) return "0";
+  return (value < 0 ? "-" : "") + formatMagnitude(Math.abs(value), digits);
+}
+
+export function formatCount(count: number, noun: string, plural = `${noun}s`): string {
+  return `${formatNumber(count)} ${count === 1 ? noun : plural}`;
+}
+
+/** Of a part of 1. `100%` and `0%` are exactly that. */
+export function formatPercent(part: number): string {
+  if (!Number.isFinite(part)) return formatNumber(part);
+  const percent = part * 100;
+  if (percent === 0 || percent === 100) return `${percent}%`;
+  const magnitude = Math.abs(percent);
+  if (magnitude < 0.1) return `${percent < 0 ? ">-" : "<"}0.1%`;
+  if (magnitude > 99.9 && magnitude < 100) return percent < 0 ? "<-99.9%" : ">99.9%";
+  return `${formatNumber(percent, magnitude >= 100 ? 4 : 3)}%`;
+}
+
+export function formatSeconds(seconds: number): string {
+  if (seconds < 0.0005) return "<1 ms";
+  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds);
+  const minutes = Math.floor(whole / 60);
+  if (minutes < 60) return `${minutes} min ${whole % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export function formatShape(shape: readonly number[]): string {
+  return shape.length === 0 ? "one number" : `[${shape.join(", ")}]`;
+}

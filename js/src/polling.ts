@@ -1,0 +1,70 @@
+/** Asks how far something in the kernel is, until it is over: soon at first, then less and less often. */
+import type { RunState } from "./protocol";
+
+export const FIRST_DELAY = 30;
+export const LONGEST_DELAY = 300;
+
+/** What `run_status` and `activation_status` have in common. */
+export interface Job {
+  id: number;
+  state: RunState;
+  seconds: number;
+  at: string | null;
+  fraction: number | null;
+  error: string | null;
+}
+
+/** An `Answer` about a job. */
+export interface Reported<J extends Job> {
+  result: J;
+  buffers: DataView[];
+}
+
+export interface Listener<J extends Job> {
+  onStatus(reported: Reported<J>): void;
+  /** No answer: the kernel is lost, or knows nothing of the job. */
+  onError(error: Error): void;
+}
+
+export function asError(reason: unknown): Error {
+  return reason instanceof Error ? reason : new Error(String(reason));
+}
+
+/** One job at a time: to follow another one lets go of the one before, whose late answers are heard no more. */
+export class Poller<J extends Job> {
+  private timer: ReturnType<typeof setTimeout> | undefined;
+  private round = 0;
+
+  constructor(
+    private readonly ask: (id: number) => Promise<Reported<J>>,
+    private readonly listener: Listener<J>,
+  ) {}
+
+  /** `start`: an answer that is on its way, of whatever makes the job known. */
+  follow(start: Promise<Reported<J>>): void {
+    this.stop();
+    void this.hear(start, this.round, FIRST_DELAY);
+  }
+
+  stop(): void {
+    clearTimeout(this.timer);
+    this.round++;
+  }
+
+  private async hear(asked: Promise<Reported<J>>, round: number, delay: number): Promise<void> {
+    try {
+      const answer = await asked;
+      if (round !== this.round) return;
+      const { id, state } = answer.result;
+      if (state === "running") {
+        const again = () => void this.hear(this.ask(id), round, Math.min(2 * delay, LONGEST_DELAY));
+        this.timer = setTimeout(again, delay);
+      }
+      this.listener.onStatus(answer);
+    } catch (reason) {
+      if (round !== this.round) return;
+      this.stop();
+      this.listener.onError(asError(reason));
+    }
+  }
+}

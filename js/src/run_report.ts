@@ -1,0 +1,145 @@
+/** What a run has shown: the next tokens, what changed at the output, what the probes saw. */
+import { element } from "./dom";
+import { makeNextTokens } from "./next_tokens";
+import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape } from "./numbers";
+import { makePlot } from "./plots";
+import type { Change, ProbeReport, RunReport } from "./protocol";
+import { makeStatistics } from "./statistics";
+
+export interface ReportContext {
+  buffers: readonly DataView[];
+  /** Shows the node of a chosen patch in the tree; `null` if it is not chosen any more. */
+  revealPatch(number: number): (() => void) | null;
+}
+
+const numbered = (numbers: readonly number[]) => numbers.map((number) => `#${number}`).join(", ");
+
+/** `pg(ids)`, how long it took, and with which patches. */
+function head({ call, seconds, patches }: RunReport): HTMLElement {
+  const what =
+    patches.length === 0
+      ? "without patches"
+      : `with ${patches.length === 1 ? "patch" : "patches"} ${numbered(patches)}`;
+  return element(
+    "p",
+    { class: "gp-report-head" },
+    element("code", {}, call),
+    ` ran ${what} in ${formatSeconds(seconds)}.`,
+  );
+}
+
+function warnings(texts: readonly string[]): HTMLElement | null {
+  if (texts.length === 0) return null;
+  const items = texts.map((text) => element("li", {}, text));
+  return element(
+    "div",
+    { class: "gp-warning" },
+    element("strong", {}, formatCount(texts.length, "warning")),
+    element("ul", {}, ...items),
+  );
+}
+
+export function relativeChange({ norm_before, norm_difference }: Change): string {
+  if (norm_difference === 0) return "none";
+  return norm_before === 0 ? "from zero" : formatPercent(norm_difference / norm_before);
+}
+
+function largest(change: Change): HTMLElement | null {
+  if (change.largest.length === 0 || change.norm_difference === 0) return null;
+  const items = change.largest.map(({ index, before, after }) =>
+    element(
+      "li",
+      { class: "gp-number" },
+      element("code", {}, `[${index.join(", ")}]`),
+      ` ${formatNumber(before)} → ${formatNumber(after)}`,
+    ),
+  );
+  return element(
+    "details",
+    { class: "gp-largest" },
+    element("summary", {}, `Entries of ${change.path} that changed most`),
+    element("ol", {}, ...items),
+  );
+}
+
+const CHANGE_HEADS = ["Output", "Shape", "Norm before", "Norm after", "Norm of difference", "Change"];
+
+function changeRow(change: Change): HTMLElement {
+  const { path, shape, dtype, norm_before, norm_after, norm_difference, note } = change;
+  const name = element("th", { scope: "row" }, element("code", {}, path));
+  const kind = element("td", { class: "gp-number" }, `${formatShape(shape)} ${dtype}`);
+  if (note !== null) return element("tr", {}, name, kind, element("td", { colspan: 4 }, note));
+  const numbers = [norm_before, norm_after, norm_difference].map((norm) => formatNumber(norm));
+  const cells = [...numbers, relativeChange(change)].map((text) => element("td", { class: "gp-number" }, text));
+  return element("tr", {}, name, kind, ...cells);
+}
+
+function changes(report: RunReport): HTMLElement | null {
+  if (report.changes.length === 0) return null;
+  const heads = CHANGE_HEADS.map((text) => element("th", { scope: "col" }, text));
+  const rows = report.changes.map(changeRow);
+  const table = element(
+    "table",
+    { class: "gp-changes" },
+    element("thead", {}, element("tr", {}, ...heads)),
+    element("tbody", {}, ...rows),
+  );
+  const isSame = report.changes.every((change) => change.note === null && change.norm_difference === 0);
+  const same = element("p", { class: "gp-note" }, "The patches change nothing at the output.");
+  return element(
+    "section",
+    { class: "gp-report-part" },
+    element("h4", {}, "At the output"),
+    isSame && report.patches.length > 0 ? same : null,
+    // What is wider than the panel is scrolled to; with the keyboard, too.
+    element("div", { class: "gp-scroll", tabindex: 0, role: "group", "aria-label": "Changes at the output" }, table),
+    ...report.changes.map(largest),
+  );
+}
+
+function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HTMLElement {
+  const { name, path, number, statistics, plot, note } = report;
+  const reveal = revealPatch(number);
+  const place = element("code", {}, path);
+  const link =
+    reveal === null
+      ? place
+      : element("button", { type: "button", class: "gp-link", onclick: reveal, title: "Show in the tree" }, place);
+  const options = {
+    title: `${name}, ${path}`,
+    rowLabels: report.row_labels,
+    columnLabels: report.column_labels,
+    isSmall: true,
+  };
+  return element(
+    "li",
+    { class: "gp-probe" },
+    element("div", { class: "gp-probe-head" }, element("code", { class: "gp-probe-name" }, name), ` #${number} `, link),
+    note === null ? null : element("p", { class: "gp-note" }, note),
+    statistics === null ? null : makeStatistics(statistics),
+    statistics === null ? null : makePlot(plot, buffers, options),
+  );
+}
+
+function probes(report: RunReport, context: ReportContext): HTMLElement | null {
+  if (report.probes.length === 0) return null;
+  return element(
+    "section",
+    { class: "gp-report-part" },
+    element("h4", {}, "Probes"),
+    element("ul", { class: "gp-probes" }, ...report.probes.map((one) => probe(one, context))),
+  );
+}
+
+export function makeRunReport(report: RunReport, context: ReportContext): HTMLElement {
+  const isPatched = report.patches.length > 0;
+  return element(
+    "div",
+    { class: "gp-report" },
+    head(report),
+    warnings(report.warnings),
+    report.tokens === null ? null : makeNextTokens(report.tokens, isPatched),
+    changes(report),
+    probes(report, context),
+  );
+}

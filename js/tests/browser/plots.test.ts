@@ -1,0 +1,276 @@
+import axe from "axe-core";
+import { afterEach, describe, expect, it } from "vitest";
+import { userEvent } from "vitest/browser";
+import { makeActivation } from "../../src/activation_view";
+import { colour, MISSING } from "../../src/colours";
+import { makePlot } from "../../src/plots";
+import type { Plot } from "../../src/protocol";
+import { makeRunPanel } from "../../src/run_panel";
+import "../../src/style.css";
+import {
+  activation,
+  activationStatus,
+  float32,
+  HISTOGRAM,
+  heatmap,
+  JobView,
+  report,
+  statistics,
+} from "../job_fixtures";
+
+const HOSTILE = `<img src=x onerror="window.hacked = 1">`;
+const TOKENS = ["When", " Mary", " and", "\n"];
+const views: JobView[] = [];
+
+function open(): JobView {
+  const view = new JobView();
+  views.push(view);
+  return view;
+}
+
+function plot(shown: Plot, values: number[] = [], options: Partial<Parameters<typeof makePlot>[2]> = {}): HTMLElement {
+  const figure = makePlot(shown, [float32(values)], { title: "Activation of h_0", ...options });
+  open().root.append(figure);
+  return figure;
+}
+
+const canvasOf = (figure: HTMLElement) => figure.querySelector("canvas") as HTMLCanvasElement;
+const readout = (figure: HTMLElement) => figure.querySelector(".gp-readout")?.textContent;
+
+/** The colour in the middle of a cell. */
+function pixel(canvas: HTMLCanvasElement, row: number, column: number, rows: number, columns: number): number[] {
+  const x = Math.floor(((column + 0.5) / columns) * canvas.width);
+  const y = Math.floor(((row + 0.5) / rows) * canvas.height);
+  return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
+}
+
+afterEach(() => {
+  for (const view of views.splice(0)) view.remove();
+});
+
+describe("a heatmap", () => {
+  it("has the colours of its values, cell by cell", () => {
+    const canvas = canvasOf(plot(heatmap(2, 3), [0, 0.5, 1, 0.25, 0.75, 1]));
+    [0, 0.5, 1, 0.25, 0.75, 1].forEach((value, index) => {
+      expect(pixel(canvas, Math.floor(index / 3), index % 3, 2, 3)).toEqual(colour(value, "sequential"));
+    });
+  });
+
+  it("is symmetric about zero where both signs occur", () => {
+    const canvas = canvasOf(plot(heatmap(1, 4), [-1, 0, 1, 2]));
+    const expected = [0.25, 0.5, 0.75, 1].map((value) => colour(value, "diverging"));
+    expect([0, 1, 2, 3].map((column) => pixel(canvas, 0, column, 1, 4))).toEqual(expected);
+  });
+
+  it("hatches NaN and infinities, in colours that no value has", () => {
+    const figure = plot(heatmap(1, 4), [Number.NaN, 0, 1, Number.NEGATIVE_INFINITY]);
+    const canvas = canvasOf(figure);
+    const data = canvas.getContext("2d")?.getImageData(0, 0, canvas.width / 4, canvas.height).data ?? [];
+    const seen = new Set<string>();
+    for (let index = 0; index < data.length; index += 4) seen.add(`${[...data.slice(index, index + 3)]}`);
+    expect(seen).toContain(`${MISSING}`);
+    expect(seen.size).toBeGreaterThan(1);
+    const numbers = ["sequential", "diverging"].flatMap((map) =>
+      Array.from({ length: 1001 }, (_, step) => `${colour(step / 1000, map as "sequential")}`),
+    );
+    expect(numbers.filter((rgb) => seen.has(rgb))).toEqual([]);
+    expect(figure.textContent).toContain("2 values hatched");
+    expect(pixel(canvas, 0, 2, 1, 4)).toEqual(colour(1, "sequential"));
+  });
+
+  it("of attention is square, and of whole device pixels", () => {
+    const values = Array.from({ length: 100 }, (_, index) => (index % 10 > index / 10 ? 0 : 0.1));
+    const canvas = canvasOf(plot(heatmap(10, 10), values));
+    const { width, height } = canvas.getBoundingClientRect();
+    expect(width).toBeCloseTo(height, 3);
+    expect(width * devicePixelRatio).toBeCloseTo(canvas.width, 3);
+    expect(canvas.width % 10).toBe(0);
+  });
+
+  it("draws 256 x 256 values in less than 100 ms", () => {
+    const values = Array.from({ length: 65536 }, (_, index) => Math.sin(index));
+    const start = performance.now();
+    const canvas = canvasOf(plot(heatmap(256, 256), values));
+    expect(performance.now() - start).toBeLessThan(100);
+    expect(canvas.getBoundingClientRect().width).toBeLessThanOrEqual(320);
+  });
+
+  it("says in words what it is, and how it was reduced", () => {
+    const reduced = "Each cell is the mean of 2 rows.";
+    const figure = plot(heatmap(2, 2, { full: [4, 2], reduced }), [1, 2, 3, Number.NaN]);
+    const canvas = canvasOf(figure);
+    expect(canvas.getAttribute("role")).toBe("img");
+    expect(canvas.getAttribute("aria-label")).toBe(
+      "Activation of h_0: heatmap of 2 rows by 2 columns; Each cell is the mean of 2 rows.; from 1 to 3, mean 2; " +
+        "1 not finite. Arrow keys read single values.",
+    );
+    expect(figure.querySelector(".gp-note")?.textContent).toBe(reduced);
+  });
+
+  it("reads values out to the keyboard, with the tokens", async () => {
+    const values = Array.from({ length: 16 }, (_, index) => index / 8);
+    const figure = plot(heatmap(4, 4), values, { rowLabels: TOKENS, columnLabels: TOKENS });
+    canvasOf(figure).focus();
+    expect(readout(figure)).toBe("[0, 3, :, :] 4 × 4");
+    await userEvent.keyboard("{ArrowDown}");
+    expect(readout(figure)).toBe("row 0 (When), column 0 (When): 0");
+    await userEvent.keyboard("{ArrowDown}{ArrowRight}{ArrowRight}");
+    expect(readout(figure)).toBe("row 1 (␣Mary), column 2 (␣and): 0.75");
+    expect(figure.querySelector(".gp-readout")?.getAttribute("aria-live")).toBe("polite");
+    const cursor = figure.querySelector(".gp-heatmap-cursor") as HTMLElement;
+    const [cell, canvas] = [cursor.getBoundingClientRect(), canvasOf(figure).getBoundingClientRect()];
+    expect(cell.left - canvas.left).toBeCloseTo(canvas.width / 2, 1);
+    expect(cell.top - canvas.top).toBeCloseTo(canvas.height / 4, 1);
+    await userEvent.keyboard("{End}{PageDown}{ArrowRight}");
+    expect(readout(figure)).toBe("row 3 (⏎), column 3 (⏎): 1.875");
+    await userEvent.keyboard("{Control>}{Home}{/Control}");
+    expect(readout(figure)).toBe("row 0 (When), column 0 (When): 0");
+    canvasOf(figure).blur();
+    expect(readout(figure)).toBe("[0, 3, :, :] 4 × 4");
+  });
+
+  it("keeps arrow keys to itself, and lets the others pass", async () => {
+    const figure = plot(heatmap(2, 2), [1, 2, 3, 4]);
+    const heard: string[] = [];
+    figure.parentElement?.addEventListener("keydown", (event) => heard.push(event.key));
+    canvasOf(figure).focus();
+    await userEvent.keyboard("{ArrowDown}{Escape}{End}x");
+    expect(heard).toEqual(["Escape", "x"]);
+  });
+
+  it("reads values out under the mouse", async () => {
+    const figure = plot(heatmap(2, 2, { full: [6, 2], reduced: "Each row is the mean of 3." }), [1, 2, 3, 4]);
+    const canvas = canvasOf(figure);
+    const { width, height } = canvas.getBoundingClientRect();
+    await userEvent.hover(canvas, { position: { x: 0.75 * width, y: 0.75 * height } });
+    expect(readout(figure)).toBe("rows 3 to 5, column 1: 4 (reduced)");
+    await userEvent.unhover(canvas);
+    expect(readout(figure)).toBe("[0, 3, :, :] 6 × 2");
+  });
+
+  it("shows outliers beyond its scale, and all of it on request", async () => {
+    const values = Array.from({ length: 100 }, (_, index) => Math.sin(index));
+    values[0] = 1000;
+    const figure = plot(heatmap(10, 10), values);
+    const canvas = canvasOf(figure);
+    const typical = pixel(canvas, 1, 1, 10, 10);
+    expect(figure.querySelector(".gp-legend")?.textContent).toBe("≤ -1.00≥ 1.002 values beyond the scale");
+    const toggle = figure.querySelector("button") as HTMLButtonElement;
+    toggle.focus();
+    await userEvent.keyboard("{Enter}");
+    expect(figure.querySelector(".gp-legend")?.textContent).toBe("-1,0001,000Outliers included");
+    expect(pixel(canvas, 1, 1, 10, 10)).not.toEqual(typical);
+    expect(document.activeElement).toBe(figure.querySelector("button"));
+  });
+});
+
+describe("a histogram", () => {
+  it("has a bar for each bin, as high as its count", () => {
+    const figure = plot(HISTOGRAM);
+    const heights = [...figure.querySelectorAll(".gp-bar")].map((bar) => bar.getBoundingClientRect().height);
+    expect(heights[0]).toBeGreaterThan(1);
+    expect(heights[1]).toBe(0);
+    expect((heights[3] ?? 0) / (heights[2] ?? 1)).toBeCloseTo(0.5, 2);
+    expect(figure.querySelector(".gp-histogram-ends")?.textContent).toBe("-22");
+  });
+
+  it("reads bins out to the keyboard", async () => {
+    const figure = plot(HISTOGRAM);
+    (figure.querySelector("svg") as SVGElement).focus();
+    expect(readout(figure)).toBe("10 values, at most 6 in a bin");
+    await userEvent.keyboard("{ArrowRight}");
+    expect(readout(figure)).toBe("-2 to -1: 1 value");
+    await userEvent.keyboard("{End}{ArrowRight}");
+    expect(readout(figure)).toBe("1 to 2: 3 values");
+  });
+
+  it("of equal values, or of none, is drawn all the same", () => {
+    const same = plot({ ...HISTOGRAM, counts: [5], edges: [3, 3] });
+    expect(same.querySelector(".gp-bar")?.getBoundingClientRect().width).toBeGreaterThan(100);
+    expect(same.innerHTML).not.toContain("NaN");
+    expect(plot({ ...HISTOGRAM, counts: [], edges: [] }).querySelectorAll(".gp-bar").length).toBe(0);
+  });
+});
+
+it("says why there is no plot", () => {
+  expect(plot({ type: "none", why: "It is no tensor." }).textContent).toBe("It is no tensor.");
+});
+
+/** A view with a run that shows everything there is, and an activation. */
+async function full(): Promise<JobView> {
+  const view = open();
+  const probe = {
+    number: 1,
+    statistics: statistics({ nan: 1 }),
+    row_labels: TOKENS,
+    column_labels: [HOSTILE, ...TOKENS.slice(1)],
+  };
+  const values = float32(Array.from({ length: 16 }, (_, index) => index - 8));
+  const tokens = {
+    position: 3,
+    before: [
+      [" the", 0.7],
+      ["a", 0.2],
+    ],
+    after: [
+      [HOSTILE, 0.6],
+      [" the", 0.1],
+    ],
+  } as const;
+  const shown = report({
+    warnings: [HOSTILE],
+    call: HOSTILE,
+    tokens: {
+      position: 3,
+      before: tokens.before.map(([text, part]) => [text, part]),
+      after: tokens.after.map(([text, part]) => [text, part]),
+    },
+    probes: [
+      { ...probe, name: HOSTILE, path: HOSTILE, plot: heatmap(4, 4), note: HOSTILE },
+      { ...probe, name: "b", path: "h", plot: HISTOGRAM, note: null },
+    ],
+  });
+  const done = { id: 1, state: "done" as const, seconds: 1, at: null, fraction: 1, error: null };
+  const seen = activation({
+    plot: heatmap(4, 4),
+    row_labels: TOKENS,
+    column_labels: [HOSTILE, "b", "c", "d"],
+    path: HOSTILE,
+  });
+  view.kernel.script = {
+    run: () => ({ result: { ...done, report: shown }, buffers: [values] }),
+    activation: () => activationStatus(1, { state: "done", view: seen }, [values]),
+    activation_close: () => ({ result: {}, buffers: [] }),
+  };
+  view.root.append(makeRunPanel(view).element, makeActivation(view, 3).element);
+  for (const name of ["Run", "Show activation"]) {
+    [...view.root.querySelectorAll("button")].find((button) => button.textContent === name)?.click();
+  }
+  await expect.poll(() => view.root.querySelectorAll("canvas").length).toBe(2);
+  return view;
+}
+
+it("shows hostile texts as texts", async () => {
+  const view = await full();
+  expect(view.root.querySelector("img")).toBeNull();
+  expect(view.root.textContent).toContain(HOSTILE);
+  expect("hacked" in window).toBe(false);
+});
+
+it.each(["light", "dark"])("has no violations of accessibility (%s)", async (theme) => {
+  const view = await full();
+  view.root.dataset.gpTheme = theme;
+  for (const details of view.root.querySelectorAll("details")) details.open = true;
+  view.kernel.script.run = () => Promise.reject(new Error("The kernel is gone."));
+  const { violations } = await axe.run(view.root);
+  expect(violations.map(({ id, nodes }) => [id, nodes.map((node) => node.html)])).toEqual([]);
+});
+
+it("has no violations of accessibility while it runs, and when it fails", async () => {
+  const view = open();
+  view.kernel.script = { run: () => Promise.reject(new Error("The kernel is gone.")) };
+  view.root.append(makeRunPanel(view).element);
+  view.root.querySelector("button")?.click();
+  await expect.poll(() => view.root.querySelector("[role=alert]:not([hidden])")?.textContent).toBeTruthy();
+  expect((await axe.run(view.root)).violations.map(({ id }) => id)).toEqual([]);
+});

@@ -1,0 +1,131 @@
+/** What tests of runs and activations share: a kernel whose answers one scripts, statuses, plots with known values. */
+
+import type { Kernel } from "../src/parts";
+import type { Reported } from "../src/polling";
+import type {
+  ActivationStatus,
+  ActivationView,
+  Heatmap,
+  Histogram,
+  PatchState,
+  RequestName,
+  Requests,
+  RunReport,
+  RunStatus,
+  Statistics,
+} from "../src/protocol";
+import { FakeModel, FakeView, traits } from "./fixtures";
+
+interface Answer<N extends RequestName> {
+  result: Requests[N]["result"];
+  buffers: DataView[];
+}
+type Script = { [N in RequestName]?: (payload: Requests[N]["payload"]) => Answer<N> | Promise<Answer<N>> };
+
+/** Answers by `script`, one after the other; keeps what it was asked. */
+export class ScriptedKernel implements Kernel {
+  readonly state = "idle" as const;
+  readonly asked: [name: RequestName, payload: unknown][] = [];
+  script: Script = {};
+
+  async ask<N extends RequestName>(request: N, payload: Requests[N]["payload"]): Promise<Answer<N>> {
+    this.asked.push([request, payload]);
+    const answer = this.script[request];
+    if (answer === undefined) throw new Error(`no answer to ${request}`);
+    return answer(payload);
+  }
+
+  onState(): () => void {
+    return () => undefined;
+  }
+
+  count(request: RequestName): number {
+    return this.asked.filter(([name]) => name === request).length;
+  }
+
+  last<N extends RequestName>(request: N): Requests[N]["payload"] {
+    return this.asked.filter(([name]) => name === request).at(-1)?.[1] as Requests[N]["payload"];
+  }
+}
+
+export class JobView extends FakeView {
+  override readonly kernel: ScriptedKernel & FakeView["kernel"];
+
+  constructor(changes: Parameters<typeof traits>[0] = {}) {
+    super(new FakeModel(traits(changes)));
+    this.kernel = new ScriptedKernel() as JobView["kernel"];
+  }
+}
+
+/** Little-endian float32 that start at an odd address, as a buffer beside a message may. */
+export function float32(values: readonly number[], offset = 1): DataView {
+  const view = new DataView(new ArrayBuffer(4 * values.length + offset), offset);
+  values.forEach((value, index) => {
+    view.setFloat32(4 * index, value, true);
+  });
+  return view;
+}
+
+export function heatmap(rows: number, columns: number, changes: Partial<Heatmap> = {}): Heatmap {
+  const full: [number, number] = [rows, columns];
+  const size = { type: "heatmap" as const, buffer: 0, rows, columns, full };
+  return { ...size, reduced: null, slice: "0, 3, :, :", minimum: 0, maximum: 1, ...changes };
+}
+
+export const HISTOGRAM: Histogram = { type: "histogram", counts: [1, 0, 6, 3], edges: [-2, -1, 0, 1, 2], slice: null };
+
+export function statistics(changes: Partial<Statistics> = {}): Statistics {
+  const place = { shape: [1, 4, 8, 8], dtype: "float32", device: "cpu", count: 256 };
+  return { ...place, mean: 0.125, std: 0.25, min: 0, max: 1, nan: 0, infinite: 0, ...changes };
+}
+
+export function patch(number: number, changes: Partial<PatchState> = {}): PatchState {
+  const typed = { path: "h_0.attn.output", kind: "zero" as const, slice: null, value: null, name: null };
+  const when = { steps: null, positions: null, position_dim: null, any_shape: false };
+  return {
+    ...typed,
+    ...when,
+    number,
+    is_enabled: true,
+    row: 12,
+    shape: [1, 8, 64],
+    sliced: null,
+    warning: null,
+    ...changes,
+  };
+}
+
+const JOB = { seconds: 0.25, at: null, fraction: null, error: null };
+
+export function runStatus(id: number, changes: Partial<RunStatus> = {}): Reported<RunStatus> {
+  return { result: { ...JOB, id, state: "running", report: null, ...changes }, buffers: [] };
+}
+
+export function report(changes: Partial<RunReport> = {}): RunReport {
+  const change = { path: "logits", shape: [1, 8, 100], dtype: "float32", note: null };
+  const norms = { norm_before: 8, norm_after: 9, norm_difference: 2 };
+  const largest = [{ index: [0, 7, 42], before: 1.5, after: -2.5 }];
+  return {
+    call: "pg(ids)",
+    seconds: 0.25,
+    patches: [1],
+    warnings: [],
+    tokens: null,
+    changes: [{ ...change, ...norms, largest }],
+    probes: [],
+    ...changes,
+  };
+}
+
+export function activationStatus(
+  id: number,
+  changes: Partial<ActivationStatus> = {},
+  buffers: DataView[] = [],
+): Reported<ActivationStatus> {
+  return { result: { ...JOB, id, state: "running", view: null, ...changes }, buffers };
+}
+
+export function activation(changes: Partial<ActivationView> = {}): ActivationView {
+  const labels = { row_labels: null, column_labels: null };
+  return { path: "h_0.attn.weights", statistics: statistics(), plot: heatmap(8, 8), ...labels, ...changes };
+}
