@@ -45,7 +45,7 @@ class Activation implements ActivationPart {
   ) {
     const label = { type: "button", class: "gp-button", onclick: () => this.show(this.plane) };
     this.button = element("button", label, "Show activation");
-    this.progress = new Progress("Progress of the activation", () => this.interrupt());
+    this.progress = new Progress("Progress of the activation", view.kernel, () => this.interrupt());
     this.sliceRow = this.makeSliceRow();
     const ask = (id: number) => this.hear(view.kernel.ask("activation_status", { id }));
     this.poller = new Poller<ActivationStatus>(ask, {
@@ -63,6 +63,7 @@ class Activation implements ActivationPart {
     if (this.isClosed) return;
     this.isClosed = true;
     this.poller.stop();
+    this.progress.hide();
     this.view.model.off("change:session", this.onSession);
     for (const id of this.ids) this.letGo(id);
   }
@@ -104,6 +105,7 @@ class Activation implements ActivationPart {
     const { view, row } = this;
     this.clearErrors();
     this.result.classList.add("gp-dimmed");
+    this.progress.showWaiting();
     this.inputs.replaceChildren("Inputs: ", element("code", {}, describeInputs(view)));
     const isPatched = this.isPatched.checked;
     this.choice = isPatched ? choiceOf(view.model.get("session")) : null;
@@ -179,7 +181,7 @@ class Activation implements ActivationPart {
     const { statistics, plot, path } = shown;
     this.shape = statistics.shape;
     const slice = plot.type === "none" ? null : plot.slice;
-    if (slice !== null && document.activeElement !== this.slice) this.slice.value = slice;
+    if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
     this.sliceRow.hidden = this.shape.length < 2 || plot.type === "none";
     this.fillSteppers(leadingOf(slice, this.shape));
     const options = { title: `Activation of ${path}`, rowLabels: shown.row_labels, columnLabels: shown.column_labels };
@@ -188,15 +190,12 @@ class Activation implements ActivationPart {
     this.onSession();
   }
 
-  /** Keeps the buttons that are there, so that the focus stays on them. */
+  /** Makes the buttons anew, and keeps the focus on the same one. */
   private fillSteppers(leading: Leading[]): void {
-    const focused = this.steppers.contains(document.activeElement)
-      ? document.activeElement?.getAttribute("aria-label")
-      : null;
+    const name = this.steppers.querySelector(":focus")?.getAttribute("aria-label");
     this.steppers.replaceChildren(...leading.map((one) => this.stepper(one)));
-    if (focused === null || focused === undefined) return;
     for (const button of this.steppers.querySelectorAll("button")) {
-      if (button.getAttribute("aria-label") === focused) button.focus();
+      if (button.getAttribute("aria-label") === name) button.focus();
     }
   }
 

@@ -1,7 +1,7 @@
 /** A matrix as colours: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
 import { cssColour, cssGradient, MISSING, MISSING_STRIPE } from "./colours";
 import { element } from "./dom";
-import { formatCount, formatNumber } from "./numbers";
+import { formatCount, formatNumber, sentence } from "./numbers";
 import { type CellSize, cellSize, colourOf, type Plane, readPlane, type Scale, type Summary, summarise } from "./plane";
 import type { Heatmap } from "./protocol";
 import { visibleToken } from "./tokens";
@@ -54,7 +54,8 @@ export function drawPlane(canvas: HTMLCanvasElement, plane: Plane, scale: Scale,
   plane.values.forEach((value, index) => {
     const rgb = colourOf(value, scale);
     if (rgb === null) missing.push(index);
-    pixels.data.set([...(rgb ?? MISSING), 255], 4 * index);
+    else pixels.data.set(rgb, 4 * index);
+    pixels.data[4 * index + 3] = 255;
   });
   image.getContext("2d")?.putImageData(pixels, 0, 0);
   context.imageSmoothingEnabled = false;
@@ -79,11 +80,12 @@ export function describeHeatmap(heatmap: Heatmap, summary: Summary, title: strin
   return `${parts.join("; ")}. Arrow keys read single values.`;
 }
 
-/** `row 3 (␣the)`, or `rows 6 to 8` where several were made one. */
+/** `row 3 (␣the)`, or `rows 6 to 8` where a cell stands for several: blocks of equal size, but for the last one. */
 function describePosition(noun: string, index: number, count: number, full: number, labels: string[] | null): string {
   if (count !== full) {
-    const first = Math.floor((index * full) / count);
-    const last = Math.ceil(((index + 1) * full) / count) - 1;
+    const block = Math.ceil(full / count);
+    const first = index * block;
+    const last = Math.min(first + block, full) - 1;
     return last > first ? `${noun}s ${first} to ${last}` : `${noun} ${first}`;
   }
   const label = labels?.[index];
@@ -153,7 +155,7 @@ class HeatmapFigure {
   }
 
   private notes(): HTMLElement[] {
-    const notes = this.heatmap.reduced === null ? [] : [this.heatmap.reduced];
+    const notes = this.heatmap.reduced === null ? [] : [sentence(this.heatmap.reduced)];
     const { missing } = this.summary;
     if (missing > 0)
       notes.push(`${formatCount(missing, "value")} hatched: NaN, infinite, or the fill value of a mask.`);
@@ -239,7 +241,7 @@ class HeatmapFigure {
     this.cursor.style.transform = `translate(${this.column * width}px, ${this.row * height}px)`;
     this.cursor.style.width = `${width}px`;
     this.cursor.style.height = `${height}px`;
-    const { full, reduced } = this.heatmap;
+    const { full } = this.heatmap;
     const { rowLabels = null, columnLabels = null } = this.options;
     const where = [
       describePosition("row", this.row, rows, full[0], rowLabels),
@@ -249,7 +251,7 @@ class HeatmapFigure {
     this.readout.replaceChildren(
       element("span", {}, `${where}: `),
       element("strong", { class: "gp-number" }, value),
-      reduced === null ? "" : " (reduced)",
+      rows === full[0] && columns === full[1] ? "" : " (several values)",
     );
   }
 

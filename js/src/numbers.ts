@@ -65,3 +65,9 @@ export function formatSeconds(seconds: number): string {
 export function formatShape(shape: readonly number[]): string {
   return shape.length === 0 ? "one number" : `[${shape.join(", ")}]`;
 }
+
+/** What the kernel says in the middle of a line, at the start of one. What may be a name is left as it is. */
+export function sentence(text: string): string {
+  const start = /^[a-z]+ /.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text;
+  return /[.!?]$/.test(start) ? start : `${start}.`;
+}

@@ -1,26 +1,49 @@
 /** How far a job is: a bar, the module that runs now, the time so far, and a button that stops it. */
 import { element } from "./dom";
 import { formatSeconds } from "./numbers";
+import type { Kernel } from "./parts";
 import type { Job } from "./polling";
 
 export class Progress {
   private readonly bar: HTMLProgressElement;
   private readonly text = element("span", { class: "gp-progress-text" });
   private readonly button: HTMLButtonElement;
+  private stopWaiting: (() => void) | null = null;
   readonly element: HTMLElement;
 
   /** `name`: of the bar, for those who do not see it: `Progress of the run`. */
-  constructor(name: string, interrupt: () => void) {
+  constructor(
+    name: string,
+    private readonly kernel: Kernel,
+    interrupt: () => void,
+  ) {
     this.bar = element("progress", { class: "gp-progress-bar", max: 1, "aria-label": name });
     this.button = element("button", { type: "button", class: "gp-button", onclick: interrupt }, "Interrupt");
     this.element = element("div", { class: "gp-progress", hidden: true }, this.bar, this.text, this.button);
   }
 
   get hasFocus(): boolean {
-    return this.element.contains(document.activeElement);
+    return this.button.matches(":focus");
+  }
+
+  /** The kernel was asked, and has not answered: it does when it is free. */
+  showWaiting(): void {
+    const isBusy = this.kernel.state === "busy";
+    this.bar.removeAttribute("value");
+    this.text.textContent = isBusy ? "The kernel is busy: this starts when it is free." : "Asking the kernel …";
+    this.button.hidden = true;
+    this.element.hidden = false;
+    this.stopWaiting ??= this.kernel.onState(() => this.showWaiting());
+  }
+
+  private answered(): void {
+    this.stopWaiting?.();
+    this.stopWaiting = null;
+    this.button.hidden = false;
   }
 
   show({ fraction, at, seconds }: Pick<Job, "fraction" | "at" | "seconds">): void {
+    this.answered();
     if (fraction === null) this.bar.removeAttribute("value");
     else this.bar.value = fraction;
     const parts = [formatSeconds(seconds)];
@@ -37,6 +60,7 @@ export class Progress {
   }
 
   hide(): void {
+    this.answered();
     this.element.hidden = true;
     this.button.textContent = "Interrupt";
     this.button.removeAttribute("aria-disabled");

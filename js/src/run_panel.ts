@@ -33,7 +33,7 @@ class RunPanel implements Part {
   private reported: string | null = null;
 
   constructor(private readonly view: View) {
-    this.progress = new Progress("Progress of the run", () => this.interrupt());
+    this.progress = new Progress("Progress of the run", view.kernel, () => this.interrupt());
     const title = element("h3", { class: "gp-title" }, "Run");
     this.element = element("section", { class: "gp-run", "aria-label": "Run" }, title, this.form());
     this.element.append(this.progress.element, this.message, this.stale, this.result);
@@ -85,6 +85,7 @@ class RunPanel implements Part {
     });
     this.view.onRemove(() => {
       this.poller.stop();
+      this.progress.hide();
       model.off("change:run", onRun);
       model.off("change:session", onSession);
     });
@@ -117,7 +118,7 @@ class RunPanel implements Part {
     this.stale.hidden = true;
     this.showInputsError(null);
     this.result.classList.add("gp-dimmed");
-    this.progress.show({ fraction: null, at: null, seconds: 0 });
+    this.progress.showWaiting();
   }
 
   private end(): void {

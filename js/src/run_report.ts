@@ -1,7 +1,7 @@
 /** What a run has shown: the next tokens, what changed at the output, what the probes saw. */
 import { element } from "./dom";
 import { makeNextTokens } from "./next_tokens";
-import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape } from "./numbers";
+import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, sentence } from "./numbers";
 import { makePlot } from "./plots";
 import type { Change, ProbeReport, RunReport } from "./protocol";
 import { makeStatistics } from "./statistics";
@@ -30,7 +30,7 @@ function head({ call, seconds, patches }: RunReport): HTMLElement {
 
 function warnings(texts: readonly string[]): HTMLElement | null {
   if (texts.length === 0) return null;
-  const items = texts.map((text) => element("li", {}, text));
+  const items = texts.map((text) => element("li", {}, sentence(text)));
   return element(
     "div",
     { class: "gp-warning" },
@@ -64,20 +64,28 @@ function largest(change: Change): HTMLElement | null {
 
 const CHANGE_HEADS = ["Output", "Shape", "Norm before", "Norm after", "Norm of difference", "Change"];
 
-function changeRow(change: Change): HTMLElement {
+/** A row, and one below it for what is to be said. Where two outputs were not compared there is no difference to show. */
+function changeRows(change: Change): HTMLElement[] {
   const { path, shape, dtype, norm_before, norm_after, norm_difference, note } = change;
-  const name = element("th", { scope: "row" }, element("code", {}, path));
-  const kind = element("td", { class: "gp-number" }, `${formatShape(shape)} ${dtype}`);
-  if (note !== null) return element("tr", {}, name, kind, element("td", { colspan: 4 }, note));
-  const numbers = [norm_before, norm_after, norm_difference].map((norm) => formatNumber(norm));
-  const cells = [...numbers, relativeChange(change)].map((text) => element("td", { class: "gp-number" }, text));
-  return element("tr", {}, name, kind, ...cells);
+  const isCompared = note === null || norm_difference > 0 || change.largest.length > 0;
+  const known = (norm: number) => (isCompared || norm > 0 ? formatNumber(norm) : "–");
+  const difference = isCompared ? [formatNumber(norm_difference), relativeChange(change)] : ["–", "–"];
+  const numbers = [known(norm_before), known(norm_after), ...difference];
+  const row = element(
+    "tr",
+    {},
+    element("th", { scope: "row" }, element("code", {}, path)),
+    element("td", { class: "gp-number" }, `${formatShape(shape)} ${dtype}`),
+    ...numbers.map((text) => element("td", { class: "gp-number" }, text)),
+  );
+  if (note === null) return [row];
+  return [row, element("tr", {}, element("td", { class: "gp-muted", colspan: CHANGE_HEADS.length }, sentence(note)))];
 }
 
 function changes(report: RunReport): HTMLElement | null {
   if (report.changes.length === 0) return null;
   const heads = CHANGE_HEADS.map((text) => element("th", { scope: "col" }, text));
-  const rows = report.changes.map(changeRow);
+  const rows = report.changes.flatMap(changeRows);
   const table = element(
     "table",
     { class: "gp-changes" },
@@ -115,7 +123,7 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
     "li",
     { class: "gp-probe" },
     element("div", { class: "gp-probe-head" }, element("code", { class: "gp-probe-name" }, name), ` #${number} `, link),
-    note === null ? null : element("p", { class: "gp-note" }, note),
+    note === null ? null : element("p", { class: "gp-note" }, sentence(note)),
     statistics === null ? null : makeStatistics(statistics),
     statistics === null ? null : makePlot(plot, buffers, options),
   );

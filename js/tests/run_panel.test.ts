@@ -246,20 +246,26 @@ describe("a report", () => {
     expect(panel.textContent).toContain("ran without patches");
   });
 
-  it("tells no relative change of nothing, and what could not be compared", async () => {
-    const change = {
-      path: "a",
-      note: null,
-      shape: [2],
-      dtype: "float32",
-      norm_before: 0,
-      norm_after: 3,
-      norm_difference: 3,
-      largest: [],
-    };
-    await show({ changes: [change, { ...change, path: "b", note: "The shapes differ." }] });
-    expect(panel.textContent).toContain("from zero");
-    expect(panel.textContent).toContain("The shapes differ.");
+  it("tells no relative change of nothing, and no difference where nothing was compared", async () => {
+    const kind = { shape: [2], dtype: "float32", largest: [] };
+    const norms = { norm_before: 0, norm_after: 3, norm_difference: 3 };
+    const other = { norm_before: 2, norm_after: 0, norm_difference: 0, note: "only there without the patches" };
+    const odd = { norm_before: 2, norm_after: 4, norm_difference: 2, note: "with the patches 1 NaN of 2" };
+    await show({
+      changes: [
+        { path: "a", ...kind, ...norms, note: null },
+        { path: "b", ...kind, ...other },
+        { path: "c", ...kind, ...odd },
+      ],
+    });
+    const rows = [...panel.querySelectorAll(".gp-changes tbody tr")].map((row) => row.textContent);
+    expect(rows).toEqual([
+      "a[2] float32033from zero",
+      "b[2] float322–––",
+      "Only there without the patches.",
+      "c[2] float32242100%",
+      "With the patches 1 NaN of 2.",
+    ]);
     expect(panel.textContent).not.toContain("change nothing");
   });
 
