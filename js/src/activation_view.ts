@@ -22,7 +22,7 @@ class Activation implements ActivationPart {
   private readonly button: HTMLButtonElement;
   private readonly isPatched = element("input", { type: "checkbox", checked: true });
   private readonly inputs = element("p", { class: "gp-note" });
-  private readonly stale = element("p", { class: "gp-message gp-stale", hidden: true });
+  private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
   private readonly error = element("p", { class: "gp-message gp-error", role: "alert", hidden: true });
   private readonly progress: Progress;
   private readonly slice = element("input", { type: "text", class: "gp-field gp-typed", spellcheck: "false" });
@@ -54,7 +54,8 @@ class Activation implements ActivationPart {
     });
     const patched = element("label", { class: "gp-check" }, this.isPatched, "With the chosen patches");
     const head = element("div", { class: "gp-activation-head" }, this.button, patched);
-    const parts = [head, this.inputs, this.progress.element, this.error, this.sliceRow, this.stale, this.result];
+    const title = element("h3", { class: "gp-heading" }, "Activation");
+    const parts = [title, head, this.inputs, this.progress.element, this.error, this.sliceRow, this.stale, this.result];
     this.element = element("section", { class: "gp-activation", "aria-label": "Activation" }, ...parts);
     this.listen();
   }

@@ -23,6 +23,8 @@ interface Options {
   isLight: boolean;
   /** Escape was pressed; `close` is up to this. */
   onEscape(): void;
+  /** It was open and is closed, by whatever way. */
+  onClose?(): void;
 }
 
 export function makeFloating(view: View, options: Options): Floating {
@@ -80,6 +82,7 @@ class Dialog implements Floating {
     else this.element.hidden = true;
     if (hadFocus) this.giveFocusBack();
     this.opener = null;
+    this.options.onClose?.();
   }
 
   /** Stops listening, without touching what is shown. */

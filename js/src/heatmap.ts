@@ -182,7 +182,11 @@ class HeatmapFigure {
     ];
     if (cut === null) return parts;
     const text = this.isCut ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
-    const toggle = element("button", { type: "button", class: "gp-link", "aria-pressed": String(this.isCut) }, text);
+    const toggle = element(
+      "button",
+      { type: "button", class: "gp-underlined", "aria-pressed": String(this.isCut) },
+      text,
+    );
     toggle.title = this.isCut
       ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colours over all of them.`
       : "Click for colours over nearly all values, without the outliers.";

@@ -15,7 +15,11 @@ export interface Popup extends Part {
 }
 
 /** What is shown below the facts of a value, by who knows how to show it. */
-export type Section = (view: View, row: number) => Part;
+export type Section = (view: View, row: number) => SectionPart;
+export interface SectionPart extends Part {
+  /** It is shown no more. */
+  close?(): void;
+}
 
 /** More links than this are behind a button. */
 const MOST_LINKS = 12;
@@ -29,16 +33,23 @@ class NodePopup implements Popup {
   private readonly floating: Floating;
   private row = -1;
   private anchor: Element | null = null;
+  private parts: SectionPart[] = [];
 
   constructor(
     private readonly view: View,
     private readonly sections: Section[],
   ) {
-    this.floating = makeFloating(view, { class: "gp-popup", isLight: true, onEscape: () => this.close() });
+    this.floating = makeFloating(view, {
+      class: "gp-popup",
+      isLight: true,
+      onEscape: () => this.close(),
+      onClose: () => this.closeParts(),
+    });
     this.element = this.floating.element;
   }
 
   show(row: number, anchor: Element): void {
+    this.closeParts();
     this.row = row;
     this.anchor = anchor;
     const path = this.view.skeleton.path(row);
@@ -51,6 +62,10 @@ class NodePopup implements Popup {
   close(): void {
     this.row = -1;
     this.floating.close();
+  }
+
+  private closeParts(): void {
+    for (const part of this.parts.splice(0)) part.close?.();
   }
 
   private async load(row: number, path: string): Promise<void> {
@@ -123,6 +138,7 @@ class NodePopup implements Popup {
 
   private body(details: Details): HTMLElement {
     const { row } = details;
+    this.parts = this.sections.map((section) => section(this.view, row));
     return element(
       "div",
       { class: "gp-floating-body", tabindex: -1 },
@@ -131,7 +147,7 @@ class NodePopup implements Popup {
         ? element("ul", { class: "gp-notes" }, ...details.notes.map((note) => element("li", {}, note)))
         : null,
       this.patching(row),
-      ...this.sections.map((section) => section(this.view, row).element),
+      ...this.parts.map((part) => part.element),
       ...codeSection(details),
       ...this.links("Inputs", details.inputs),
       ...this.links("Used by", details.users),

@@ -18,7 +18,7 @@ class RunPanel implements Part {
   private readonly button = element("button", { type: "button", class: "gp-button gp-primary" }, "Run");
   private readonly progress: Progress;
   private readonly message = element("p", { class: "gp-message gp-error", role: "alert", hidden: true });
-  private readonly stale = element("p", { class: "gp-message gp-stale", hidden: true });
+  private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
   private readonly result = element("div", { class: "gp-run-result" });
   private readonly poller: Poller<RunStatus>;
   /** The job that is followed; `null`: none yet, or one of which the kernel has not told the number. */

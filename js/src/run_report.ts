@@ -33,7 +33,7 @@ function warnings(texts: readonly string[]): HTMLElement | null {
   const items = texts.map((text) => element("li", {}, sentence(text)));
   return element(
     "div",
-    { class: "gp-warning" },
+    { class: "gp-warnings" },
     element("strong", {}, formatCount(texts.length, "warning")),
     element("ul", {}, ...items),
   );
@@ -112,7 +112,11 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
   const link =
     reveal === null
       ? place
-      : element("button", { type: "button", class: "gp-link", onclick: reveal, title: "Show in the tree" }, place);
+      : element(
+          "button",
+          { type: "button", class: "gp-underlined", onclick: reveal, title: "Show in the tree" },
+          place,
+        );
   const options = {
     title: `${name}, ${path}`,
     rowLabels: report.row_labels,

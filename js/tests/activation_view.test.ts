@@ -145,7 +145,7 @@ it("says that a heatmap came without its values", async () => {
 it("is shown without the patches on request, and says when the patches have changed since", async () => {
   open({ activation: ({ plane }) => done(1, plane) });
   await show();
-  const stale = () => !query(".gp-stale").hidden;
+  const stale = () => !query(".gp-outdated").hidden;
   view.model.set("session", { version: 2, patches: [patch(1)], can_undo: true, can_redo: false });
   expect(stale()).toBe(true);
   query("input[type=checkbox]").click();

@@ -24,7 +24,7 @@ function button(name: string): HTMLButtonElement {
 const inputs = () => panel.querySelector("input") as HTMLInputElement;
 const alerts = () =>
   [...panel.querySelectorAll<HTMLElement>("[role=alert]")].filter((one) => !one.hidden).map((one) => one.textContent);
-const stale = () => panel.querySelector<HTMLElement>(".gp-stale")?.hidden === false;
+const stale = () => panel.querySelector<HTMLElement>(".gp-outdated")?.hidden === false;
 const progress = () => panel.querySelector<HTMLElement>(".gp-progress");
 const dimmed = () => panel.querySelector(".gp-run-result")?.classList.contains("gp-dimmed");
 const settle = () => vi.advanceTimersByTimeAsync(0);
@@ -293,7 +293,7 @@ describe("a report", () => {
         { ...silent, number: 9, name: "unseen", path: "h_9.output" },
       ],
     });
-    expect(panel.querySelector(".gp-warning")?.textContent).toBe("1 warning#2 did not fire.");
+    expect(panel.querySelector(".gp-warnings")?.textContent).toBe("1 warning#2 did not fire.");
     const [first, second] = panel.querySelectorAll(".gp-probe");
     expect(first?.querySelector("svg")?.getAttribute("aria-label")).toContain(
       "seen, h_0.attn.output: histogram of 10 values",
