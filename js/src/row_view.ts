@@ -1,0 +1,181 @@
+/** One line of the tree as an element: made once, filled again whenever something about it changes. */
+
+import { element, replaceChildren, setAttribute } from "./dom";
+import type { PatchState } from "./protocol";
+import { FLAG } from "./protocol";
+import { CLOSED, type FoldedRun, LEAF } from "./rows";
+import { scoreText } from "./scores";
+import type { Skeleton } from "./skeleton";
+import type { TreeState } from "./tree_state";
+
+/** What is shown of a line, apart from its place. */
+interface Shown {
+  name: string;
+  /** What stands in a column of its own: torch function, class of the module, kind. */
+  op: string;
+  label: string;
+  kind: string;
+  isPatchable: boolean;
+  /** In words: opaque, unused, ... and why. */
+  note: string | null;
+  mark: string | null;
+}
+
+export class RowView {
+  readonly element: HTMLDivElement;
+  private readonly badges = element("span", { class: "gp-badges" });
+  private readonly score = element("span", { class: "gp-score" });
+  private readonly shown: Shown;
+
+  constructor(
+    private readonly tree: TreeState,
+    skeleton: Skeleton,
+    readonly id: number,
+    prefix: string,
+    rootName: string,
+  ) {
+    const run = tree.lines.runs.get(id);
+    this.shown = run ? shownOfRun(skeleton, run) : shownOfRow(skeleton, id, rootName);
+    const { name, op, label, kind, isPatchable, mark, note } = this.shown;
+    const path = run ? name : skeleton.path(id);
+    this.element = element(
+      "div",
+      { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
+      element("span", { class: "gp-chevron" }),
+      element("span", { class: "gp-name", title: path }, name),
+      this.badges,
+      this.score,
+      element("span", { class: "gp-op", title: note ?? op }, mark ?? op),
+      element("span", { class: "gp-label", title: label, "data-what": skeleton.specOf(id)?.[3] }, label),
+      !run && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
+      isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
+    );
+    if (mark) this.element.dataset.mark = kind === "run" ? "run" : mark.split(" ")[0];
+  }
+
+  fill(line: number, isActive: boolean): void {
+    const { lines } = this.tree;
+    const level = lines.levels[line] ?? 1;
+    const state = lines.states[line];
+    const row = this.element;
+    row.style.transform = `translateY(calc(${line} * var(--gp-row)))`;
+    row.style.setProperty("--gp-level", String(level - 1));
+    setAttribute(row, "aria-level", level);
+    setAttribute(row, "aria-posinset", lines.positions[line]);
+    setAttribute(row, "aria-setsize", lines.sizes[line]);
+    setAttribute(row, "aria-expanded", state === LEAF ? null : state !== CLOSED);
+    setAttribute(row, "aria-selected", isActive);
+    const patches = this.tree.patchesByRow.get(this.id) ?? [];
+    const below = state === CLOSED ? patchesIn(this.tree, this.id) : 0;
+    this.fillBadges(patches, below);
+    this.fillScore(state === CLOSED);
+    setAttribute(row, "aria-label", this.name(patches, below));
+  }
+
+  private fillBadges(patches: readonly PatchState[], below: number): void {
+    const key = JSON.stringify([below, patches.map((patch) => [patch.number, patch.kind, patch.is_enabled])]);
+    if (this.badges.dataset.key === key) return;
+    this.badges.dataset.key = key;
+    const own = patches.map((patch) =>
+      element(
+        "button",
+        {
+          type: "button",
+          tabindex: -1,
+          class: "gp-badge",
+          "data-number": patch.number,
+          "data-off": !patch.is_enabled,
+          title: `Change patch #${patch.number}${patch.is_enabled ? "" : " (switched off)"}`,
+        },
+        `${patch.kind} #${patch.number}`,
+      ),
+    );
+    const more = below > 0 && element("span", { class: "gp-badge gp-below" }, countOf(below, "patch"));
+    replaceChildren(this.badges, ...own, more);
+  }
+
+  /** The row's own score; of a closed graph without one, the best of those in it. */
+  private fillScore(isClosed: boolean): void {
+    const { scores } = this.tree;
+    const own = this.id < 0 ? null : (scores?.valueOf(this.id) ?? null);
+    const best = this.id < 0 ? undefined : scores?.best[this.id];
+    const value = own ?? (isClosed && best !== undefined && !Number.isNaN(best) ? best : null);
+    const strength = value === null || !scores ? 0 : scores.strength(value);
+    this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 40)}%`);
+    setAttribute(this.element, "data-heat", value === null ? null : strength < 0 ? "cold" : "hot");
+    const text = value === null ? "" : own === null ? `≤ ${scoreText(value)}` : scoreText(value);
+    if (this.score.textContent !== text) this.score.textContent = text;
+  }
+
+  /** For screen readers: the name, then what else there is. */
+  private name(patches: readonly PatchState[], below: number): string {
+    const { name, op, label, note, kind } = this.shown;
+    const parts = [name, op, label, kind === "graph" || kind === "unused" ? note : null];
+    for (const patch of patches)
+      parts.push(`${patch.kind} #${patch.number}${patch.is_enabled ? "" : ", switched off"}`);
+    if (below > 0) parts.push(`${countOf(below, "patch")} inside`);
+    if (this.score.textContent) parts.push(`score ${this.score.textContent}`);
+    return parts.filter(Boolean).join(", ");
+  }
+}
+
+/** The id of the element of a line. */
+export function rowId(prefix: string, id: number): string {
+  return `${prefix}-${id < 0 ? `run-${~id}` : id}`;
+}
+
+/** `12 nodes`, `1 patch`, `1,200 patches`. */
+export function countOf(count: number, what: string): string {
+  const ending = count === 1 ? "" : /(ch|s)$/.test(what) ? "es" : "s";
+  return `${count.toLocaleString("en-US")} ${what}${ending}`;
+}
+
+function rowButton(action: string, name: string, title: string) {
+  return {
+    type: "button",
+    tabindex: -1,
+    class: `gp-row-button gp-row-${action}`,
+    "data-action": action,
+    "aria-label": name,
+    title,
+  };
+}
+
+function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
+  const kind = skeleton.kindOf(row);
+  const note = skeleton.noteOf(row);
+  const mark = skeleton.has(row, FLAG.opaque) ? "opaque" : kind === "unused" ? "unused" : null;
+  const op = skeleton.opOf(row);
+  return {
+    name: skeleton.nameOf(row) || rootName,
+    op,
+    label: skeleton.labelOf(row),
+    kind,
+    isPatchable: skeleton.has(row, FLAG.patchable),
+    note: note ?? (mark ? `${mark} ${op}` : null),
+    mark: mark && `${mark} ${op}`,
+  };
+}
+
+function shownOfRun(skeleton: Skeleton, run: FoldedRun): Shown {
+  const [first = 0, last = 0] = [run.rows[0], run.rows.at(-1)];
+  const op = run.period === 1 ? skeleton.opOf(first) : countOf(run.period, "row");
+  return {
+    name: `${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`,
+    op: `×${run.times} ${op}`,
+    label: run.period === 1 ? skeleton.labelOf(first) : "",
+    kind: "run",
+    isPatchable: false,
+    note: null,
+    mark: `×${run.times} ${op}`,
+  };
+}
+
+function patchesIn(tree: TreeState, id: number): number {
+  if (id >= 0) return tree.patchesBelow.get(id) ?? 0;
+  const rows = tree.lines.runs.get(id)?.rows ?? [];
+  return rows.reduce(
+    (sum, row) => sum + (tree.patchesBelow.get(row) ?? 0) + (tree.patchesByRow.get(row)?.length ?? 0),
+    0,
+  );
+}

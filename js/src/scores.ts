@@ -1,0 +1,93 @@
+/** The numbers that somebody gave to nodes: what they are, which rows they keep, in which order, in which colour. */
+
+import type { Skeleton } from "./skeleton";
+
+/** Which rows a filter leaves: those of a number at least, or the `count` best. */
+export type ScoreFilter = { least: number } | { count: number };
+
+export class Scores {
+  /** Of all rows that have one. */
+  readonly minimum: number;
+  readonly maximum: number;
+  /** How many rows have one. */
+  readonly count: number;
+  /** By row: the best of it and what is in it; NaN where there is none. */
+  readonly best: Float32Array;
+
+  private constructor(
+    /** By row; NaN where there is none. */
+    readonly values: Float32Array,
+    readonly name: string,
+    skeleton: Skeleton,
+  ) {
+    this.best = Float32Array.from(values);
+    let [minimum, maximum, count] = [Number.POSITIVE_INFINITY, Number.NEGATIVE_INFINITY, 0];
+    for (let row = values.length - 1; row >= 0; row--) {
+      const value = values[row] ?? Number.NaN;
+      if (Number.isFinite(value)) {
+        minimum = Math.min(minimum, value);
+        maximum = Math.max(maximum, value);
+      }
+      if (!Number.isNaN(value)) count += 1;
+      const best = this.best[row] ?? Number.NaN;
+      const parent = skeleton.parent[row] ?? -1;
+      if (parent >= 0 && !(best <= (this.best[parent] ?? 0))) {
+        if (!Number.isNaN(best)) this.best[parent] = best;
+      }
+    }
+    this.count = count;
+    this.minimum = minimum <= maximum ? minimum : 0;
+    this.maximum = minimum <= maximum ? maximum : 0;
+  }
+
+  /** The scores in the traits; `null` where there are none. */
+  static of(data: DataView, name: string, skeleton: Skeleton): Scores | null {
+    if (data.byteLength !== 4 * skeleton.length) return null;
+    const values = Float32Array.from({ length: skeleton.length }, (_, row) => data.getFloat32(4 * row, true));
+    const scores = new Scores(values, name || "score", skeleton);
+    return scores.count > 0 ? scores : null;
+  }
+
+  valueOf(row: number): number | null {
+    const value = this.values[row];
+    return value === undefined || Number.isNaN(value) ? null : value;
+  }
+
+  /** Whether there are values on both sides of zero, which then have two colours. */
+  get isDiverging(): boolean {
+    return this.minimum < 0 && this.maximum > 0;
+  }
+
+  /** From -1 to 1: how strong the colour of a value is, and which of the two it is. */
+  strength(value: number): number {
+    if (!Number.isFinite(value)) return value > 0 ? 1 : value < 0 ? -1 : 0;
+    if (this.isDiverging || this.minimum === this.maximum) {
+      return value / (Math.max(Math.abs(this.minimum), Math.abs(this.maximum)) || 1);
+    }
+    return (value - this.minimum) / (this.maximum - this.minimum);
+  }
+
+  /** The rows that a filter leaves, in order. */
+  passing(filter: ScoreFilter): number[] {
+    const rows = [...this.values.keys()].filter((row) => !Number.isNaN(this.values[row]));
+    if ("least" in filter) return rows.filter((row) => (this.values[row] ?? 0) >= filter.least);
+    const best = rows.sort((a, b) => (this.values[b] ?? 0) - (this.values[a] ?? 0) || a - b);
+    return best.slice(0, filter.count).sort((a, b) => a - b);
+  }
+
+  /** Siblings in order: those with the best in them first, those without scores last, else as they came up. */
+  readonly order = (a: number, b: number): number => {
+    const [first, second] = [this.best[a] ?? Number.NaN, this.best[b] ?? Number.NaN];
+    if (Number.isNaN(first) || Number.isNaN(second))
+      return Number(Number.isNaN(first)) - Number(Number.isNaN(second)) || a - b;
+    return first === second ? a - b : second > first ? 1 : -1;
+  };
+}
+
+/** A score in few letters: `0.123`, `-4.57e-6`, `12,300`. */
+export function scoreText(value: number): string {
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
+  return Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(3)));
+}
