@@ -1,12 +1,113 @@
 /** What anywidget loads: puts the parts of a view together. */
 
-import type { Model } from "./parts";
-import { decodeSkeleton } from "./skeleton";
+import { makeActivation } from "./activation_view";
+import { showFailure, watchErrors } from "./boundary";
+import { copyText } from "./clipboard";
+import { element } from "./dom";
+import { makeEditor } from "./editor";
+import { tryEdit } from "./edits";
+import { connect } from "./kernel";
+import { type TreeActions, watchKeys } from "./keyboard";
+import { makeNotices } from "./notices";
+import type { Model, View } from "./parts";
+import { makePatchList } from "./patch_list";
+import { makePopup } from "./popup";
+import { makeRunPanel } from "./run_panel";
+import { decodeSkeleton, type Skeleton } from "./skeleton";
+import { hideStaticTree } from "./static_tree";
+import { followTheme } from "./theme";
+import { makeToolbar } from "./toolbar";
+import { TreeState } from "./tree_state";
+import { makeTree } from "./tree_view";
 
-export default {
-  async render({ model, el }: { model: Model; el: HTMLElement }): Promise<void> {
-    el.classList.add("gp-root");
-    el.dataset.lmSuppressShortcuts = "true";
-    await decodeSkeleton(model.get("skeleton"));
-  },
-};
+type Undo = () => void;
+
+/** Shows the model in `el`, for as long as nobody calls what comes back. */
+async function render({ model, el }: { model: Model; el: HTMLElement }): Promise<Undo> {
+  const root = element("div", { class: "gp-root", "data-lm-suppress-shortcuts": "true" });
+  el.append(root);
+  let undos: Undo[] = [];
+  let shown = 0;
+  const clear = () => {
+    shown += 1;
+    for (const undo of undos.splice(0).reverse()) attempt(undo);
+    root.replaceChildren();
+  };
+  const show = async () => {
+    clear();
+    undos = [followTheme(root)];
+    const current = shown;
+    try {
+      const skeleton = await decodeSkeleton(model.get("skeleton"));
+      if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
+    } catch (error) {
+      if (shown !== current) return;
+      clear();
+      showFailure(root, error);
+    }
+  };
+  // Another graph, or the same after its graphs were edited: all rows are others.
+  model.on("change:skeleton", show);
+  await show();
+  return () => {
+    model.off("change:skeleton", show);
+    clear();
+    root.remove();
+  };
+}
+
+/** Puts the parts into `root`. */
+function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (undo: Undo) => void): void {
+  const kernel = connect(model, onRemove);
+  const notices = makeNotices(kernel, onRemove);
+  const view: View = {
+    root,
+    model,
+    skeleton,
+    kernel,
+    notices,
+    onRemove,
+    reveal: (row) => {
+      state.reveal(row);
+      tree.show(row);
+    },
+    focusTree: () => tree.focus(),
+    showDetails: (row, anchor) => popup.show(row, anchor),
+    editPatch: (target, anchor) => {
+      popup.close();
+      editor.open(target, anchor);
+    },
+  };
+  const actions: TreeActions = {
+    edit: (change) => void tryEdit(view, () => change),
+    copy: (text) => copyText(text, root),
+  };
+  const state = new TreeState(view);
+  const tree = makeTree(view, state, actions);
+  const toolbar = makeToolbar(view, state);
+  const popup = makePopup(view, [makeActivation]);
+  const editor = makeEditor(view);
+  const parts = [toolbar, notices, tree, popup, editor, makePatchList(view), makeRunPanel(view)];
+  root.append(...parts.map((part) => part.element));
+  watchKeys(view, toolbar);
+  onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
+  onRemove(hideStaticTree(model.get("about").model_id, root));
+  tree.show(state.active);
+  whenIdle(() => state.index.prepare(), onRemove);
+}
+
+/** One part that cannot be taken away keeps none of the others. */
+function attempt(undo: Undo): void {
+  try {
+    undo();
+  } catch (error) {
+    console.error(error);
+  }
+}
+
+function whenIdle(work: () => void, onRemove: (undo: Undo) => void): void {
+  const timer = setTimeout(work, 300);
+  onRemove(() => clearTimeout(timer));
+}
+
+export default { render };

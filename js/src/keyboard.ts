@@ -20,6 +20,7 @@
 
 import type { View } from "./parts";
 import type { Edit } from "./protocol";
+import { ROW } from "./row_view";
 import { CLOSED, OPEN } from "./rows";
 import type { TreeState } from "./tree_state";
 
@@ -78,7 +79,7 @@ export class TreeKeys {
   private move(event: KeyboardEvent): boolean {
     const { tree } = this;
     const { lines, activeLine } = tree;
-    const page = Math.max(1, Math.floor((event.currentTarget as HTMLElement).clientHeight / 22) - 1);
+    const page = Math.max(1, Math.floor((event.currentTarget as HTMLElement).clientHeight / ROW) - 1);
     const steps: Record<string, number> = {
       ArrowDown: activeLine + 1,
       ArrowUp: activeLine - 1,
@@ -142,8 +143,8 @@ export class TreeKeys {
   }
 
   private patch(id: number): void {
-    if (id >= 0 && this.tree.isPatchable(id)) this.view.editPatch({ row: id }, this.drawn.elementOf(id));
-    else this.view.notices.say("This row cannot be patched: choose a tensor or a number in it.");
+    if (id >= 0) this.view.editPatch({ row: id }, this.drawn.elementOf(id));
+    else this.view.notices.say("This row stands for several: open it, and patch one of them.");
   }
 
   private openSiblings(): void {

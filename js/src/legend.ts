@@ -12,7 +12,7 @@ export function makeLegend(view: View, tree: TreeState): Part {
 }
 
 class Legend implements Part {
-  readonly element = element("div", { class: "gp-legend", role: "group", "aria-label": "Scores", hidden: true });
+  readonly element = element("div", { class: "gp-scores", role: "group", "aria-label": "Scores", hidden: true });
   private shown: Scores | null = null;
   private sort: HTMLButtonElement | null = null;
   private filter: HTMLSelectElement | null = null;

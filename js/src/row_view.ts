@@ -8,6 +8,12 @@ import { scoreText } from "./scores";
 import type { Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
 
+/** The height of a row, `--gp-row` in theme.css. */
+export const ROW = 22;
+
+/** Patches that are named on their row; of more there is only the number. */
+const MOST_BADGES = 2;
+
 /** What is shown of a line, apart from its place. */
 interface Shown {
   name: string;
@@ -43,9 +49,13 @@ export class RowView {
       { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
       element("span", { class: "gp-chevron" }),
       element("span", { class: "gp-name", title: path }, name),
+      " ",
       this.badges,
+      " ",
       this.score,
+      " ",
       element("span", { class: "gp-op", title: note ?? op }, mark ?? op),
+      " ",
       element("span", { class: "gp-label", title: label, "data-what": skeleton.specOf(id)?.[3] }, label),
       !run && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
       isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
@@ -58,7 +68,7 @@ export class RowView {
     const level = lines.levels[line] ?? 1;
     const state = lines.states[line];
     const row = this.element;
-    row.style.transform = `translateY(calc(${line} * var(--gp-row)))`;
+    row.style.transform = `translateY(${line * ROW}px)`;
     row.style.setProperty("--gp-level", String(level - 1));
     setAttribute(row, "aria-level", level);
     setAttribute(row, "aria-posinset", lines.positions[line]);
@@ -76,22 +86,11 @@ export class RowView {
     const key = JSON.stringify([below, patches.map((patch) => [patch.number, patch.kind, patch.is_enabled])]);
     if (this.badges.dataset.key === key) return;
     this.badges.dataset.key = key;
-    const own = patches.map((patch) =>
-      element(
-        "button",
-        {
-          type: "button",
-          tabindex: -1,
-          class: "gp-badge",
-          "data-number": patch.number,
-          "data-off": !patch.is_enabled,
-          title: `Change patch #${patch.number}${patch.is_enabled ? "" : " (switched off)"}`,
-        },
-        `${patch.kind} #${patch.number}`,
-      ),
-    );
-    const more = below > 0 && element("span", { class: "gp-badge gp-below" }, countOf(below, "patch"));
-    replaceChildren(this.badges, ...own, more);
+    const own = patches.slice(0, MOST_BADGES).flatMap((patch) => [badge(patch), " "]);
+    const more = [];
+    if (patches.length > MOST_BADGES) more.push(mark(`+${patches.length - MOST_BADGES}`));
+    if (below > 0) more.push(mark(countOf(below, "patch")));
+    replaceChildren(this.badges, ...own, ...more);
   }
 
   /** The row's own score; of a closed graph without one, the best of those in it. */
@@ -107,16 +106,37 @@ export class RowView {
     if (this.score.textContent !== text) this.score.textContent = text;
   }
 
-  /** For screen readers: the name, then what else there is. */
+  /** For screen readers: what is seen, in the same order, then what only colours and marks say. */
   private name(patches: readonly PatchState[], below: number): string {
-    const { name, op, label, note, kind } = this.shown;
-    const parts = [name, op, label, kind === "graph" || kind === "unused" ? note : null];
-    for (const patch of patches)
-      parts.push(`${patch.kind} #${patch.number}${patch.is_enabled ? "" : ", switched off"}`);
-    if (below > 0) parts.push(`${countOf(below, "patch")} inside`);
-    if (this.score.textContent) parts.push(`score ${this.score.textContent}`);
-    return parts.filter(Boolean).join(", ");
+    const { name, op, label, note, mark, kind } = this.shown;
+    const badges = patches.slice(0, MOST_BADGES).map(badgeText);
+    if (patches.length > MOST_BADGES) badges.push(`+${patches.length - MOST_BADGES}`);
+    if (below > 0) badges.push(countOf(below, "patch"));
+    const seen = [name, ...badges, this.score.textContent, mark ?? op, label].filter(Boolean).join(" ");
+    const more = patches.filter((patch) => !patch.is_enabled).map((patch) => `#${patch.number} is switched off`);
+    if (note && (kind === "graph" || kind === "unused") && note !== mark) more.push(note);
+    return [seen, ...more].join(", ");
   }
+}
+
+function badge(patch: PatchState): HTMLElement {
+  const attributes = {
+    type: "button",
+    tabindex: -1,
+    class: "gp-badge",
+    "data-number": patch.number,
+    "data-off": !patch.is_enabled,
+    title: `Change patch #${patch.number}${patch.is_enabled ? "" : " (switched off)"}`,
+  };
+  return element("button", attributes, badgeText(patch));
+}
+
+function badgeText({ kind, number }: PatchState): string {
+  return `${kind} #${number}`;
+}
+
+function mark(text: string): HTMLElement {
+  return element("span", { class: "gp-badge gp-below" }, text);
 }
 
 /** The id of the element of a line. */

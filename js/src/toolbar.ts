@@ -21,7 +21,7 @@ let made = 0;
 class ToolbarView implements Toolbar {
   readonly element: HTMLElement;
   private readonly field: HTMLInputElement;
-  private readonly count = element("span", { class: "gp-count gp-muted" });
+  private readonly count = element("span", { class: "gp-found-count gp-muted" });
   private readonly error = element("p", {
     class: "gp-error gp-query-error",
     id: `gp-query-error-${++made}`,
@@ -69,7 +69,7 @@ class ToolbarView implements Toolbar {
     const { tree } = this;
     return element(
       "div",
-      { class: "gp-bar" },
+      { class: "gp-tools" },
       element("span", { class: "gp-search", role: "search" }, icon("search"), this.field, this.count, ...this.steps),
       this.plumbing,
       this.folding,

@@ -5,7 +5,7 @@
 
 import { Folding } from "./folding";
 import type { View } from "./parts";
-import { FLAG, type PatchState, type Traits } from "./protocol";
+import type { PatchState, Traits } from "./protocol";
 import { parseQuery, QueryError } from "./query";
 import { firstOpen, type Lines, layOut, withAncestors } from "./rows";
 import { type ScoreFilter, Scores } from "./scores";
@@ -381,11 +381,6 @@ export class TreeState {
     if (this.scores) return;
     this.isSorted = false;
     this.filter = null;
-  }
-
-  /** Whether a row can be patched. */
-  isPatchable(row: number): boolean {
-    return this.skeleton.has(row, FLAG.patchable);
   }
 }
 

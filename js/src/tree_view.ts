@@ -3,12 +3,10 @@
 import { element, setAttribute } from "./dom";
 import { type TreeActions, TreeKeys } from "./keyboard";
 import type { Part, View } from "./parts";
-import { RowView, rowId } from "./row_view";
+import { ROW, RowView, rowId } from "./row_view";
 import { CLOSED, LEAF } from "./rows";
 import type { TreeState } from "./tree_state";
 
-/** The height of a row, `--gp-row` in theme.css. */
-export const ROW = 22;
 const MORE = 5;
 const HIGHEST = 420;
 

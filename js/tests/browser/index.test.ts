@@ -1,0 +1,132 @@
+import axe from "axe-core";
+import { afterEach, expect, test, vi } from "vitest";
+import widget from "../../src/index";
+import type { Columns } from "../../src/protocol";
+import "../../src/style.css";
+import { ABOUT, ColumnsBuilder, deflated, FakeModel, tensor, traits, transformer } from "../fixtures";
+
+const undos: (() => void)[] = [];
+
+async function shown(columns: Columns = transformer(), changes: Parameters<typeof traits>[0] = {}) {
+  const model = new FakeModel(traits({ skeleton: await deflated(columns), ...changes }));
+  const el = document.createElement("div");
+  document.body.append(el);
+  const remove = await widget.render({ model, el });
+  undos.push(() => {
+    remove();
+    el.remove();
+  });
+  return { model, el, remove };
+}
+
+afterEach(() => {
+  for (const undo of undos.splice(0)) undo();
+  delete document.body.dataset.jpThemeLight;
+  document.body.removeAttribute("style");
+});
+
+test("all parts are there, by their names", async () => {
+  const { el } = await shown();
+  expect(el.querySelector("[role=tree]")?.getAttribute("aria-label")).toBe("Graph");
+  expect(el.querySelector("[role=searchbox]")?.getAttribute("aria-label")).toBe("Search nodes");
+  expect(el.querySelectorAll("[role=treeitem]").length).toBeGreaterThan(10);
+  expect(el.querySelector("[aria-label=Patches]")).not.toBeNull();
+  expect(el.querySelector("[aria-label=Run]")).not.toBeNull();
+  expect(el.querySelector(".gp-root")?.getAttribute("data-lm-suppress-shortcuts")).toBe("true");
+});
+
+test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => {
+  document.body.dataset.jpThemeLight = isLight;
+  document.body.style.background = isLight === "true" ? "#fff" : "#111";
+  const columns = transformer();
+  const scores = new Float32Array(columns.name.length).map((_, row) => (row % 3 ? Number.NaN : Math.sin(row)));
+  const row = columns.name.findIndex((name) => columns.names[name] === "lm_head");
+  const patch = {
+    path: "x",
+    kind: "zero",
+    slice: null,
+    value: null,
+    name: null,
+    steps: null,
+    positions: null,
+  } as const;
+  const rest = { position_dim: null, any_shape: false, shape: null, sliced: null, warning: null, row: row + 1 };
+  const { el } = await shown(columns, {
+    scores: new DataView(scores.buffer),
+    scores_name: "effect",
+    session: {
+      version: 1,
+      can_undo: true,
+      can_redo: false,
+      patches: [
+        { ...patch, ...rest, number: 1, is_enabled: true },
+        { ...patch, ...rest, number: 2, is_enabled: false },
+      ],
+    },
+  });
+  expect(getComputedStyle(el.querySelector(".gp-root") as Element).colorScheme).toBe(
+    isLight === "true" ? "light" : "dark",
+  );
+  (el.querySelector("[role=tree]") as HTMLElement).focus();
+  const { violations } = await axe.run(el);
+  expect(violations.map(({ id, nodes }) => [id, nodes.map((node) => `${node.html} ${node.failureSummary}`)])).toEqual(
+    [],
+  );
+});
+
+test("names are text, whatever stands in them", async () => {
+  const name = '"<img src=x onerror=window.wasRun=1>"';
+  const tree = new ColumnsBuilder();
+  tree.graph("", "<b>Model</b>", () => tree.row("op", name, { op: "<i>", spec: tensor(1) }));
+  const { el } = await shown(tree.columns, { about: { ...ABOUT, name: "<u>pg" } });
+  await new Promise((done) => setTimeout(done, 50));
+  expect(el.querySelector("img, b, i, u")).toBeNull();
+  expect(el.querySelector(".gp-row[data-kind=op] .gp-name")?.textContent).toBe(name);
+  expect("wasRun" in window).toBe(false);
+});
+
+test("a skeleton that cannot be read is said to be so, with what to do", async () => {
+  vi.spyOn(console, "error").mockImplementation(() => undefined);
+  const { el, model } = await shown(transformer(), { skeleton: new DataView(new ArrayBuffer(5)) });
+  expect(el.querySelector("[role=alert]")?.textContent).toMatch(/cannot be shown.*Run the cell again/);
+  model.set("skeleton", await deflated(transformer(2)));
+  await vi.waitFor(() => expect(el.querySelector("[role=tree]")).not.toBeNull());
+});
+
+test("an error that nobody caught is shown", async () => {
+  const { el } = await shown();
+  const filename = new URL("../../src/index.ts", import.meta.url).href;
+  const source = performance.getEntriesByType("resource").find((entry) => entry.name.startsWith(filename))?.name;
+  window.dispatchEvent(
+    new ErrorEvent("error", { filename: source ?? filename, error: new Error("broken"), cancelable: true }),
+  );
+  expect(el.querySelector(".gp-notices [role=alert]")?.textContent).toContain("broken");
+});
+
+test("the static tree is not shown while the view lives; nothing is left when it is gone", async () => {
+  const output = document.createElement("div");
+  output.className = "jp-OutputArea-child";
+  output.innerHTML = '<div><details class="gp-static gp-static-fake">static</details></div>';
+  document.body.append(output);
+  undos.push(() => output.remove());
+  const styles = document.head.querySelectorAll("style").length;
+  const { model, el, remove } = await shown();
+  expect(output.getBoundingClientRect().height).toBe(0);
+  remove();
+  expect(output.getBoundingClientRect().height).toBeGreaterThan(0);
+  expect(document.head.querySelectorAll("style").length).toBe(styles);
+  expect(model.listening).toBe(0);
+  expect(el.childElementCount).toBe(0);
+});
+
+test("in a shadow root the page's theme counts, too", async () => {
+  const host = document.createElement("div");
+  document.body.append(host);
+  undos.push(() => host.remove());
+  const el = document.createElement("div");
+  host.attachShadow({ mode: "open" }).append(el);
+  document.documentElement.classList.add("dark");
+  const model = new FakeModel(traits({ skeleton: await deflated(transformer()) }));
+  undos.push(await widget.render({ model, el }), () => document.documentElement.classList.remove("dark"));
+  expect(el.querySelector<HTMLElement>(".gp-root")?.dataset.gpTheme).toBe("dark");
+});
