@@ -4,7 +4,7 @@ import type { View } from "./parts";
 
 const MARGIN = 8;
 const GAP = 4;
-/** Below this height a dialog goes to whichever side of its anchor has more room. */
+/** Where there is less room than this, a dialog goes to the other side of its anchor. */
 const LEAST_HEIGHT = 220;
 
 export interface Floating {
@@ -43,6 +43,7 @@ class Dialog implements Floating {
   private readonly isPopover = hasPopovers();
   /** Where the anchor is within the view: rows are made anew while one scrolls, so the element itself says nothing. */
   private place = { top: 0, bottom: 0, left: 0 };
+  private side: "below" | "above" = "below";
   private opener: Element | null = null;
   private undos: (() => void)[] = [];
 
@@ -130,6 +131,7 @@ class Dialog implements Floating {
   private measure(anchor: Element): void {
     const root = this.view.root.getBoundingClientRect();
     const box = anchor.isConnected ? anchor.getBoundingClientRect() : root;
+    this.side = "below";
     this.place = { top: box.top - root.top, bottom: box.bottom - root.top, left: box.left - root.left };
   }
 
@@ -147,7 +149,11 @@ class Dialog implements Floating {
     const wanted = Math.min(this.element.scrollHeight + 2, height - 2 * MARGIN);
     const below = height - MARGIN - bottom - GAP;
     const above = top - GAP - MARGIN;
-    const isBelow = below >= wanted || below >= above;
+    // On the side where it was, unless that becomes too narrow: what comes in or scrolls does not make it jump.
+    const rooms = { below, above };
+    const isNarrow = rooms[this.side] < LEAST_HEIGHT && rooms[this.side] < Math.max(below, above);
+    if (isNarrow) this.side = below >= above ? "below" : "above";
+    const isBelow = this.side === "below";
     let room = isBelow ? below : above;
     // Beside neither edge of the anchor: over it rather than a slit.
     if (room < Math.min(wanted, LEAST_HEIGHT)) room = Math.min(wanted, height - 2 * MARGIN);

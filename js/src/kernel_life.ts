@@ -8,7 +8,7 @@
 import type { Model } from "./parts";
 
 export const GONE = "the kernel is gone: run the cell again";
-export const CLOSED = "the kernel has closed this browser: run the cell again";
+export const CLOSED = "the kernel has closed this view: run the cell again";
 export const UNCONNECTED = "there is no connection to the kernel: reconnect to it, or run the cell again";
 
 export interface Life {

@@ -28,7 +28,10 @@ const HINTS: Partial<Record<FieldName, string>> = {
   position_dim: "which dimension runs along the sequence, where that cannot be told",
   any_shape: "also values of other sizes than at capture",
 };
-const PLACEHOLDERS: Partial<Record<FieldName, string>> = { slice: ":, -1, 3:5", value: "0.5 * steering" };
+const PLACEHOLDERS: Partial<Record<FieldName, string>> = {
+  slice: "all of it; or a part: :, -1, 3:5",
+  value: "e.g. 0.5 * steering",
+};
 const MORE: readonly FieldName[] = ["steps", "positions", "position_dim", "any_shape"];
 const TEXTS = ["slice", "value", "name", "steps", "positions", "position_dim"] as const;
 

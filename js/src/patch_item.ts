@@ -68,7 +68,7 @@ function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
   if (patch.row < 0) return element("span", { class: "gp-patch-place" }, path, slice);
   const attributes: Record<string, AttributeValue> = {
     type: "button",
-    class: "gp-link gp-patch-place",
+    class: "gp-node-link gp-patch-place",
     "data-action": "reveal",
     title: "Show it in the tree",
     onclick: (event: MouseEvent) => act("reveal", patch, event.currentTarget as Element),

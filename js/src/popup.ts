@@ -6,7 +6,7 @@ import { type Floating, focusedElement, makeFloating } from "./floating";
 import { wordsOf } from "./kernel";
 import type { Part, View } from "./parts";
 import { whyUnpatchable } from "./patchable";
-import type { Details, Link, Source } from "./protocol";
+import type { Details, Kind, Link, Source } from "./protocol";
 import { colouredPython } from "./python_code";
 
 export interface Popup extends Part {
@@ -21,6 +21,8 @@ export interface SectionPart extends Part {
   close?(): void;
 }
 
+/** What the torch function, or the class, of a row is called. */
+const FACT_OF_KIND: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
 /** More links than this are behind a button. */
 const MOST_LINKS = 12;
 
@@ -138,7 +140,8 @@ class NodePopup implements Popup {
 
   private body(details: Details): HTMLElement {
     const { row } = details;
-    this.parts = this.sections.map((section) => section(this.view, row));
+    const hasValue = whyUnpatchable(this.view.skeleton, row) === null;
+    this.parts = hasValue ? this.sections.map((section) => section(this.view, row)) : [];
     return element(
       "div",
       { class: "gp-floating-body", tabindex: -1 },
@@ -159,7 +162,7 @@ class NodePopup implements Popup {
     const { skeleton } = this.view;
     const [kind, op] = [skeleton.kindOf(row), skeleton.opOf(row)];
     const facts: [string, string | null][] = [
-      [kind === "graph" || kind === "unused" ? "module" : "kind", op && op !== kind ? `${op}` : kind],
+      [FACT_OF_KIND[kind] ?? "kind", op || kind],
       ["shape", details?.shape ? shapeText(details.shape) : null],
       ["dtype", details?.dtype ?? null],
       ["device", details?.device ?? null],
@@ -204,7 +207,7 @@ class NodePopup implements Popup {
     if (links.length === 0) return [];
     const list = element("ul", { class: "gp-links" }, ...links.slice(0, MOST_LINKS).map((link) => this.link(link)));
     if (links.length > MOST_LINKS) {
-      const more = element("button", { type: "button", class: "gp-link" }, `${links.length - MOST_LINKS} more`);
+      const more = element("button", { type: "button", class: "gp-node-link" }, `${links.length - MOST_LINKS} more`);
       const item = element("li", {}, more);
       more.addEventListener("click", () => {
         const rest = links.slice(MOST_LINKS).map((link) => this.link(link));
@@ -219,10 +222,10 @@ class NodePopup implements Popup {
   private link({ row, text }: Link): HTMLElement {
     const go = () => {
       this.view.reveal(row);
-      this.floating.close();
+      this.close();
       this.view.focusTree();
     };
-    return element("li", {}, element("button", { type: "button", class: "gp-link", onclick: go }, text));
+    return element("li", {}, element("button", { type: "button", class: "gp-node-link", onclick: go }, text));
   }
 }
 

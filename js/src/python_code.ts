@@ -6,7 +6,7 @@ const KEYWORDS =
 /** Strings first: what looks like a comment or a keyword in them is none. */
 const TOKENS = new RegExp(
   [
-    "(?<string>[rRbBfFuU]{0,2}(?:\"\"\"[^]*?(?:\"\"\"|$)|'''[^]*?(?:'''|$)|\"(?:\\\\.|[^\"\\\\\\n])*\"?|'(?:\\\\.|[^'\\\\\\n])*'?))",
+    "(?<string>[rRbBfFuU]{0,2}(?:\"\"\"[^]*?(?:\"\"\"|(?![^]))|'''[^]*?(?:'''|(?![^]))|\"(?:\\\\.|[^\"\\\\\\n])*\"?|'(?:\\\\.|[^'\\\\\\n])*'?))",
     "(?<comment>#.*)",
     "(?<decorator>(?<=^[ \\t]*)@[\\w.]+)",
     `(?<keyword>(?<![\\w.])(?:${KEYWORDS.replaceAll(" ", "|")})(?!\\w))`,
