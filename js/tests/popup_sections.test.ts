@@ -17,10 +17,10 @@ it("closes what it shows of a node when it shows another one, and when it is clo
   };
   const popup = makePopup(view, [section]);
   view.root.append(popup.element);
-  popup.show(3, view.root);
-  await expect.poll(() => events).toEqual(["open 3"]);
+  popup.show(1, view.root);
+  await expect.poll(() => events).toEqual(["open 1"]);
   popup.show(4, view.root);
-  await expect.poll(() => events).toEqual(["open 3", "close 3", "open 4"]);
+  await expect.poll(() => events).toEqual(["open 1", "close 1", "open 4"]);
   popup.close();
   expect(events.slice(3)).toEqual(["close 4"]);
 });
