@@ -17,6 +17,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError
+from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
 from graphpatch_notebook.execution.derived import Derived
@@ -39,7 +40,7 @@ from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches import Patch
 
-_OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored".split())
+_OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored _examples".split())
 _OWN |= {"_has_custom_graphs", "_generation_config"}
 
 
@@ -50,6 +51,9 @@ class PatchableGraph(ModuleDelegate):
     call of a submodule. The model itself is shared, never copied or changed: without active patches, calling the
     `PatchableGraph` runs the model's own code. Attributes and methods of the model are reachable through it, and its
     methods (`generate`, say) run patched inside a patch context.
+
+    It keeps references to the example inputs (no copies), on which *Run* of the tree browser runs the model: they live
+    as long as it does.
 
     Args:
         module: The model.
@@ -77,7 +81,9 @@ class PatchableGraph(ModuleDelegate):
             raise TypeError(f"PatchableGraph needs a torch.nn.Module, not {type(module).__name__}")
         options, example_args, example_kwargs = options_among(example_args, example_kwargs)
         super().__init__()
+        examples = ExampleInputs(example_args, example_kwargs)
         self._set_up(module, capture(module, options, example_args, example_kwargs), options)
+        self.__dict__["_examples"] = examples
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -123,6 +129,7 @@ class PatchableGraph(ModuleDelegate):
         state["_hierarchy"] = state["_derived"] = None
         state["_generation_config"] = copied_config(module) if options.copy_transformers_generation_config else None
         state["_unstored"] = {}
+        state["_examples"] = None
         state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
         # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
@@ -429,6 +436,7 @@ class PatchableGraph(ModuleDelegate):
         module = copy.deepcopy(self._module, memo)
         result = memo[id(self)] = self._of(module, copied_frame(self._root_frame, memo), self._options)
         result.__dict__["_unstored"] = dict(self._unstored)
+        result.__dict__["_examples"] = self._examples
         # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
         for name in ("_hierarchy", "_generation_config"):
             result.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
@@ -437,6 +445,7 @@ class PatchableGraph(ModuleDelegate):
     def __copy__(self) -> PatchableGraph:
         result = self._of(self._module, self._root_frame, self._options)
         result.__dict__["_unstored"] = dict(self._unstored)
+        result.__dict__["_examples"] = self._examples
         result.__dict__["_hierarchy"] = self._graph_module
         return result
 

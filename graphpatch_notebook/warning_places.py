@@ -1,4 +1,8 @@
-"""Warnings of this package name a line of the user's code, whatever lies between that line and the warning."""
+"""Warnings of this package name a line of the user's code, whatever lies between that line and the warning.
+
+Where no line of the user's made the run (a click did), they are collected instead, to be shown beside its results. This
+goes by context, as `warnings.catch_warnings` does not: that is one for all threads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -17,6 +23,26 @@ _INSIDE = (
     os.path.dirname(contextlib.__file__) + os.sep + "contextlib",
     "<graphpatch",
 )
+
+_collected: ContextVar[list[str] | None] = ContextVar("graphpatch_collected_warnings", default=None)
+
+
+@contextlib.contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collects, each once, the messages of the warnings that this package gives in the block, in its thread or task."""
+    messages: list[str] = []
+    token = _collected.set(messages)
+    try:
+        yield messages
+    finally:
+        _collected.reset(token)
+
+
+def _is_collected(message: str) -> bool:
+    messages = _collected.get()
+    if messages is not None and message not in messages:
+        messages.append(message)
+    return messages is not None
 
 
 def level_of_caller() -> int:
@@ -32,5 +58,13 @@ def warn_each_time(message: str, category: type[GraphPatchWarning]) -> None:
 
     By default Python shows a warning once for each line of code: who runs a cell again would see nothing.
     """
+    if _is_collected(message):
+        return
     frame = sys._getframe(level_of_caller() - 1)
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry={})
+
+
+def warn(message: str, category: type[GraphPatchWarning], stacklevel: int) -> None:
+    """Gives a warning, once for each line of code; `stacklevel` counts from the caller of this function."""
+    if not _is_collected(message):
+        warnings.warn(message, category, stacklevel=stacklevel + 1)

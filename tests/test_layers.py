@@ -22,6 +22,7 @@ LAYERS = [
     "delegation",
     "paths",
     "values",
+    "example_inputs",
     "selections",
     "patches",
     "options",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
+from graphpatch_notebook.warning_places import warn
 
 _BUILT_IN = (ZeroPatch, AddPatch, ReplacePatch)
 
@@ -54,7 +54,7 @@ def apply_entry(entry: Entry, value: Any, steps: Steps | None = None, inputs: In
 
 
 def _warn_of_lost_writes(entry: Entry) -> None:
-    warnings.warn(
+    warn(
         f"{entry.target.path!r} is a view into another tensor that the model fills in through it later: a patch puts a "
         "tensor of its own there, which those writes reach instead; patch the tensor after it was filled",
         AliasedPatchWarning,

@@ -8,7 +8,6 @@ patched; without a run of the `PatchableGraph` in this very context, both do not
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -38,7 +37,7 @@ from graphpatch_notebook.torch_compat import (
     pop_function_modes,
     runs_hooks,
 )
-from graphpatch_notebook.warning_places import level_of_caller, warn_each_time
+from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def leave(context: ActiveContext) -> None:
     """Takes back what `enter` did."""
     _take_back(context)
     if context.awaits_backward:
-        warnings.warn(
+        warn(
             "the model recomputes its forward in backward (activation checkpointing), and no backward ran inside the "
             "patch context: gradients of what was computed in it would be those of an unpatched recomputation; call "
             "backward() inside the `with` block",

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from graphpatch_notebook.graph_modules.live_runs import Runnable, is_live_only, 
 from graphpatch_notebook.graph_modules.signatures import UnseenError, Watch, input_key, settings_key
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.warning_places import level_of_caller
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
 _MOST_VERDICTS = 1000
 
@@ -297,7 +296,7 @@ def reporting() -> Iterator[None]:
         graphs = "a graph was" if len(refusals) == 1 else f"{len(refusals)} graphs were"
         more = f"\n  ... and {len(refusals) - 5} more" if len(refusals) > 5 else ""
         lines = "".join(f"\n  {line}" for line in refusals[:5])
-        warnings.warn(
+        warn(
             f"{graphs} not believed for these inputs, so the original modules run instead:{lines}{more}",
             LiveFallbackWarning,
             stacklevel=level_of_caller(),

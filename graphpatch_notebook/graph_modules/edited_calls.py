@@ -8,7 +8,6 @@ module looks at values to find its way), that is done in every call.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable
 from contextvars import Context
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from graphpatch_notebook.graph_modules.signatures import settings_key
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, children, describe, leaves
+from graphpatch_notebook.warning_places import warn
 
 _MOST_FORMS = 1000
 _OPENED = ROUNDS.partition("{")[0]
@@ -106,7 +106,7 @@ class CallCheck:
             )
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"the edited graph of {who} cannot be compared with the module on inputs unlike the example's: "
                 f"{problem.text}; sizes, flags and branches that it has in it are those of the example",
                 EditedGraphWarning,

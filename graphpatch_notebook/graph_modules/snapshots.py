@@ -115,11 +115,21 @@ class ModuleState:
 
     def restore(self) -> None:
         """Writes the buffers back, and the state of the random generators, those of Python and numpy too."""
+        self.restore_random()
+        self.restore_buffers()
+
+    def restore_random(self) -> None:
+        """Puts the random generators back, those of Python and numpy too."""
         self.random.restore()
         random.setstate(self._python_random)
         if self._numpy_random is not None:
             sys.modules["numpy"].random.set_state(self._numpy_random)
+
+    def restore_buffers(self) -> None:
+        """Writes the buffers back that were changed."""
         for module, contents, objects in zip(self._modules, self._buffers, self._objects, strict=True):
+            for name in (name for name, buffer in objects.items() if buffer is None):
+                module._buffers[name] = None
             for name, saved in contents.items():
                 buffer = objects[name]
                 if module._buffers.get(name) is not buffer:

@@ -1,0 +1,207 @@
+"""Numbers that describe a value: exact, in float64, whatever its dtype; NaN and infinite ones are only counted.
+
+Tensors of any size: they are gone through in pieces.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PIECE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """The numbers of a value.
+
+    Attributes:
+        tensor: A dense tensor of real numbers; `None` if there are none to be had.
+        remark: What they are, where that is not the value itself; or why there are none.
+    """
+
+    tensor: Tensor | None
+    remark: str | None = None
+
+
+def readable(value: Any) -> Readable:
+    """Returns the numbers of a tensor or number.
+
+    Quantized tensors are dequantized, sparse ones made dense, of nested ones it is all values in a row, and of complex
+    numbers the magnitudes.
+
+    Example:
+        >>> readable(torch.tensor([3 + 4j]))
+        Readable(tensor=tensor([5.]), remark='magnitudes of complex numbers')
+    """
+    if isinstance(value, (bool, int, float, complex)):
+        try:
+            value = torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+        except (OverflowError, RuntimeError):
+            return Readable(None, "an integer of so many digits cannot be shown")
+    if not isinstance(value, Tensor):
+        return Readable(None, f"an object of type {type(value).__name__} has no numbers to show")
+    if value.device.type == "meta":
+        return Readable(None, "a tensor on the device meta has a shape, but no numbers")
+    try:
+        with torch.no_grad():
+            return _dense(value.detach())
+    except Exception as error:  # subclasses of tensors refuse what they like
+        what = type(value).__name__ if type(value) is not Tensor else f"{value.dtype} tensor"
+        return Readable(None, f"the numbers of this {what} cannot be read ({type(error).__name__}: {error})")
+
+
+def _dense(tensor: Tensor) -> Readable:
+    remark = None
+    if tensor.is_quantized:
+        tensor, remark = tensor.dequantize(), f"dequantized from {_dtype(tensor.dtype)}"
+    elif tensor.is_nested:
+        parts = [part.reshape(-1) for part in tensor.unbind()]
+        tensor, remark = torch.cat(parts), f"the values of {len(parts)} nested tensors in a row"
+    elif tensor.layout is not torch.strided:
+        tensor, remark = tensor.to_dense(), f"made dense from {_dtype(tensor.layout)}"
+    if type(tensor) is not Tensor:
+        tensor = tensor.as_subclass(Tensor)
+    if tensor.is_complex():
+        remark = "magnitudes of complex numbers" + (f", {remark}" if remark else "")
+        tensor = torch.view_as_real(tensor.resolve_conj())
+        tensor = torch.hypot(tensor[..., 0], tensor[..., 1])
+    tensor.reshape(-1)[:1].tolist()  # a subclass may have none in spite of all
+    return Readable(tensor.resolve_neg(), remark)
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def doubles(tensor: Tensor) -> Tensor:
+    """Returns the numbers of a tensor in float64, on the CPU."""
+    return tensor.cpu().to(torch.float64)
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields all numbers of a tensor, in order, in float64, a few at a time."""
+    flat = tensor.reshape(-1)
+    for start in range(0, len(flat), _PIECE):
+        yield doubles(flat[start : start + _PIECE])
+
+
+def _finite(piece: Tensor) -> Tensor:
+    return piece[piece.isfinite()]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What is known of the numbers of a tensor.
+
+    Attributes:
+        count: How many there are.
+        nan: How many of them are NaN.
+        infinite: How many of them are infinite.
+        minimum, maximum, mean: Of the finite ones; `None` if there are none.
+        std: As `Tensor.std` has it (divided by one less than there are); `None` for fewer than two.
+    """
+
+    count: int
+    nan: int
+    infinite: int
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+
+    @property
+    def finite(self) -> int:
+        """How many of them are finite."""
+        return self.count - self.nan - self.infinite
+
+
+def summary(tensor: Tensor) -> Summary:
+    """Returns what describes the numbers of a dense tensor of real ones.
+
+    Example:
+        >>> found = summary(torch.tensor([1.0, 3.0, float("nan")]))
+        >>> found.count, found.nan, found.mean, found.maximum
+        (3, 1, 2.0, 3.0)
+    """
+    nan = infinite = 0
+    lows, highs = [], []
+    for piece in pieces(tensor):
+        nan += int(piece.isnan().sum())
+        infinite += int(piece.isinf().sum())
+        finite = _finite(piece)
+        if len(finite):
+            lows.append(float(finite.min()))
+            highs.append(float(finite.max()))
+    count = tensor.numel() - nan - infinite
+    if not count:
+        return Summary(tensor.numel(), nan, infinite, None, None, None, None)
+    low, high = min(lows), max(highs)
+    # The sum of very large numbers has no float64, and very small ones divided become zero.
+    divisor = count if max(-low, high) > 1e280 else 1
+    mean = math.fsum(float((_finite(piece) / divisor).sum()) for piece in pieces(tensor)) / (count // divisor)
+    mean = min(max(mean, low), high)
+    std = None
+    if count > 1:
+        std = bounded(norm(lambda: (_finite(piece) - mean for piece in pieces(tensor))) / math.sqrt(count - 1))
+    return Summary(tensor.numel(), nan, infinite, low, high, mean, std)
+
+
+def norm(make: Callable[[], Iterator[Tensor]]) -> float:
+    """Returns the square root of the sum of the squares, also where the squares have no float64 themselves."""
+    norms = []
+    for piece in make():
+        largest = float(piece.abs().max()) if len(piece) else 0.0
+        if largest > 0:
+            largest = bounded(largest)
+            norms.append(bounded(largest * math.sqrt(float((piece / largest).square().sum()))))
+    return bounded(math.hypot(*norms))
+
+
+def norm_of(tensor: Tensor) -> float:
+    """Returns the norm of the finite numbers of a tensor."""
+    return norm(lambda: (_finite(piece) for piece in pieces(tensor)))
+
+
+def bounded(number: float) -> float:
+    """Returns the number, or the largest there is: what is shown must be finite."""
+    return min(number, sys.float_info.max)
+
+
+def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
+    """Returns the `Statistics` of a value for the front end.
+
+    Args:
+        value: The value.
+        numbers: What `readable` found in it.
+    """
+    is_tensor = isinstance(value, Tensor)
+    found = summary(numbers.tensor) if numbers.tensor is not None else None
+    return {
+        "shape": list(value.shape) if is_tensor and not value.is_nested else [],
+        "dtype": dtype_name(value),
+        "device": str(value.device) if is_tensor else "cpu",
+        "count": found.count if found is not None else (value.numel() if is_tensor else 1),
+        "mean": found.mean if found is not None else None,
+        "std": found.std if found is not None else None,
+        "min": found.minimum if found is not None else None,
+        "max": found.maximum if found is not None else None,
+        "nan": found.nan if found is not None else 0,
+        "infinite": found.infinite if found is not None else 0,
+    }
+
+
+def dtype_name(value: Any) -> str:
+    """Returns the name of the dtype of a tensor, or of the class of a number.
+
+    Example:
+        >>> dtype_name(torch.ones(1)), dtype_name(True)
+        ('float32', 'bool')
+    """
+    return _dtype(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,151 @@
+"""Work of the model's in a thread of its own: it can be looked at from outside, and interrupted.
+
+A new thread for each job: what belongs to a thread (patch contexts, gradient mode, autocast, function modes) starts out
+as it is by default, ends with the job, and is nobody else's. What a user has switched on in a cell does not hold there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from types import FrameType
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+JobState: TypeAlias = Literal["running", "done", "failed", "interrupted"]
+
+
+def raise_in_thread(ident: int, kind: type[BaseException] | None) -> None:
+    """Raises an exception in another thread, as soon as it runs Python again; `None` takes back one that is on its way.
+
+    `PyThreadState_SetAsyncExc`: CPython 3.10 to 3.14. Told by: tests/notebook/test_worker.py.
+    """
+    exception = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), exception)
+
+
+class ThreadSettings:
+    """What torch keeps for each thread and a run depends on, as the thread has it that makes this object."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self._device = torch.get_default_device()
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Has the same hold in this thread, for the length of the block."""
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)
+        if self._device.type == "cpu":  # also where nobody has set any
+            yield
+            return
+        with self._device:
+            yield
+
+
+class Job(Generic[T]):
+    """A piece of work that goes on in a thread of its own.
+
+    Args:
+        work: What to do; it is given the job, whose `interruptibly` it calls.
+        in_words: What is said of an error. The error itself is not kept: its traceback holds tensors.
+
+    Attributes:
+        result: What the work returned, when `state` is `"done"`.
+        error: Why it failed, when `state` is `"failed"`.
+    """
+
+    def __init__(self, work: Callable[[Job[T]], T], in_words: Callable[[BaseException], str]) -> None:
+        self.result: T | None = None
+        self.error: str | None = None
+        self._in_words = in_words
+        self._state: JobState = "running"
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._is_interrupted = False
+        self._started = time.monotonic()
+        self._ended: float | None = None
+        # In Python 3.14 threads may start with the context variables of the one that starts them.
+        self._thread = threading.Thread(
+            target=Context().run, args=(self._run, work), name="graphpatch-run", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def state(self) -> JobState:
+        """How it stands."""
+        if self._state == "running" and not self._thread.is_alive():
+            return "interrupted"  # by an interrupt so untimely that the end was not reached
+        return self._state
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody has interrupted it: then it is about to end."""
+        return self._is_interrupted
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been going on, or went on."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._started
+
+    def _run(self, work: Callable[[Job[T]], T]) -> None:
+        state: JobState = "failed"
+        try:
+            self.result = work(self)
+            state = "done"
+        except KeyboardInterrupt:
+            state = "interrupted"
+        except BaseException as error:
+            self.error = self._in_words(error)
+        self._ended = time.monotonic()
+        self._state = state
+
+    def interruptibly(self, call: Callable[[], R]) -> R:
+        """Returns what `call` returns. Only meanwhile does an interrupt arrive; what stands after it is always done.
+
+        Raises:
+            KeyboardInterrupt: Somebody interrupted, before or meanwhile.
+            Exception: Whatever `call` raises.
+        """
+        try:
+            try:
+                with self._lock:
+                    if self._is_interrupted:
+                        raise KeyboardInterrupt
+                    self._is_open = True
+                return call()
+            finally:
+                self._close()
+        except KeyboardInterrupt:
+            self._close()  # it may have come in the middle of that
+            raise
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_open = False
+            raise_in_thread(threading.get_ident(), None)
+
+    def interrupt(self) -> None:
+        """Has the work end at the next line of Python; has no effect when it is done."""
+        with self._lock:
+            self._is_interrupted = True
+            if self._is_open and self._thread.ident is not None:
+                raise_in_thread(self._thread.ident, KeyboardInterrupt)
+
+    def python_frame(self) -> FrameType | None:
+        """Returns the innermost Python frame of the work, as it is at this moment."""
+        ident: Any = self._thread.ident
+        return sys._current_frames().get(ident) if self._thread.is_alive() else None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the end."""
+        self._thread.join(seconds)
