@@ -1,7 +1,7 @@
 /** Runs the model with the chosen patches, and shows what they change; a run of another view is shown here, too. */
 import { choiceOf, numbersOf } from "./choice";
 import { element } from "./dom";
-import { setInputs } from "./inputs";
+import { inputsOf, setInputs } from "./inputs";
 import { formatSeconds } from "./numbers";
 import { type Part, RequestFailed, type View } from "./parts";
 import { Poller, type Reported } from "./polling";
@@ -54,6 +54,8 @@ class RunPanel implements Part {
     const { arguments: example, no_inputs } = this.view.model.get("about");
     const id = `gp-run-inputs-${panels++}`;
     this.inputs.id = id;
+    // The view was there before, of another capture.
+    this.inputs.value = inputsOf(this.view) ?? "";
     this.inputs.placeholder = example ?? (no_inputs === null ? "the example inputs" : "arguments, as in a call");
     this.inputsError.id = `${id}-error`;
     this.button.addEventListener("click", () => this.run());
@@ -177,12 +179,12 @@ class RunPanel implements Part {
   }
 
   private showInterrupted(seconds: number): void {
-    const old = this.report === null ? "" : " Below is the result of the run before.";
-    this.fail(`Interrupted after ${formatSeconds(seconds)}. Press “Run” to start again.${old}`);
+    this.fail(`Interrupted after ${formatSeconds(seconds)}. Press “Run” to start again.`);
   }
 
   private fail(message: string): void {
-    this.message.textContent = message;
+    const old = this.report === null ? "" : "\nBelow is the result of the run before.";
+    this.message.textContent = `${message}${old}`;
     this.message.hidden = false;
   }
 

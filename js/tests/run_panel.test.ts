@@ -83,9 +83,12 @@ describe("a run", () => {
     open({}, { run: () => runStatus(1), run_status: () => runStatus(1) });
     expect(inputs().placeholder).toBe("ids");
     inputs().value = "  ids2, labels=y ";
+    inputs().dispatchEvent(new Event("input"));
     inputs().dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
     await settle();
     expect(view.kernel.last("run")).toEqual({ inputs: "ids2, labels=y" });
+    // A view that is filled anew keeps them.
+    expect(makeRunPanel(view).element.querySelector("input")?.value).toBe("ids2, labels=y");
   });
 
   it("says next to the field what is wrong with the inputs, until they are changed", async () => {
@@ -113,7 +116,7 @@ describe("a run", () => {
     expect(panel.textContent).toContain("pg(ids) ran");
     status = runStatus(2, { state: "failed", error: "RuntimeError at h_0: no." });
     await vi.advanceTimersByTimeAsync(30);
-    expect(alerts()).toEqual(["RuntimeError at h_0: no."]);
+    expect(alerts()).toEqual(["RuntimeError at h_0: no.\nBelow is the result of the run before."]);
     expect(dimmed()).toBe(true);
     expect(button("Run").hasAttribute("aria-disabled")).toBe(false);
     status = done(3);
