@@ -145,7 +145,7 @@ class Activation implements ActivationPart {
     for (const id of this.ids) if (id !== result.id) this.letGo(id);
     if (result.state === "done" && result.view !== null) this.fill(result.view, buffers);
     else if (result.state === "interrupted") this.fail("Interrupted. Press “Show again” to start anew.");
-    else this.fail(result.error ?? "The run failed, and the kernel does not say why.");
+    else this.fail(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Show again”.`);
   }
 
   private onError(reason: Error): void {

@@ -49,7 +49,7 @@ export class Progress {
     const parts = [formatSeconds(seconds)];
     if (fraction !== null) parts.unshift(`${Math.floor(100 * fraction)}%`);
     this.text.replaceChildren(parts.join(" · "));
-    if (at !== null) this.text.append(" · ", element("code", { title: at }, at));
+    if (at) this.text.append(" · ", element("code", { title: at }, at));
     this.element.hidden = false;
   }
 

@@ -146,7 +146,7 @@ class RunPanel implements Part {
     this.end();
     if (result.state === "done" && result.report !== null) this.fill(result.report, buffers);
     else if (result.state === "interrupted") this.showInterrupted(result.seconds);
-    else this.fail(result.error ?? "The run failed, and the kernel does not say why.");
+    else this.fail(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Run” again.`);
     // Another view may have started the next one meanwhile.
     this.onRun();
   }

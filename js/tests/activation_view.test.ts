@@ -121,7 +121,7 @@ it("shows failures, interruptions and wrong inputs in words", async () => {
   let status = activationStatus(1, { state: "failed", error: "ValueError at h_0: no." });
   open({ activation: () => status, activation_status: () => status, activation_interrupt: () => status });
   await show();
-  expect(alerts()).toEqual(["ValueError at h_0: no."]);
+  expect(alerts()).toEqual(["ValueError at h_0: no.\nChange the inputs or the patches, then press “Show again”."]);
   status = activationStatus(2);
   await show();
   expect(alerts()).toEqual([]);

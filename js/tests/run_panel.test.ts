@@ -116,7 +116,9 @@ describe("a run", () => {
     expect(panel.textContent).toContain("pg(ids) ran");
     status = runStatus(2, { state: "failed", error: "RuntimeError at h_0: no." });
     await vi.advanceTimersByTimeAsync(30);
-    expect(alerts()).toEqual(["RuntimeError at h_0: no.\nBelow is the result of the run before."]);
+    expect(alerts()).toEqual([
+      "RuntimeError at h_0: no.\nChange the inputs or the patches, then press “Run” again.\nBelow is the result of the run before.",
+    ]);
     expect(dimmed()).toBe(true);
     expect(button("Run").hasAttribute("aria-disabled")).toBe(false);
     status = done(3);
