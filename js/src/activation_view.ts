@@ -183,7 +183,7 @@ class Activation implements ActivationPart {
     this.shape = statistics.shape;
     const slice = plot.type === "none" ? null : plot.slice;
     if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
-    this.sliceRow.hidden = this.shape.length < 2 || plot.type === "none";
+    this.sliceRow.hidden = this.shape.length < 2;
     this.fillSteppers(leadingOf(slice, this.shape));
     const options = { title: `Activation of ${path}`, rowLabels: shown.row_labels, columnLabels: shown.column_labels };
     this.result.replaceChildren(makeStatistics(statistics), makePlot(plot, buffers, options));

@@ -163,6 +163,16 @@ it("has no slice for what has one dimension", async () => {
   expect(query(".gp-activation-slice").hidden).toBe(true);
 });
 
+it("keeps the field of a slice that holds nothing", async () => {
+  const empty = activation({ plot: { type: "none", why: "there is nothing in it" } });
+  open({ activation: ({ plane }) => (plane ? activationStatus(1, { state: "done", view: empty }) : done(1, null)) });
+  await show();
+  await type("0, 0, 3:3");
+  expect(part.element.textContent).toContain("There is nothing in it.");
+  expect(query(".gp-activation-slice").hidden).toBe(false);
+  expect(slice().value).toBe("0, 0, 3:3");
+});
+
 it("lets the kernel forget every run that nobody looks at any more", async () => {
   let id = 1;
   open({ activation: ({ plane }) => done(id++, plane) });
