@@ -196,7 +196,7 @@ export class TreeKeys {
 
   private nameOf(id: number): string {
     const { skeleton } = this.view;
-    const name = skeleton.nameOf(id < 0 ? ~id : id) || (id === 0 ? this.view.model.get("about").name : "");
+    const name = id === 0 ? this.view.model.get("about").name : skeleton.nameOf(id < 0 ? ~id : id);
     return name.toLowerCase().replace(/^"/, "");
   }
 }

@@ -167,7 +167,7 @@ function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
   const mark = skeleton.has(row, FLAG.opaque) ? "opaque" : kind === "unused" ? "unused" : null;
   const op = skeleton.opOf(row);
   return {
-    name: skeleton.nameOf(row) || rootName,
+    name: row === 0 ? rootName : skeleton.nameOf(row),
     op,
     label: skeleton.labelOf(row),
     kind,

@@ -7,6 +7,7 @@ import type { Skeleton } from "./skeleton";
 type Test = (row: number) => boolean;
 
 const GRAPH = KINDS.indexOf("graph");
+const INPUT = KINDS.indexOf("input");
 const OP = KINDS.indexOf("op");
 
 /** What queries look through: made when the first query needs it. */
@@ -80,7 +81,8 @@ export class SearchIndex {
       const { skeleton, nodes } = this;
       const all: number[] = [];
       for (let row = 1; row < skeleton.length; row++) {
-        if (skeleton.has(row, FLAG.patchable) && skeleton.kind[row] !== GRAPH) all.push(row);
+        if (skeleton.has(row, FLAG.patchable) && skeleton.kind[row] !== GRAPH && !isAbsent(skeleton, row))
+          all.push(row);
       }
       const withoutPlumbing = all.filter((row) => !skeleton.has(nodes[row] ?? row, FLAG.plumbing));
       this.madeCandidates = { all, withoutPlumbing };
@@ -155,6 +157,11 @@ export class SearchIndex {
       }
     }
   }
+}
+
+/** Whether a row is an input that the example did not have: it can be patched, but there is no value to be found. */
+function isAbsent(skeleton: Skeleton, row: number): boolean {
+  return skeleton.kind[row] === INPUT && skeleton.labelOf(row) === "NoneType";
 }
 
 /** By name: whether it is the one meant, upper and lower case being the same; `*` stands for any letters. */

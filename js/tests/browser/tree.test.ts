@@ -1,0 +1,186 @@
+import { afterEach, expect, test } from "vitest";
+import { page, userEvent } from "vitest/browser";
+import type { Columns } from "../../src/protocol";
+import { Skeleton } from "../../src/skeleton";
+import { makeToolbar } from "../../src/toolbar";
+import { TreeState } from "../../src/tree_state";
+import { makeTree } from "../../src/tree_view";
+import "../../src/style.css";
+import { ColumnsBuilder, FakeModel, FakeView, fastest, tensor, traits, transformer } from "../fixtures";
+
+const views: FakeView[] = [];
+afterEach(() => {
+  for (const view of views.splice(0)) view.remove();
+});
+
+function shown(columns: Columns = transformer()) {
+  const view = new FakeView(new FakeModel(traits()), new Skeleton(columns));
+  views.push(view);
+  const state = new TreeState(view);
+  const tree = makeTree(view, state, { edit: () => undefined, copy: async () => true });
+  const toolbar = makeToolbar(view, state);
+  view.root.append(toolbar.element, tree.element);
+  tree.show(0);
+  view.reveal = (row) => {
+    state.reveal(row);
+    tree.show(row);
+  };
+  return { view, state, tree, box: toolbar.element.querySelector("input") as HTMLInputElement };
+}
+
+function large(): Columns {
+  const tree = new ColumnsBuilder();
+  tree.graph("<root>", "Big", () => {
+    for (let layer = 0; layer < 500; layer++) {
+      tree.graph(`h_${layer}`, `Block${layer % 7}`, () => {
+        for (let op = 0; op < 99; op++) tree.row("op", `hidden_states_${op}`, { op: "mul", spec: tensor(1, op) });
+      });
+    }
+  });
+  return tree.columns;
+}
+
+const rows = (element: Element) => [...element.querySelectorAll<HTMLElement>("[role=treeitem]")];
+const frame = () => new Promise(requestAnimationFrame);
+
+/** With what the browser does to lay it out. */
+function drawn(work: () => void): Promise<number> {
+  return fastest(() => {
+    work();
+    void document.body.offsetHeight;
+  });
+}
+
+test("of 50,000 open rows only those exist that are seen, and ten more", async () => {
+  const { view, state, tree } = shown(large());
+  state.expandBelow(0);
+  expect(state.lines.length).toBe(50_001);
+  expect(tree.element.scrollHeight).toBeGreaterThan(50_000 * 22);
+  for (const top of [0, 500_000, 1_100_000]) {
+    tree.element.scrollTop = top;
+    await frame();
+    await frame();
+    const seen = rows(tree.element).filter((row) => isIn(row, tree.element));
+    expect(seen.length).toBeGreaterThanOrEqual(18);
+    expect(rows(tree.element).length).toBeLessThanOrEqual(32);
+    expect(view.root.querySelectorAll("*").length).toBeLessThan(400);
+    for (const row of seen) expect(row.getBoundingClientRect().height).toBe(22);
+  }
+});
+
+function isIn(row: Element, container: Element): boolean {
+  const [inner, outer] = [row.getBoundingClientRect(), container.getBoundingClientRect()];
+  return inner.bottom > outer.top && inner.top < outer.bottom;
+}
+
+test("50,000 rows: first view, jumps and searches take as long as they may", async () => {
+  const columns = large();
+  const skeleton = new Skeleton(columns);
+  const first = await drawn(() => {
+    const { view } = shown(skeleton.columns);
+    view.remove();
+  });
+  const { state, tree, box } = shown(columns);
+  state.index.prepare();
+  state.expandBelow(0);
+  let top = 0;
+  const jump = await drawn(() => {
+    top += 200_000;
+    tree.element.scrollTop = top;
+    tree.element.dispatchEvent(new Event("scroll"));
+  });
+  const queries = ["hidden_states_9", "h_1", "mul", "shape:64", "/h_[0-4].*_7/"];
+  const searches: number[] = [];
+  for (const query of queries) {
+    const took = await drawn(() => {
+      for (const text of ["zzz", query]) {
+        box.value = text;
+        box.dispatchEvent(new Event("input"));
+      }
+    });
+    searches.push(took);
+  }
+  console.info(
+    `first ${first.toFixed(0)} ms, jump ${jump.toFixed(0)} ms, searches ${searches.map((ms) => ms.toFixed(0))} ms`,
+  );
+  expect(first).toBeLessThan(200);
+  expect(jump).toBeLessThan(50);
+  expect(Math.max(...searches)).toBeLessThan(60); // two of 30
+});
+
+test("what has the focus of the tree exists wherever one scrolls, and is brought into sight by keys", async () => {
+  const { state, tree } = shown(large());
+  state.expandBelow(0);
+  tree.element.focus();
+  await userEvent.keyboard("{ArrowDown}{ArrowDown}");
+  tree.element.scrollTop = 600_000;
+  await frame();
+  await frame();
+  const active = () => document.getElementById(tree.element.getAttribute("aria-activedescendant") ?? "") as HTMLElement;
+  expect(active().getAttribute("aria-selected")).toBe("true");
+  expect(isIn(active(), tree.element)).toBe(false);
+  await userEvent.keyboard("{ArrowDown}");
+  expect(isIn(active(), tree.element)).toBe(true);
+  await userEvent.keyboard("{End}");
+  expect(isIn(active(), tree.element)).toBe(true);
+  expect(active().getAttribute("aria-label")).toMatch(/^hidden_states_98/);
+  await userEvent.keyboard("{PageUp}");
+  expect(isIn(active(), tree.element)).toBe(true);
+  expect(document.activeElement).toBe(tree.element);
+});
+
+test("a click selects, the chevron opens, Alt opens all below, a second click closes", async () => {
+  const { state, tree, view } = shown();
+  const layer = page.getByRole("treeitem", { name: /^h_1 / });
+  await layer.click();
+  expect(view.skeleton.nameOf(state.activeRow)).toBe("h_1");
+  expect(document.activeElement).toBe(tree.element);
+  const chevron = () => (layer.element() as HTMLElement).querySelector(".gp-chevron") as HTMLElement;
+  const lines = state.lines.length;
+  chevron().click();
+  expect(layer.element().getAttribute("aria-expanded")).toBe("true");
+  chevron().click();
+  expect(state.lines.length).toBe(lines);
+  chevron().dispatchEvent(new MouseEvent("click", { bubbles: true, altKey: true }));
+  expect(state.lines.length).toBeGreaterThan(lines + 20);
+});
+
+test("the buttons of a row, and its badges, tell what they are about", async () => {
+  const { state, tree, view } = shown();
+  const row = rows(tree.element).findIndex((element) => element.getAttribute("aria-label")?.startsWith("input_ids"));
+  const id = Number(rows(tree.element)[row]?.dataset.id);
+  const patch = { number: 3, row: id, kind: "zero", is_enabled: false } as never;
+  view.model.set("session", { version: 2, patches: [patch], can_undo: true, can_redo: false });
+  const item = rows(tree.element)[row] as HTMLElement;
+  expect(item.getAttribute("aria-label")).toContain("#3 is switched off");
+  for (const name of ["Details of input_ids", "Patch input_ids", "zero #3"]) {
+    ([...item.querySelectorAll("button")].find((b) => (b.ariaLabel ?? b.textContent) === name) as HTMLElement).click();
+  }
+  expect(view.calls.map((call) => call.slice(0, 2))).toEqual([
+    ["showDetails", id],
+    ["editPatch", { row: id }],
+    ["editPatch", { number: 3 }],
+  ]);
+  state.select(0);
+  await userEvent.keyboard("{Tab}");
+  expect(item.contains(document.activeElement)).toBe(false);
+});
+
+test("rows say their place, and what marks them", () => {
+  const { state, tree, view } = shown();
+  view.reveal(rowOf(view.skeleton, "transformer.h_0.drop"));
+  const drop = tree.element.querySelector("[aria-selected=true]") as HTMLElement;
+  expect(drop.getAttribute("aria-label")).toMatch(/^drop opaque Dropout/);
+  expect([drop.ariaLevel, drop.ariaPosInSet, drop.ariaSetSize, drop.ariaExpanded]).toEqual(["4", "6", "7", "false"]);
+  view.reveal(rowOf(view.skeleton, "extra_head"));
+  const unused = tree.element.querySelector("[aria-selected=true]") as HTMLElement;
+  expect(unused.getAttribute("aria-label")).toMatch(/^extra_head unused Linear, never called/);
+  expect(unused.hasAttribute("aria-expanded")).toBe(false);
+  state.setFolded(true);
+  expect(tree.element.querySelector("[data-kind=run]")?.getAttribute("aria-label")).toBe("h_0 … h_3 ×4 Block");
+});
+
+function rowOf(skeleton: Skeleton, path: string): number {
+  for (let row = 0; row < skeleton.length; row++) if (skeleton.path(row) === path) return row;
+  throw new Error(`no row ${path}`);
+}
