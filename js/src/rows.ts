@@ -185,26 +185,27 @@ const BALANCED = 24;
 
 /**
  * Which rows are open at first: breadth first, as many as make some 20 to 25 lines, a run of equal layers counted as
- * one. What holds a run, and a graph that holds nearly everything, is opened in any case: the layers are to be seen.
+ * one. A graph that holds nearly everything is opened in any case: the layers are to be seen. Graphs of ops only are
+ * opened if there is room for all of them.
  */
 export function firstOpen(skeleton: Skeleton, folding: Folding, isShown: (row: number) => boolean): number[] {
   const open: number[] = [];
+  const ends: { row: number; lines: number }[] = [];
   let left = BALANCED - 1;
   const queue = [0];
   for (const row of queue) {
     const children = [...skeleton.children(row)].filter(isShown);
+    const graphs = children.filter((child) => skeleton.kind[child] === GRAPH);
     const runs = folding.runs(children);
     const lines = children.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
-    const holdsMost = size(skeleton, row) > 0.5 * skeleton.length;
-    if (lines === 0 || (lines > left && !holdsMost)) continue;
+    const holdsMost = (skeleton.end[row] ?? 0) - row > 0.5 * skeleton.length;
+    if (graphs.length === 0 && row > 0) ends.push({ row, lines });
+    if (lines === 0 || (graphs.length === 0 && row > 0) || (lines > left && !holdsMost)) continue;
     open.push(row);
     left -= lines;
     const repeated = new Set(runs.flatMap((run) => children.slice(run.from + run.period, run.from + run.count)));
-    queue.push(...children.filter((child) => skeleton.kind[child] === GRAPH && !repeated.has(child)));
+    queue.push(...graphs.filter((child) => !repeated.has(child)));
   }
-  return open;
-}
-
-function size(skeleton: Skeleton, row: number): number {
-  return (skeleton.end[row] ?? 0) - row;
+  const all = ends.reduce((sum, end) => sum + end.lines, 0);
+  return all <= left ? [...open, ...ends.map((end) => end.row)] : open;
 }

@@ -86,6 +86,7 @@ test("right opens, then goes in; left closes, then goes out", () => {
 });
 
 test("letters go to the next row of that name; the same letter goes on", () => {
+  widget.state.setOpen(widget.row("transformer.h_0"), false);
   for (const [letter, path] of [
     ["h", "transformer.h_0"],
     ["h", "transformer.h_1"],
