@@ -1,4 +1,6 @@
 /** The patch editor: a patch, being typed, with what the kernel says of it at every stroke. */
+
+import { Checker } from "./checker";
 import { element, replaceChildren, setAttribute } from "./dom";
 import {
   type Draft,
@@ -20,7 +22,7 @@ import type { Part, View } from "./parts";
 import { PatchForm } from "./patch_form";
 import { whyUnpatchable } from "./patchable";
 import { closeButton } from "./popup";
-import type { Checked, PatchState, RequestError } from "./protocol";
+import type { PatchState, RequestError } from "./protocol";
 
 export interface Editor extends Part {
   open(target: { row: number } | { number: number }, anchor: Element): void;
@@ -28,17 +30,11 @@ export interface Editor extends Part {
   close(): void;
 }
 
-/** How long one types before the kernel is asked. */
-export const DEBOUNCE_MS = 150;
-
 let editors = 0;
 
 export function makeEditor(view: View): Editor {
   return new PatchEditor(view);
 }
-
-/** What the kernel said of the last patch that it was asked about. */
-type Said = { state: "asked" } | { state: "fine"; checked: Checked } | { state: "wrong"; error: RequestError };
 
 class PatchEditor implements Editor {
   readonly element: HTMLElement;
@@ -52,20 +48,20 @@ class PatchEditor implements Editor {
   private row = -1;
   /** The patch that is being changed, as it was when last seen; `null`: a new one. */
   private changing: PatchState | null = null;
-  private said: Said = { state: "asked" };
+  private readonly checker: Checker;
   private isApplying = false;
-  /** Counts what was asked: answers to anything but the last are dropped. */
-  private asked = 0;
-  private timer: ReturnType<typeof setTimeout> | undefined;
+  /** Counts what was opened and closed: what was applied before that is none of this patch's. */
+  private turn = 0;
 
   constructor(private readonly view: View) {
+    this.checker = new Checker(view.kernel, () => this.show());
     this.floating = makeFloating(view, { class: "gp-editor", isLight: false, onEscape: () => this.close() });
     this.element = this.floating.element;
     const changed = () => this.sessionChanged();
     view.model.on("change:session", changed);
     view.onRemove(() => view.model.off("change:session", changed));
     view.onRemove(view.kernel.onState(() => this.show()));
-    view.onRemove(() => clearTimeout(this.timer));
+    view.onRemove(() => this.checker.forget());
     editors += 1;
     this.reason.id = `gp-editor-${editors}-reason`;
     setAttribute(this.apply, "aria-describedby", this.reason.id);
@@ -93,7 +89,7 @@ class PatchEditor implements Editor {
     this.fill(this.content());
     this.floating.open(anchor, this.title());
     this.form.focus();
-    void this.check();
+    this.check();
   }
 
   close(): void {
@@ -102,10 +98,9 @@ class PatchEditor implements Editor {
   }
 
   private forget(): void {
-    clearTimeout(this.timer);
-    this.asked += 1;
+    this.checker.forget();
+    this.turn += 1;
     this.isApplying = false;
-    this.said = { state: "asked" };
   }
 
   private title(): string {
@@ -182,7 +177,7 @@ class PatchEditor implements Editor {
 
   private showErrors(draft: Draft): void {
     const local = mistake(draft);
-    const said = this.said.state === "wrong" ? (this.said.error as FieldError) : null;
+    const said = this.checker.said.state === "wrong" ? (this.checker.said.error as FieldError) : null;
     const error = local ?? said;
     const isBesideField = this.form.showError(error);
     this.failure.hidden = this.failure.textContent === "";
@@ -193,58 +188,39 @@ class PatchEditor implements Editor {
   }
 
   private showOutcome(draft: Draft): void {
-    if (this.said.state === "asked") this.outcome.wait();
-    else if (this.said.state === "wrong") this.outcome.clear();
-    else this.outcome.show(this.said.checked, hasField(draft.kind, "name"));
+    const { said } = this.checker;
+    if (said.state === "asked") this.outcome.wait();
+    if (said.state === "wrong") this.outcome.clear();
+    if (said.state !== "fine") return;
+    this.outcome.show(said.checked, hasField(draft.kind, "name"));
+    this.form.suggestName(said.checked.name);
   }
 
   /** Why it cannot be applied at this moment, in words; `null`: it can. */
   private whyNotNow(draft: Draft): string | null {
     if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
     if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "the kernel is gone: run the cell again";
-    if (mistake(draft) !== null) return "Mend the marked field first.";
+    if (mistake(draft) !== null) return "Correct the marked field first.";
     const toType = missing(draft);
     if (toType !== null) return toType;
-    return this.said.state === "wrong" ? "Mend what is said above first." : null;
+    return this.checker.said.state === "wrong" ? "Correct what is said above first." : null;
   }
 
   private hint(): string {
-    const isWaiting = this.said.state === "asked" && this.view.kernel.state === "busy";
+    const isWaiting = this.checker.said.state === "asked" && this.view.kernel.state === "busy";
     return isWaiting ? "The kernel is busy: this is checked when it is free; Apply then waits in line." : "";
   }
 
   // -- what is asked -------------------------------------------------------------------------------------------------
 
   private typed(): void {
-    clearTimeout(this.timer);
-    this.asked += 1;
-    this.said = { state: "asked" };
     this.failure.textContent = "";
-    this.timer = setTimeout(() => void this.check(), DEBOUNCE_MS);
+    this.checker.later(() => this.draft(), this.changing?.number ?? null);
     this.show();
   }
 
-  private async check(): Promise<void> {
-    const draft = this.draft();
-    this.asked += 1;
-    const turn = this.asked;
-    this.said = { state: "asked" };
-    this.show();
-    if (mistake(draft) !== null) return;
-    // Before a value is typed, what the slice takes is known all the same: as for a patch that needs none.
-    const asked = missing(draft) === null ? draft : { ...draft, kind: "zero" as const };
-    const number = this.changing?.number ?? null;
-    let said: Said;
-    try {
-      const { result } = await this.view.kernel.ask("check", { patch: fields(asked), number });
-      said = { state: "fine", checked: result };
-    } catch (reason) {
-      said = { state: "wrong", error: wordsOf(reason) };
-    }
-    if (turn !== this.asked) return;
-    this.said = said;
-    if (said.state === "fine") this.form.suggestName(said.checked.name);
-    this.show();
+  private check(): void {
+    void this.checker.ask(this.draft(), this.changing?.number ?? null);
   }
 
   private async submit(): Promise<void> {
@@ -254,11 +230,10 @@ class PatchEditor implements Editor {
       this.focusMistake(draft);
       return;
     }
-    clearTimeout(this.timer);
+    this.checker.forget();
     const patch = fields(draft);
     const number = this.changing?.number ?? null;
-    this.asked += 1;
-    const turn = this.asked;
+    const { turn } = this;
     this.isApplying = true;
     this.failure.textContent = "";
     this.apply.focus({ preventScroll: true });
@@ -269,17 +244,17 @@ class PatchEditor implements Editor {
         number === null ? { action: "add", patch } : { action: "change", number, patch },
       );
     } catch (reason) {
-      if (turn === this.asked) this.refused(wordsOf(reason));
+      if (turn === this.turn) this.refused(wordsOf(reason));
       else this.view.notices.error(wordsOf(reason).message);
       return;
     }
     this.view.notices.say(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
-    if (turn === this.asked) this.close();
+    if (turn === this.turn) this.close();
   }
 
   private focusMistake(draft: Draft): void {
     const local = mistake(draft);
-    const said = this.said.state === "wrong" ? (this.said.error.field as FieldName | null) : null;
+    const said = this.checker.said.state === "wrong" ? (this.checker.said.error.field as FieldName | null) : null;
     const field = local?.field ?? (missing(draft) === null ? said : "value");
     if (field !== null && field in draft) this.form.focusField(field);
   }
@@ -289,11 +264,10 @@ class PatchEditor implements Editor {
     this.form.lock(false);
     if (error.field === "version") {
       this.failure.textContent = `The patches were changed meanwhile. ${this.chosenNow()} Apply again to add yours to that.`;
-      void this.check();
+      this.check();
       return;
     }
-    this.said = { state: "wrong", error };
-    this.show();
+    this.checker.refuse(error);
     if (error.field !== null && error.field in this.draft()) this.form.focusField(error.field as FieldName);
   }
 
@@ -311,7 +285,7 @@ class PatchEditor implements Editor {
     if (now === null) {
       this.changing = null;
       this.failure.textContent = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
-      void this.check();
+      this.check();
     } else {
       this.changing = now;
       if (!isSame(fieldsOf(now), fieldsOf(before))) {

@@ -28,10 +28,7 @@ const HINTS: Partial<Record<FieldName, string>> = {
   position_dim: "which dimension runs along the sequence, where that cannot be told",
   any_shape: "also values of other sizes than at capture",
 };
-const PLACEHOLDERS: Partial<Record<FieldName, string>> = {
-  slice: "all of it; or a part: :, -1, 3:5",
-  value: "e.g. 0.5 * steering",
-};
+const PLACEHOLDERS: Partial<Record<FieldName, string>> = { slice: "all of it; or a part: :, -1, 3:5" };
 const MORE: readonly FieldName[] = ["steps", "positions", "position_dim", "any_shape"];
 const TEXTS = ["slice", "value", "name", "steps", "positions", "position_dim"] as const;
 
@@ -124,6 +121,8 @@ export class PatchForm {
   private showFields(kind: PatchKind): void {
     for (const [name, { row }] of this.fields) row.hidden = !hasField(kind, name);
     this.kindHint.textContent = WORDS[kind];
+    const example = kind === "custom" ? "e.g. lambda x: x.relu()" : "e.g. 0.5 * steering";
+    this.input("value").setAttribute("placeholder", example);
   }
 
   private add(name: FieldName): Field {

@@ -1,5 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { DEBOUNCE_MS, type Editor, makeEditor } from "../src/editor";
+import { DEBOUNCE_MS } from "../src/checker";
+import { type Editor, makeEditor } from "../src/editor";
 import type { Checked } from "../src/protocol";
 import { choose, HOSTILE, named, patch, Rig, settled, type } from "./panel_rig";
 
