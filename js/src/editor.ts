@@ -55,7 +55,12 @@ class PatchEditor implements Editor {
 
   constructor(private readonly view: View) {
     this.checker = new Checker(view.kernel, () => this.show());
-    this.floating = makeFloating(view, { class: "gp-editor", isLight: false, onEscape: () => this.close() });
+    this.floating = makeFloating(view, {
+      class: "gp-editor",
+      height: 320,
+      isLight: false,
+      onEscape: () => this.close(),
+    });
     this.element = this.floating.element;
     const changed = () => this.sessionChanged();
     view.model.on("change:session", changed);
@@ -135,7 +140,14 @@ class PatchEditor implements Editor {
     };
     const other = instead === null ? "" : this.view.skeleton.path(instead);
     const button = element("button", { type: "button", class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
-    this.fill(element("div", { class: "gp-floating-body" }, element("p", {}, why), instead === null ? null : button));
+    this.fill(
+      element(
+        "div",
+        { class: "gp-floating-body" },
+        element("p", {}, why),
+        instead === null ? null : element("div", {}, button),
+      ),
+    );
     this.floating.open(anchor, this.title());
     (instead === null ? this.element : button).focus({ preventScroll: true });
   }

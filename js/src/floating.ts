@@ -19,6 +19,8 @@ export interface Floating {
 
 interface Options {
   class: string;
+  /** How high it becomes when all is in it, roughly: with less room below its anchor than that, it may go above. */
+  height: number;
   /** Closes at a click anywhere else. Not for what one types in. */
   isLight: boolean;
   /** Escape was pressed; `close` is up to this. */
@@ -84,6 +86,8 @@ class Dialog implements Floating {
     if (hadFocus) this.giveFocusBack();
     this.opener = null;
     this.options.onClose?.();
+    // Nobody finds fields of a dialog that is closed.
+    this.element.replaceChildren();
   }
 
   /** Stops listening, without touching what is shown. */
@@ -131,7 +135,9 @@ class Dialog implements Floating {
   private measure(anchor: Element): void {
     const root = this.view.root.getBoundingClientRect();
     const box = anchor.isConnected ? anchor.getBoundingClientRect() : root;
-    this.side = "below";
+    const below = document.documentElement.clientHeight - MARGIN - GAP - box.bottom;
+    const isBelow = below >= this.options.height || below >= box.top - GAP - MARGIN;
+    this.side = isBelow ? "below" : "above";
     this.place = { top: box.top - root.top, bottom: box.bottom - root.top, left: box.left - root.left };
   }
 

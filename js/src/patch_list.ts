@@ -9,7 +9,7 @@ import type { Part, View } from "./parts";
 import { type PatchAction, patchItem } from "./patch_item";
 import type { Edit, PatchState, SessionState } from "./protocol";
 
-const EMPTY = "No patches yet. Choose a node in the tree and press Space, or its + button, to patch it.";
+const EMPTY = "No patches yet. Choose a node in the tree and press +, or its + button, to patch it.";
 const NO_CELLS =
   "This notebook's editor lets no widget insert cells: the code is in the clipboard, paste it in a new cell.";
 const TO_COPY = "The browser lets nothing be copied from here: copy this by hand (it is selected).";

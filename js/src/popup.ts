@@ -43,6 +43,7 @@ class NodePopup implements Popup {
   ) {
     this.floating = makeFloating(view, {
       class: "gp-popup",
+      height: 460,
       isLight: true,
       onEscape: () => this.close(),
       onClose: () => this.closeParts(),
