@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.execution.stand_in import held_value
-from graphpatch_notebook.notebook.passes import PassCount, Passes
+from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate
 from graphpatch_notebook.notebook.planes import Picture, check_plane, nothing, parse_plane, picture
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run
 from graphpatch_notebook.notebook.session import Session
@@ -132,7 +132,11 @@ class Activation:
         patch_map: dict[str, list[Patch[Any]]] = session.resolve(namespace, chosen).patch_map if is_patched else {}
         patch_map.setdefault(target.path, []).append(self._probe)  # after all others: it sees what came of them
         inputs = inputs_for_run(session, namespace, typed, given)
-        self._passes = Passes(session.graph, inputs, [patch_map], settings, count)
+        self._passes = Passes(session.graph, inputs, [patch_map], settings, count, self._take)
+        self._value: Any = None
+
+    def _take(self, _position: int, separate: Separate) -> None:
+        self._value = separate(self._probe.activation)
 
     def shown(self, job: Job[Shown], plane: Plane, tokenizer: Any) -> Shown:
         """Returns the value, with its statistics and a picture of it.
@@ -146,7 +150,7 @@ class Activation:
             value = held_value(self._target.frame.module, self._target.node.target)
         else:
             outcome = self._passes.run(job)
-            value, tokens = self._probe.activation, outcome.tokens
+            value, tokens = self._value, outcome.tokens
             if value is None:
                 raise SessionError("; ".join(outcome.warnings) or f"{self._target.path!r} did not come up in this run")
 
@@ -154,7 +158,10 @@ class Activation:
             labels = None if tokens is None else tokens.labels(tokenizer)
             return Shown(self._target.path, value, plane, labels, is_kept=self._passes is not None)
 
-        return job.interruptibly(make)
+        shown = job.interruptibly(make)
+        if job.is_interrupted:  # too late: nobody looks at it
+            shown.forget_value()
+        return shown
 
 
 def _is_held(target: Target) -> bool:

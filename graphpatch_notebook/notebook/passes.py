@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from graphpatch_notebook.warning_places import collected_warnings
 
 T = TypeVar("T")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+Separate = Callable[[Any], Any]
 PatchMap = Mapping[str, list[Patch[Any]]]
 
 
@@ -67,6 +68,8 @@ class Passes:
         patch_maps: The patches of each call.
         settings: Those of the user's thread.
         count: Told how many calls are done.
+        take: Called after each call, with its position, before anything is put back. It is given what makes a value
+            stay what it is then.
     """
 
     def __init__(
@@ -76,12 +79,14 @@ class Passes:
         patch_maps: Sequence[PatchMap],
         settings: ThreadSettings,
         count: PassCount,
+        take: Callable[[int, Separate], None],
     ) -> None:
         self._graph = graph
         self._inputs = inputs
         self._patch_maps = patch_maps
         self._settings = settings
         self._count = count
+        self._take = take
 
     def run(self, job: Job[T]) -> Outcome:
         """Makes the calls, in the thread of the job.
@@ -105,7 +110,8 @@ class Passes:
         try:
             with torch.set_grad_enabled(has_gradients), collected_warnings() as outcome.warnings:
                 for patch_map in self._patch_maps:
-                    outcome.outputs.append(self._call(job, patch_map, outcome))
+                    outcome.outputs.append(state.separated(self._call(job, patch_map, outcome)))
+                    self._take(self._count.done, state.separated)
                     state.restore()
                     self._count.done += 1
                     self._note_change(state, outcome)

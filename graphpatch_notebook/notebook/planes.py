@@ -124,8 +124,8 @@ def _histogram(part: Tensor, text: str | None) -> Picture:
         edges = torch.arange(low - 0.5, high + 1, dtype=torch.float64)
     elif low == high:
         margin = max(0.5, abs(low) * 1e-6)
-        edges = torch.tensor([max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)])
-        edges = edges.to(torch.float64)
+        ends = [max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)]
+        edges = torch.tensor(ends, dtype=torch.float64)
     else:  # in halves: the whole range of float64 is no float64
         steps = torch.linspace(0, 1, _BINS + 1, dtype=torch.float64)
         edges = low * (1 - steps) + high * steps

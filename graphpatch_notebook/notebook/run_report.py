@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from graphpatch_notebook.notebook.statistics import (
     summary,
 )
 from graphpatch_notebook.notebook.tokens import axis_labels
-from graphpatch_notebook.patches import Patch, RecordPatch
+from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import key_text, readable_children
 
@@ -208,40 +208,62 @@ class Buffers:
         return {**plot, "buffer": len(self.parts) - 1}
 
 
-def probe_report(
-    chosen: ChosenPatch, patch: Patch[Any], names: Mapping[str, Any], labels: list[str] | None, buffers: Buffers
-) -> tuple[dict[str, Any], Any]:
-    """Returns the `ProbeReport` of a probe or record for the front end, and what its variable receives.
+@dataclass(frozen=True)
+class Taken:
+    """What a probe or record kept in a run.
 
-    Args:
+    Attributes:
         chosen: The probe.
-        patch: The same, after the run.
-        names: The variables in its slice.
-        labels: The texts of the tokens that the model was run on.
-        buffers: Takes the values of the heatmap.
+        value: What its variable receives; `None` if there is nothing for it.
+        problem: Why what was kept is no result.
     """
-    report = {
-        "number": chosen.number,
-        "name": chosen.name,
-        "path": chosen.path,
-        "statistics": None,
-        "plot": {"type": "none", "why": "nothing was kept"},
-        "row_labels": None,
-        "column_labels": None,
-        "note": None,
-    }
-    try:
-        value = chosen.taken(patch, names)
-    except PatchValueError as error:
-        return {**report, "note": str(error)}, None
-    shown = value
-    if isinstance(patch, RecordPatch):
-        shown = value[-1] if value else None
-        if len(value) > 1:
-            report["note"] = f"{len(value)} values were recorded; this is the last one"
-    if shown is None:
-        return {**report, "note": "it did not fire in this run"}, value
-    return {**report, **shown_value(shown, labels, buffers)}, value
+
+    chosen: ChosenPatch
+    value: Any
+    problem: str | None = None
+
+    @classmethod
+    def of(
+        cls, chosen: ChosenPatch, patch: Patch[Any], names: Mapping[str, Any], separate: Callable[[Any], Any]
+    ) -> Taken:
+        """Returns it.
+
+        Args:
+            chosen: The probe.
+            patch: The same, after the run.
+            names: The variables in its slice.
+            separate: Makes a value stay what it is when the state of the model is put back.
+        """
+        try:
+            return cls(chosen, separate(chosen.taken(patch, names)))
+        except PatchValueError as error:
+            return cls(chosen, None, str(error))
+
+    def report(self, labels: list[str] | None, buffers: Buffers) -> dict[str, Any]:
+        """Returns the `ProbeReport` of the front end.
+
+        Args:
+            labels: The texts of the tokens that the model was run on.
+            buffers: Takes the values of the heatmap.
+        """
+        report = {
+            "number": self.chosen.number,
+            "name": self.chosen.name,
+            "path": self.chosen.path,
+            "statistics": None,
+            "plot": {"type": "none", "why": "nothing was kept"},
+            "row_labels": None,
+            "column_labels": None,
+            "note": self.problem,
+        }
+        shown = self.value
+        if self.chosen.kind == "record" and self.value is not None:
+            shown = self.value[-1] if self.value else None
+            if len(self.value) > 1:
+                report["note"] = f"{len(self.value)} values were recorded; this is the last one"
+        if shown is None:
+            return {**report, "note": self.problem or "it did not fire in this run"}
+        return {**report, **shown_value(shown, labels, buffers)}
 
 
 def shown_value(value: Any, labels: list[str] | None, buffers: Buffers) -> dict[str, Any]:

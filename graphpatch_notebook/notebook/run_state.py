@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+from torch.nn import Module, Parameter
+
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.graph_modules.snapshots import ModuleState
+from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.values import readable_children
+
+_DEEPEST = 4
 
 _DRAWING = frozenset(
     "bernoulli bernoulli_ cauchy_ exponential_ geometric_ gumbel_softmax log_normal_ multinomial normal normal_ "
@@ -24,6 +32,7 @@ class RunState:
 
     def __init__(self, graph: PatchableGraph) -> None:
         self._state = ModuleState(graph._module)
+        self._modules = reachable_modules(graph._module)
         self._draws = draws_random_numbers(graph._root_frame)
 
     def restore(self) -> None:
@@ -36,6 +45,38 @@ class RunState:
         """Returns what a run has changed in the model that cannot be put back, in words; asked after `restore`."""
         change = self._state.unrepeatable_change()
         return None if change is None or "random numbers" in change else change
+
+    def separated(self, value: Any) -> Any:
+        """Returns a value that stays what it is when buffers are put back, or are written into by another run.
+
+        Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
+        """
+        kept = {_memory(tensor) for module in self._modules for tensor in _kept_by(module)} - {None}
+        return copied(value) if any(_memory(tensor) in kept for tensor in _tensors_in(value)) else value
+
+
+def _kept_by(module: Module) -> Iterator[Tensor]:
+    """Yields the buffers of a module, and other tensors that are attributes of it, but no parameters."""
+    for value in (*module._buffers.values(), *module.__dict__.values()):
+        yield from _tensors_in(value) if not isinstance(value, Module) else ()
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < _DEEPEST and not isinstance(value, Module):
+        for _, child in readable_children(value) or ():
+            yield from _tensors_in(child, depth + 1)
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Returns where the memory of a tensor begins; `None` for parameters, which no run puts back, and without any."""
+    if isinstance(tensor, Parameter):
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except Exception:  # some layouts and subclasses have no memory of their own
+        return None
 
 
 def draws_random_numbers(root: Frame) -> bool:

@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.activation import Activation, Plane, Shown, Source, recorded_shape, target_of
-from graphpatch_notebook.notebook.passes import PassCount, Passes, in_words
+from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate, in_words
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run, no_inputs
 from graphpatch_notebook.notebook.run_progress import RunProgress
-from graphpatch_notebook.notebook.run_report import Buffers, changes, probe_report
-from graphpatch_notebook.notebook.session import ChosenPatches, ResolvedPatches, Session
+from graphpatch_notebook.notebook.run_report import Buffers, Taken, changes
+from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.tokens import TokenInputs, next_tokens
 from graphpatch_notebook.notebook.worker import Job, ThreadSettings
 from graphpatch_notebook.notebook.workspace import Results
@@ -169,14 +169,21 @@ class Runs:
         chosen = session.chosen
         resolved = session.resolve(namespace, chosen)
         found = inputs_for_run(session, namespace, inputs, self.inputs)
-        count = PassCount(2 if resolved.patch_map else 1)
         maps = [{}, resolved.patch_map] if resolved.patch_map else [{}]
-        passes = Passes(session.graph, found, maps, self._current_settings(), count)
-        call = f"{session.origin.graph}({found.text})"
+        count = PassCount(len(maps))
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}
+        taken: list[Taken] = []
+
+        def take(position: int, separate: Separate) -> None:
+            if position == 1:
+                taken[:] = [Taken.of(one, patch, names, separate) for one, patch in resolved.observing]
+
+        passes = Passes(session.graph, found, maps, self._current_settings(), count, take)
+        call = f"{session.origin.graph}({found.text})"
+        numbers = [one.number for one in chosen.enabled]
         with self._lock:
             before = self._check_idle()
-            job: Job[_Report] = Job(lambda job: self._run(job, before, passes, call, chosen, resolved, names), in_words)
+            job = Job(lambda job: self._run(job, before, passes, taken, call, numbers), in_words)
             return self._note(self._runs, job, count)
 
     def _run(
@@ -184,41 +191,33 @@ class Runs:
         job: Job[_Report],
         before: Job[Any] | None,
         passes: Passes,
+        taken: list[Taken],
         call: str,
-        chosen: ChosenPatches,
-        resolved: ResolvedPatches,
-        names: dict[str, Any],
+        numbers: list[int],
     ) -> _Report:
         _wait_for(job, before)
         outcome = passes.run(job)
-        unpatched, output = outcome.outputs[0], outcome.outputs[-1]
-        buffers, activations, unfilled = Buffers(), {}, []
-        labels = None if outcome.tokens is None else outcome.tokens.labels(self.tokenizer)
+        unpatched, output, inputs = outcome.outputs[0], outcome.outputs[-1], outcome.tokens
+        buffers = Buffers()
 
         def make() -> dict[str, Any]:
             found = changes(unpatched, output)
-            probes = []
-            for one, patch in resolved.observing:
-                report, value = probe_report(one, patch, names, labels, buffers)
-                probes.append(report)
-                if value is None:
-                    unfilled.append(str(one.name))
-                else:
-                    activations[str(one.name)] = value
-            tokens, remarks = self._tokens(unpatched, output, outcome.tokens)
+            labels = None if inputs is None else inputs.labels(self.tokenizer)
+            tokens, remarks = self._tokens(unpatched, output, inputs)
             return {
                 "call": call,
                 "seconds": job.seconds,
-                "patches": [one.number for one in chosen.enabled],
+                "patches": numbers,
                 "warnings": [*outcome.warnings, *found.remarks, *remarks],
                 "tokens": tokens,
                 "changes": found.listed,
-                "probes": probes,
+                "probes": [one.report(labels, buffers) for one in taken],
             }
 
         report = job.interruptibly(make)
         # From here on nothing is interrupted: all variables are filled, or none.
-        self._results.remove(unfilled)
+        activations = {str(one.chosen.name): one.value for one in taken if one.value is not None}
+        self._results.remove(str(one.chosen.name) for one in taken if one.value is None)
         self._results.put(activations)
         self.last = RunResult(output, unpatched, activations)
         return _Report(report, buffers.parts)
@@ -315,6 +314,8 @@ class Runs:
             going = self._activations.pop(number, None)
         if going is not None:
             going.job.interrupt()
+            if going.job.result is not None:
+                going.job.result.forget_value()
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.workspace import Results
 from tests.notebook.shells import Mlp
 from tests.zoo.values import same_state, snapshot
 
@@ -487,3 +488,115 @@ def test_the_graph_lives_no_longer_than_its_variable() -> None:
     gc.collect()
     with pytest.raises(SessionError, match="is gone"):
         runs.start(None)
+
+
+class Keeps(nn.Module):
+    """Returns what it keeps, and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.seen = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scaled = x * 3
+        self.total.add_(scaled)
+        self.seen.copy_(scaled)
+        return {"total": self.total, "part": self.total[:1], "seen": self.seen}
+
+
+def test_results_stay_what_they_were_when_buffers_are_put_back() -> None:
+    model = Keeps()
+    pg = PatchableGraph(model, torch.ones(2))
+    model.total.zero_()
+    variables: dict[str, Any] = {}
+    session = session_of(pg, zero("scaled"), probe("output|total", "total"))
+    runs = Runs(session, lambda: variables)
+    report = done(runs)
+    assert model.total.tolist() == [0, 0]
+    assert runs.last is not None
+    assert {key: value.tolist() for key, value in runs.last.unpatched_output.items()} == {
+        "total": [3, 3],
+        "part": [3],
+        "seen": [3, 3],
+    }
+    assert {key: value.tolist() for key, value in runs.last.output.items()} == {
+        "total": [0, 0],
+        "part": [0],
+        "seen": [0, 0],
+    }
+    assert [change["norm_difference"] > 0 for change in report["changes"]] == [True] * 3
+    session.change(1, is_enabled=False)
+    done(runs)
+    model.total.fill_(7)
+    assert variables["total"].tolist() == [3, 3]
+
+
+def test_a_patch_may_need_gradients(pg: PatchableGraph) -> None:
+    def ascend(value: Tensor) -> Tensor:
+        return value + torch.autograd.grad(value.square().sum(), value, retain_graph=True)[0]
+
+    variables: dict[str, Any] = {"ascend": ascend}
+    session = session_of(
+        pg, ChosenPatch("up.linear", "custom", value="ascend"), ChosenPatch("hidden", "record", name="kept")
+    )
+    runs = Runs(session, lambda: variables)
+    assert done(runs)["warnings"] == []
+    with pg.patch(session.resolve(variables).patch_map):
+        expected = pg(X)
+    assert runs.last is not None
+    assert torch.equal(runs.last.output, expected)
+    assert len(variables["kept"]) == 1
+
+
+def test_results_are_known_to_whoever_shares_them(pg: PatchableGraph) -> None:
+    variables: dict[str, Any] = {}
+    results = Results(lambda: variables)
+    done(Runs(session_of(pg, probe("hidden", "h")), lambda: variables, results=results))
+    assert results.is_own("h")
+    variables["h"] = 1
+    assert not results.is_own("h")
+
+
+def test_modes_of_the_model_are_not_touched_and_count(pg: PatchableGraph) -> None:
+    model = Training().eval()
+    graph = PatchableGraph(model, X)
+    runs = Runs(session_of(graph), dict)
+    torch.manual_seed(1)
+    done(runs)
+    assert runs.last is not None
+    first = runs.last.output
+    assert torch.equal(first, model(X).detach())
+    model.train()
+    done(runs)
+    assert not torch.equal(runs.last.output, first)
+    assert model.training
+
+
+def test_old_runs_are_forgotten(pg: PatchableGraph) -> None:
+    runs = Runs(session_of(pg), dict)
+    first = runs.start(None)
+    runs.wait(first)
+    for _ in range(10):
+        done(runs)
+    with pytest.raises(SessionError, match=f"there is no run {first} any more"):
+        runs.status(first)
+
+
+def test_warnings_of_the_engine_are_told_in_the_report_and_nowhere_else(recwarn: pytest.WarningsRecorder) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, n: int = 1) -> Tensor:
+            for _ in range(n):
+                x = self.a(x)
+            return x
+
+    pg = PatchableGraph(Twice(), X)
+    runs = Runs(session_of(pg, zero("a.linear")), lambda: {"x": X})
+    report = done(runs, "x, 3")
+    assert len(report["warnings"]) == 1
+    assert "3 times" in report["warnings"][0] or "more often" in report["warnings"][0]
+    assert not recwarn.list
