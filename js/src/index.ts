@@ -93,7 +93,7 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   onRemove(watchErrors(import.meta.url, (message) => notices.error(message)));
   onRemove(hideStaticTree(model.get("about").model_id, root));
   tree.show(state.active);
-  whenIdle(() => state.index.prepare(), onRemove);
+  whenIdle(() => state.found.index.prepare(), onRemove);
 }
 
 /** One part that cannot be taken away keeps none of the others. */

@@ -156,7 +156,7 @@ export class TreeKeys {
   }
 
   private removePatches(id: number): void {
-    const numbers = (this.tree.patchesByRow.get(id) ?? []).map((patch) => patch.number);
+    const numbers = this.tree.patched.at(id).map((patch) => patch.number);
     if (numbers.length) this.edit({ action: "remove", numbers });
     else this.view.notices.say("There is no patch on this row.");
   }

@@ -22,7 +22,7 @@ class Legend implements Part {
     view: View,
     private readonly tree: TreeState,
   ) {
-    view.onRemove(tree.onChange((isNewLayout) => isNewLayout && this.show()));
+    view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
     this.show();
   }
 

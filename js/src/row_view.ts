@@ -29,8 +29,13 @@ interface Shown {
 
 export class RowView {
   readonly element: HTMLDivElement;
+  // These are in the row only where there is something in them: of 50,000 rows few elements are to exist.
+  private readonly chevron = element("span", { class: "gp-chevron" });
   private readonly badges = element("span", { class: "gp-badges" });
   private readonly score = element("span", { class: "gp-score" });
+  private badgesKey = "[0,[]]";
+  private scoreText = "";
+  private readonly op: HTMLElement;
   private readonly shown: Shown;
 
   constructor(
@@ -44,19 +49,15 @@ export class RowView {
     this.shown = run ? shownOfRun(skeleton, run) : shownOfRow(skeleton, id, rootName);
     const { name, op, label, kind, isPatchable, mark, note } = this.shown;
     const path = run ? name : skeleton.path(id);
+    this.op = element("span", { class: "gp-op", title: note ?? op }, mark ?? op);
     this.element = element(
       "div",
       { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
-      element("span", { class: "gp-chevron" }),
       element("span", { class: "gp-name", title: path }, name),
       " ",
-      this.badges,
+      this.op,
       " ",
-      this.score,
-      " ",
-      element("span", { class: "gp-op", title: note ?? op }, mark ?? op),
-      " ",
-      element("span", { class: "gp-label", title: label, "data-what": skeleton.specOf(id)?.[3] }, label),
+      label && element("span", { class: "gp-label", title: label, "data-what": skeleton.specOf(id)?.[3] }, label),
       !run && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
       isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
     );
@@ -75,22 +76,31 @@ export class RowView {
     setAttribute(row, "aria-setsize", lines.sizes[line]);
     setAttribute(row, "aria-expanded", state === LEAF ? null : state !== CLOSED);
     setAttribute(row, "aria-selected", isActive);
-    const patches = this.tree.patchesByRow.get(this.id) ?? [];
+    setAttribute(row, "data-found", this.tree.found.has(this.id));
+    this.put(this.chevron, state !== LEAF, row.firstChild);
+    const patches = this.tree.patched.at(this.id);
     const below = state === CLOSED ? patchesIn(this.tree, this.id) : 0;
     this.fillBadges(patches, below);
     this.fillScore(state === CLOSED);
     setAttribute(row, "aria-label", this.name(patches, below));
   }
 
+  private put(part: HTMLElement, isWanted: boolean, before: Node | null): void {
+    if (isWanted === (part.parentNode !== null)) return;
+    if (isWanted) this.element.insertBefore(part, before);
+    else part.remove();
+  }
+
   private fillBadges(patches: readonly PatchState[], below: number): void {
     const key = JSON.stringify([below, patches.map((patch) => [patch.number, patch.kind, patch.is_enabled])]);
-    if (this.badges.dataset.key === key) return;
-    this.badges.dataset.key = key;
+    if (this.badgesKey === key) return;
+    this.badgesKey = key;
     const own = patches.slice(0, MOST_BADGES).flatMap((patch) => [badge(patch), " "]);
     const more = [];
     if (patches.length > MOST_BADGES) more.push(mark(`+${patches.length - MOST_BADGES}`));
     if (below > 0) more.push(mark(countOf(below, "patch")));
-    replaceChildren(this.badges, ...own, ...more);
+    replaceChildren(this.badges, ...own, ...more, " ");
+    this.put(this.badges, patches.length + below > 0, this.score.parentNode ? this.score : this.op);
   }
 
   /** The row's own score; of a closed graph without one, the best of those in it. */
@@ -103,7 +113,10 @@ export class RowView {
     this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 40)}%`);
     setAttribute(this.element, "data-heat", value === null ? null : strength < 0 ? "cold" : "hot");
     const text = value === null ? "" : own === null ? `≤ ${scoreText(value)}` : scoreText(value);
-    if (this.score.textContent !== text) this.score.textContent = text;
+    if (this.scoreText === text) return;
+    this.scoreText = text;
+    replaceChildren(this.score, text, " ");
+    this.put(this.score, text !== "", this.op);
   }
 
   /** For screen readers: what is seen, in the same order, then what only colours and marks say. */
@@ -112,7 +125,7 @@ export class RowView {
     const badges = patches.slice(0, MOST_BADGES).map(badgeText);
     if (patches.length > MOST_BADGES) badges.push(`+${patches.length - MOST_BADGES}`);
     if (below > 0) badges.push(countOf(below, "patch"));
-    const seen = [name, ...badges, this.score.textContent, mark ?? op, label].filter(Boolean).join(" ");
+    const seen = [name, ...badges, this.scoreText, mark ?? op, label].filter(Boolean).join(" ");
     const more = patches.filter((patch) => !patch.is_enabled).map((patch) => `#${patch.number} is switched off`);
     if (note && (kind === "graph" || kind === "unused") && note !== mark) more.push(note);
     return [seen, ...more].join(", ");
@@ -192,10 +205,7 @@ function shownOfRun(skeleton: Skeleton, run: FoldedRun): Shown {
 }
 
 function patchesIn(tree: TreeState, id: number): number {
-  if (id >= 0) return tree.patchesBelow.get(id) ?? 0;
+  if (id >= 0) return tree.patched.countBelow(id);
   const rows = tree.lines.runs.get(id)?.rows ?? [];
-  return rows.reduce(
-    (sum, row) => sum + (tree.patchesBelow.get(row) ?? 0) + (tree.patchesByRow.get(row)?.length ?? 0),
-    0,
-  );
+  return rows.reduce((sum, row) => sum + tree.patched.countBelow(row) + tree.patched.at(row).length, 0);
 }

@@ -30,9 +30,10 @@ export class SearchIndex {
     return this.candidates.withoutPlumbing.length;
   }
 
-  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. */
-  find(terms: readonly Term[], patched: ReadonlySet<number>): number[] {
-    const asksForPlumbing = terms.some((term) => term.kind === "is" && term.value === "plumbing" && !term.isExcluded);
+  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Plumbing is found where the terms ask for it, or `withPlumbing`. */
+  find(terms: readonly Term[], patched: ReadonlySet<number>, withPlumbing = false): number[] {
+    const asksForPlumbing =
+      withPlumbing || terms.some((term) => term.kind === "is" && term.value === "plumbing" && !term.isExcluded);
     let rows = asksForPlumbing ? this.candidates.all : this.candidates.withoutPlumbing;
     const slowLast = [...terms].sort((a, b) => Number(a.kind === "regex") - Number(b.kind === "regex"));
     for (const term of slowLast) {

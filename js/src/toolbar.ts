@@ -27,6 +27,7 @@ class ToolbarView implements Toolbar {
     id: `gp-query-error-${++made}`,
     hidden: true,
   });
+  private readonly hint = element("p", { class: "gp-muted gp-query-error", hidden: true });
   private readonly steps: HTMLButtonElement[];
   private readonly plumbing: HTMLButtonElement;
   private readonly folding: HTMLButtonElement;
@@ -47,8 +48,15 @@ class ToolbarView implements Toolbar {
     this.folding = toggle("Fold repeats", "Fold runs of equal layers into one row each", () =>
       tree.setFolded(!tree.isFolded),
     );
-    this.element = element("div", { class: "gp-toolbar" }, this.bar(), this.error, makeLegend(view, tree).element);
-    view.onRemove(tree.onChange((isNewLayout) => isNewLayout && this.show()));
+    this.element = element(
+      "div",
+      { class: "gp-toolbar" },
+      this.bar(),
+      this.error,
+      this.hint,
+      makeLegend(view, tree).element,
+    );
+    view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
     view.onRemove(() => clearTimeout(this.saying));
     this.show();
   }
@@ -99,7 +107,7 @@ class ToolbarView implements Toolbar {
     this.tree.search(this.field.value);
     clearTimeout(this.saying);
     this.saying = setTimeout(() => {
-      if (this.field.value.trim()) this.view.notices.say(this.tree.queryError ?? this.countText());
+      if (this.field.value.trim()) this.view.notices.say(this.tree.found.error ?? this.countText());
     }, SAY_AFTER);
   }
 
@@ -119,18 +127,22 @@ class ToolbarView implements Toolbar {
     const { tree, field } = this;
     // Another view changed it; what is being typed here stays as it is.
     if (field.value !== tree.query) field.value = tree.query;
-    setAttribute(field, "aria-invalid", tree.queryError !== null);
-    this.error.hidden = tree.queryError === null;
-    this.error.textContent = tree.queryError;
+    setAttribute(field, "aria-invalid", tree.found.error !== null);
+    this.error.hidden = tree.found.error === null;
+    this.error.textContent = tree.found.error;
     replaceChildren(this.count, this.countText());
-    for (const step of this.steps) step.disabled = !tree.matches?.length;
+    this.hint.hidden = tree.found.matches?.length !== 0 || tree.found.error !== null;
+    this.hint.textContent = tree.found.inPlumbing
+      ? `Nothing found but ${tree.found.inPlumbing.toLocaleString("en-US")} in the plumbing, that only carries sizes: add is:plumbing.`
+      : "Nothing found: fewer or shorter terms find more.";
+    for (const step of this.steps) step.disabled = !tree.found.matches?.length;
     setAttribute(this.plumbing, "aria-pressed", tree.showsPlumbing);
     setAttribute(this.folding, "aria-pressed", tree.isFolded);
     this.folding.disabled = !tree.canFold;
   }
 
   private countText(): string {
-    const { matches, index } = this.tree;
+    const { matches, index } = this.tree.found;
     const all = countOf(this.nodes ?? index.size, "node");
     return matches === null ? all : `${matches.length.toLocaleString("en-US")} of ${all}`;
   }

@@ -4,75 +4,74 @@
  */
 
 import { Folding } from "./folding";
+import { Found, nextPosition } from "./found";
 import type { View } from "./parts";
-import type { PatchState, Traits } from "./protocol";
-import { parseQuery, QueryError } from "./query";
+import { PatchedRows } from "./patched_rows";
 import { firstOpen, type Lines, layOut, withAncestors } from "./rows";
 import { type ScoreFilter, Scores } from "./scores";
-import { SearchIndex } from "./search";
+import { SharedTraits } from "./shared_traits";
 import type { Skeleton } from "./skeleton";
 
-/** The last changes of a burst are sent together. */
-const SAVE_AFTER = 60;
+/** `lines`: other lines, or other things on them; `selected`: another row is; `followed`: as in another view. */
+export type Change = "lines" | "selected" | "followed";
 
 export class TreeState {
   lines: Lines;
   /** The line that has the focus: a row, or `~first` for the marker of a folded run. */
   active: number;
-  /** The rows that the query found; `null`: there is no query. */
-  matches: number[] | null = null;
-  /** Why the text in the search field is no query. */
-  queryError: string | null = null;
+  readonly found: Found;
   isFolded = false;
   scores: Scores | null = null;
   isSorted = false;
   filter: ScoreFilter | null = null;
-  /** By row: the patches chosen there, and how many are chosen in it. */
-  patchesByRow = new Map<number, PatchState[]>();
-  patchesBelow = new Map<number, number>();
-  readonly index: SearchIndex;
+  patched: PatchedRows;
 
   private readonly skeleton: Skeleton;
+  private readonly traits: SharedTraits;
   private open: Set<number>;
   private readonly openRuns = new Set<number>();
   /** What was closed by hand among the rows found. */
   private readonly closedFound = new Set<number>();
   /** By whether plumbing is shown. */
   private readonly foldings = new Map<boolean, Folding>();
-  private readonly listeners = new Set<(isNewLayout: boolean) => void>();
-  private saving: ReturnType<typeof setTimeout> | undefined;
+  private readonly listeners = new Set<(change: Change) => void>();
 
-  constructor(private readonly view: View) {
+  constructor(view: View) {
     this.skeleton = view.skeleton;
-    this.index = new SearchIndex(view.skeleton);
-    this.readSession();
+    this.traits = new SharedTraits(view);
+    this.found = new Found(view.skeleton);
+    this.patched = this.readPatched();
     this.open = this.readOpen();
     this.active = this.readSelected();
     this.readScores();
     this.readQuery();
     this.lines = this.layOut();
-    this.listen("expanded", () => this.takeExpanded());
-    this.listen("selected", () => this.takeSelected());
-    this.listen("query", () => this.changed(() => this.readQuery()));
-    this.listen("shows_plumbing", () => this.changed(() => undefined));
-    this.listen("session", () => this.changed(() => this.takeSession()));
-    this.listen("scores", () => this.changed(() => this.readScores()));
-    this.listen("scores_name", () => this.changed(() => this.readScores()));
-    view.onRemove(() => this.flush());
+    this.listen();
+  }
+
+  private listen(): void {
+    const { traits } = this;
+    traits.listen("expanded", () => this.takeExpanded());
+    traits.listen("selected", () => this.takeSelected());
+    traits.listen("query", () => this.changed(() => this.readQuery()));
+    traits.listen("shows_plumbing", () => this.changed(() => undefined));
+    traits.listen("session", () => this.changed(() => this.takeSession()));
+    traits.listen("scores", () => this.changed(() => this.readScores()));
+    traits.listen("scores_name", () => this.changed(() => this.readScores()));
   }
 
   /** Returns what stops that. */
-  onChange(listener: (isNewLayout: boolean) => void): () => void {
+  onChange(listener: (change: Change) => void): () => void {
     this.listeners.add(listener);
     return () => this.listeners.delete(listener);
   }
 
   get query(): string {
-    return this.view.model.get("query");
+    return this.traits.get("query");
   }
 
   get showsPlumbing(): boolean {
-    return this.view.model.get("shows_plumbing");
+    return this.traits.get("shows_plumbing");
   }
 
   get activeLine(): number {
@@ -90,8 +89,8 @@ export class TreeState {
   select(id: number): void {
     if (id === this.active) return;
     this.active = id;
-    this.save("selected", id < 0 ? ~id : id);
-    this.tell(false);
+    this.traits.set("selected", id < 0 ? ~id : id);
+    this.tell("selected");
   }
 
   selectLine(line: number): void {
@@ -102,16 +101,14 @@ export class TreeState {
   /** Makes a row seen and selects it: opens what is above it, gives up a search or filter that leaves it out. */
   reveal(row: number): void {
     this.changed(() => {
-      if (!this.isShown(row)) this.save("shows_plumbing", true);
-      if (this.kept()?.[row] === 0) {
-        this.filter = null;
-        if (this.kept()?.[row] === 0) this.setQueryText("");
-      }
+      if (!this.isShown(row)) this.traits.set("shows_plumbing", true);
+      if (this.kept()?.[row] === 0) this.filter = null;
+      if (this.kept()?.[row] === 0) this.search("");
       for (const above of this.skeleton.ancestors(row)) {
-        this.open.add(above);
-        this.closedFound.delete(above);
+        if (this.isFiltered) this.closedFound.delete(above);
+        else this.open.add(above);
       }
-      this.saveOpen();
+      if (!this.isFiltered) this.saveOpen();
       if (this.folding) this.openRunsAbove(row);
     });
     this.select(row);
@@ -177,33 +174,25 @@ export class TreeState {
   }
 
   setShowsPlumbing(isShown: boolean): void {
-    this.save("shows_plumbing", isShown);
+    this.traits.set("shows_plumbing", isShown);
   }
 
   // -- search ----------------------------------------------------------------------------------------------------------
 
-  /** Searches; where the text is no query, `queryError` says why and the rows found before stay. */
+  /** Searches; where the text is no query, `found.error` says why and the rows found before stay. */
   search(text: string): void {
-    this.setQueryText(text);
+    this.traits.set("query", text);
   }
 
   /** The next match after the selected line, or the one before it; around the ends. Returns its number from 1 on. */
   goToMatch(step: 1 | -1): number | null {
-    const { matches } = this;
-    if (!matches?.length) return null;
-    const found = new Set(matches);
-    const seen = this.isSorted || this.filter ? [...this.lines.ids].filter((id) => found.has(id)) : matches;
-    if (!seen.length) return null;
-    const here = seen.indexOf(this.active);
-    const next = step > 0 ? seen.findIndex((row) => row > this.active) : seen.findLastIndex((row) => row < this.active);
-    const at = here >= 0 ? here + step : next >= 0 ? next : step > 0 ? 0 : seen.length - 1;
-    const row = seen.at(at % seen.length) ?? 0;
-    this.reveal(row);
-    return seen.indexOf(row) + 1;
-  }
-
-  private matchSet(): Set<number> {
-    return new Set(this.matches);
+    const { found } = this;
+    const isOther = this.isSorted || this.filter !== null;
+    const rows = isOther ? [...this.lines.ids].filter((id) => found.has(id)) : (found.matches ?? []);
+    if (rows.length === 0) return null;
+    const position = nextPosition(rows, this.active, step);
+    this.reveal(rows[position] ?? 0);
+    return position + 1;
   }
 
   // -- scores ----------------------------------------------------------------------------------------------------------
@@ -233,13 +222,11 @@ export class TreeState {
   // -- how it is laid out ----------------------------------------------------------------------------------------------
 
   isShown(row: number): boolean {
-    return (
-      !this.skeleton.isPlumbing(row) || this.showsPlumbing || this.patchesByRow.has(row) || this.patchesBelow.has(row)
-    );
+    return this.showsPlumbing || !this.skeleton.isPlumbing(row) || this.patched.isIn(row);
   }
 
   private get isFiltered(): boolean {
-    return this.matches !== null || this.filter !== null;
+    return this.found.matches !== null || this.filter !== null;
   }
 
   private get folding(): Folding | null {
@@ -257,11 +244,10 @@ export class TreeState {
   }
 
   private kept(): Uint8Array | null {
-    const { matches, filter, scores } = this;
-    if (!filter || !scores) return matches && withAncestors(this.skeleton, matches);
+    const { filter, found, scores, skeleton } = this;
+    if (!filter || !scores) return found.matches && withAncestors(skeleton, found.matches);
     const passing = scores.passing(filter);
-    const found = matches && this.matchSet();
-    return withAncestors(this.skeleton, found ? passing.filter((row) => found.has(row)) : passing);
+    return withAncestors(skeleton, found.matches ? passing.filter((row) => found.has(row)) : passing);
   }
 
   private layOut(): Lines {
@@ -279,53 +265,29 @@ export class TreeState {
   private changed(change: () => void): void {
     change();
     this.lines = this.layOut();
-    this.tell(true);
+    this.tell("lines");
   }
 
-  private tell(isNewLayout: boolean): void {
-    for (const listener of this.listeners) listener(isNewLayout);
+  private tell(change: Change): void {
+    for (const listener of this.listeners) listener(change);
   }
 
   // -- traits ----------------------------------------------------------------------------------------------------------
 
-  private listen(trait: keyof Traits, listener: () => void): void {
-    const { model } = this.view;
-    model.on(`change:${trait}`, listener);
-    this.view.onRemove(() => model.off(`change:${trait}`, listener));
-  }
-
-  private save<K extends "expanded" | "selected" | "query" | "shows_plumbing">(trait: K, value: Traits[K]): void {
-    if (this.view.model.get(trait) === value) return;
-    this.view.model.set(trait, value);
-    this.saving ??= setTimeout(() => this.flush(), SAVE_AFTER);
-  }
-
-  private flush(): void {
-    if (this.saving === undefined) return;
-    clearTimeout(this.saving);
-    this.saving = undefined;
-    this.view.model.save_changes();
-  }
-
   private saveOpen(): void {
-    this.save(
+    this.traits.set(
       "expanded",
       [...this.open].sort((a, b) => a - b),
     );
   }
 
-  private setQueryText(text: string): void {
-    if (text === this.query) return;
-    this.save("query", text);
-  }
-
   private readOpen(): Set<number> {
-    const expanded = this.view.model.get("expanded");
+    const expanded = this.traits.get("expanded");
     return new Set(expanded ?? firstOpen(this.skeleton, this.foldingNow(), (row) => this.isShown(row)));
   }
 
   private takeExpanded(): void {
-    const expanded = this.view.model.get("expanded");
+    const expanded = this.traits.get("expanded");
     const isOwn = expanded?.length === this.open.size && expanded.every((row) => this.open.has(row));
     if (isOwn) return;
     this.changed(() => {
@@ -334,7 +296,7 @@ export class TreeState {
   }
 
   private readSelected(): number {
-    const selected = this.view.model.get("selected");
+    const selected = this.traits.get("selected");
     return selected >= 0 && selected < this.skeleton.length ? selected : 0;
   }
 
@@ -342,42 +304,25 @@ export class TreeState {
     const selected = this.readSelected();
     if (selected === (this.active < 0 ? ~this.active : this.active)) return;
     this.active = selected;
-    this.tell(false);
+    this.tell("followed");
   }
 
   private readQuery(): void {
-    const text = this.query;
-    this.queryError = null;
-    try {
-      const terms = parseQuery(text);
-      this.matches = terms.length ? this.index.find(terms, new Set(this.patchesByRow.keys())) : null;
-      this.closedFound.clear();
-    } catch (error) {
-      if (!(error instanceof QueryError)) throw error;
-      this.queryError = error.message;
-    }
+    this.found.search(this.query, this.patched.rows);
+    if (this.found.error === null) this.closedFound.clear();
   }
 
   private takeSession(): void {
-    this.readSession();
+    this.patched = this.readPatched();
     if (/\bis:patched/i.test(this.query)) this.readQuery();
   }
 
-  private readSession(): void {
-    this.patchesByRow = new Map();
-    this.patchesBelow = new Map();
-    for (const patch of this.view.model.get("session").patches) {
-      if (patch.row < 0 || patch.row >= this.skeleton.length) continue;
-      this.patchesByRow.set(patch.row, [...(this.patchesByRow.get(patch.row) ?? []), patch]);
-      for (const above of this.skeleton.ancestors(patch.row)) {
-        this.patchesBelow.set(above, (this.patchesBelow.get(above) ?? 0) + 1);
-      }
-    }
+  private readPatched(): PatchedRows {
+    return new PatchedRows(this.traits.get("session").patches, this.skeleton);
   }
 
   private readScores(): void {
-    const { model } = this.view;
-    this.scores = Scores.of(model.get("scores"), model.get("scores_name"), this.skeleton);
+    this.scores = Scores.of(this.traits.get("scores"), this.traits.get("scores_name"), this.skeleton);
     if (this.scores) return;
     this.isSorted = false;
     this.filter = null;

@@ -75,9 +75,10 @@ class TreeView implements Tree {
     tree.addEventListener("click", (event) => this.click(event));
     tree.addEventListener("dblclick", (event) => this.doubleClick(event));
     view.onRemove(
-      this.tree.onChange((isNewLayout) => {
-        if (isNewLayout) this.layOut();
-        this.draw();
+      this.tree.onChange((change) => {
+        if (change === "lines") this.layOut();
+        if (change === "followed") this.show(this.tree.active);
+        else this.draw();
       }),
     );
     const observer = new ResizeObserver(() => this.draw());
@@ -126,6 +127,7 @@ class TreeView implements Tree {
     this.space.append(...fresh);
     setAttribute(this.element, "aria-activedescendant", rowId(this.prefix, lines.ids[activeLine] ?? 0));
     setAttribute(this.element, "data-scored", this.tree.scores !== null);
+    setAttribute(this.element, "data-searched", this.tree.found.matches !== null);
   }
 
   // -- mouse -----------------------------------------------------------------------------------------------------------

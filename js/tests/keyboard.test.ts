@@ -161,12 +161,12 @@ test("/ goes to the search field, Esc empties it and then goes back", () => {
   expect(document.activeElement).toBe(widget.box);
   widget.box.value = "softmax";
   widget.box.dispatchEvent(new Event("input"));
-  expect(widget.state.matches).toHaveLength(4);
+  expect(widget.state.found.matches).toHaveLength(4);
   expect(widget.toolbar.element.textContent).toContain("4 of 100 nodes");
   const typed = widget.press("/", {}, widget.box);
   expect(typed.defaultPrevented).toBe(false);
   widget.press("Escape", {}, widget.box);
-  expect([widget.box.value, widget.state.matches]).toEqual(["", null]);
+  expect([widget.box.value, widget.state.found.matches]).toEqual(["", null]);
   expect(document.activeElement).toBe(widget.box);
   widget.press("Escape", {}, widget.box);
   expect(document.activeElement).toBe(widget.tree);
@@ -191,6 +191,19 @@ test("what is no query is said beside the field", () => {
   widget.box.dispatchEvent(new Event("input"));
   expect(widget.box.getAttribute("aria-invalid")).toBe("false");
   expect(described?.hidden).toBe(true);
+});
+
+test("where nothing is found, it is said where it may be", () => {
+  const type = (text: string) => {
+    widget.box.value = text;
+    widget.box.dispatchEvent(new Event("input"));
+    return widget.toolbar.element.textContent;
+  };
+  expect(type("op:size")).toContain("5 in the plumbing");
+  expect(type("zzz")).toContain("Nothing found: fewer");
+  expect(widget.toolbar.element.querySelector<HTMLElement>(".gp-query-error.gp-muted")?.hidden).toBe(false);
+  type("softmax");
+  expect(widget.toolbar.element.querySelector<HTMLElement>(".gp-query-error.gp-muted")?.hidden).toBe(true);
 });
 
 test.each(["x", "d", "a", "Delete", "Enter", "ArrowDown", "Escape", "0", " "])(

@@ -89,6 +89,8 @@ test("matches come with what is above them; clearing brings back what was open",
     "transformer.h_2.attn",
     "transformer.h_2.attn.attn_weights_1",
   ]);
+  expect(tree.found.has(row("transformer.h_2.attn.attn_weights_1"))).toBe(true);
+  expect(tree.found.has(row("transformer.h_2.attn"))).toBe(false);
   tree.setOpen(row("transformer.h_2"), false);
   expect(seen()).toHaveLength(3);
   expect(model.get("expanded")).toEqual([0, row("lm_head")]);
@@ -101,10 +103,10 @@ test("what is no query is said, and the last good result stays", () => {
   tree.search("softmax");
   const found = seen();
   tree.search("softmax is:pathced");
-  expect(tree.queryError).toContain("is:patched");
+  expect(tree.found.error).toContain("is:patched");
   expect(seen()).toEqual(found);
   tree.search("softmax");
-  expect(tree.queryError).toBeNull();
+  expect(tree.found.error).toBeNull();
 });
 
 test("F3 goes through the matches in order and around", () => {
@@ -112,6 +114,10 @@ test("F3 goes through the matches in order and around", () => {
   tree.search("op:softmax");
   const visited = [1, 1, 1, -1].map((step) => tree.goToMatch(step as 1 | -1) && view.skeleton.path(tree.activeRow));
   expect(visited).toEqual([0, 1, 2, 1].map((layer) => `transformer.h_${layer}.attn.attn_weights_1`));
+  expect(tree.lines.has(row("transformer.h_2.attn"))).toBe(true);
+  tree.search("");
+  expect(tree.lines.has(row("transformer.h_2.attn"))).toBe(false); // what was open before is open again
+  tree.search("op:softmax");
   tree.select(0);
   tree.goToMatch(-1);
   expect(paths[tree.activeRow]).toBe("transformer.h_5.attn.attn_weights_1");
@@ -119,10 +125,10 @@ test("F3 goes through the matches in order and around", () => {
 
 test("is:patched follows the session", () => {
   const { tree, model } = opened({ query: "is:patched" });
-  expect(tree.matches).toEqual([]);
+  expect(tree.found.matches).toEqual([]);
   model.set("session", { version: 2, patches: [patchAt("lm_head.linear")], can_undo: true, can_redo: false });
-  expect(tree.matches).toEqual([row("lm_head.linear")]);
-  expect(tree.patchesBelow.get(row("lm_head"))).toBe(1);
+  expect(tree.found.matches).toEqual([row("lm_head.linear")]);
+  expect(tree.patched.countBelow(row("lm_head"))).toBe(1);
 });
 
 test("equal layers fold into one line, which opens again", () => {
@@ -189,7 +195,7 @@ test("two views of one model stay in step", () => {
   tree.setOpen(row("transformer.h_2"), true);
   expect([...other.lines.ids]).toEqual([...tree.lines.ids]);
   tree.search("softmax");
-  expect(other.matches).toEqual(tree.matches);
+  expect(other.found.matches).toEqual(tree.found.matches);
   tree.select(row("lm_head"));
   expect(other.active).toBe(row("lm_head"));
   view.remove();
