@@ -189,8 +189,10 @@ class PatchEditor implements Editor {
 
   private showErrors(draft: Draft): void {
     const local = mistake(draft);
-    const said = this.checker.said.state === "wrong" ? (this.checker.said.error as FieldError) : null;
-    const error = local ?? said;
+    // Of a lost kernel the reason beside Apply tells enough.
+    const { said } = this.checker;
+    const isHeard = said.state === "wrong" && this.view.kernel.state !== "lost";
+    const error = local ?? (isHeard ? (said.error as FieldError) : null);
     const isBesideField = this.form.showError(error);
     this.failure.hidden = this.failure.textContent === "";
     if (error !== null && !isBesideField) {
@@ -211,7 +213,7 @@ class PatchEditor implements Editor {
   /** Why it cannot be applied at this moment, in words; `null`: it can. */
   private whyNotNow(draft: Draft): string | null {
     if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
-    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "the kernel is gone: run the cell again";
+    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "The kernel is gone.";
     if (mistake(draft) !== null) return "Correct the marked field first.";
     const toType = missing(draft);
     if (toType !== null) return toType;

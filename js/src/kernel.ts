@@ -7,7 +7,7 @@ import type { Reply, RequestError, RequestName, Requests } from "./protocol";
 export const PATIENCE_MS = 500;
 /** After the kernel says that a message was dealt with, how long its reply may still be under way. */
 const GRACE_MS = 2000;
-const UNANSWERED = "the kernel has no answer, perhaps it was restarted: run the cell again";
+const UNANSWERED = "The kernel has no answer, perhaps it was restarted: run the cell again.";
 
 interface Open {
   resolve(answer: Answer<RequestName>): void;
@@ -72,12 +72,16 @@ class Connection implements Kernel {
   }
 
   lost(why: string): void {
+    // Whoever is gone is disconnected, too: a new connection then is to another.
+    if (this.state === "lost" && why === UNCONNECTED) return;
+    const isNews = this.state === "lost" && this.why !== why;
     this.why = why;
     clearTimeout(this.patience);
     this.patience = undefined;
     const requests = [...this.open.values()];
     this.open.clear();
-    this.become("lost");
+    if (isNews) this.tell();
+    else this.become("lost");
     for (const request of requests) request.reject(failed(why));
   }
 
@@ -119,7 +123,11 @@ class Connection implements Kernel {
   private become(state: KernelState): void {
     if (this.state === state) return;
     this.state = state;
-    for (const listener of [...this.listeners]) listener(state);
+    this.tell();
+  }
+
+  private tell(): void {
+    for (const listener of [...this.listeners]) listener(this.state);
   }
 }
 

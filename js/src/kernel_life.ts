@@ -7,9 +7,9 @@
  */
 import type { Model } from "./parts";
 
-export const GONE = "the kernel is gone: run the cell again";
-export const CLOSED = "the kernel has closed this view: run the cell again";
-export const UNCONNECTED = "there is no connection to the kernel: reconnect to it, or run the cell again";
+export const GONE = "The kernel is gone: run the cell again.";
+export const CLOSED = "The kernel has closed this view: run the cell again.";
+export const UNCONNECTED = "There is no connection to the kernel: reconnect to it, or run the cell again.";
 
 export interface Life {
   /** Nothing will be answered any more; in words, with what to do. */

@@ -43,7 +43,7 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
 function kernelNotice(state: KernelState, why: string | undefined): HTMLElement[] {
   if (state === "idle") return [];
   const isBusy = state === "busy";
-  const text = isBusy ? BUSY : `${sentence(why ?? "the kernel is gone")} ${LOST_TOO}`;
+  const text = isBusy ? BUSY : `${why ?? "The kernel is gone."} ${LOST_TOO}`;
   return [
     element(
       "div",
@@ -52,9 +52,4 @@ function kernelNotice(state: KernelState, why: string | undefined): HTMLElement[
       element("div", { class: "gp-notice-text" }, text),
     ),
   ];
-}
-
-/** A clause of ours as a sentence. Not for messages of the kernel, which may begin with a name. */
-export function sentence(clause: string): string {
-  return `${clause.charAt(0).toUpperCase()}${clause.slice(1)}${/[.!?]$/.test(clause) ? "" : "."}`;
 }

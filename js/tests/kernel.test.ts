@@ -251,6 +251,19 @@ describe("a lost kernel", () => {
     await answer;
   });
 
+  it("that was disconnected and then is gone says so, and does not come back with the connection", () => {
+    const sessionContext = { kernelChanged: new FakeSignal(), connectionStatusChanged: new FakeSignal() };
+    const kernel = connected({ ...manager, context: { sessionContext } });
+    const told: (string | undefined)[] = [];
+    kernel.onState(() => told.push(kernel.why));
+    sessionContext.connectionStatusChanged.emit("disconnected");
+    sessionContext.kernelChanged.emit({ oldValue: {}, newValue: null });
+    sessionContext.connectionStatusChanged.emit("disconnected");
+    sessionContext.connectionStatusChanged.emit("connected");
+    expect(told).toEqual([UNCONNECTED, GONE]);
+    expect(kernel.state).toBe("lost");
+  });
+
   it("that was restarted does not come back with the connection", () => {
     const sessionContext = { statusChanged: new FakeSignal(), connectionStatusChanged: new FakeSignal() };
     const kernel = connected({ ...manager, context: { sessionContext } });

@@ -7,7 +7,7 @@ function made(state: KernelState = "idle") {
   const listeners = new Set<(state: KernelState) => void>();
   const kernel = {
     state,
-    why: "the kernel is gone: run the cell again",
+    why: "The kernel is gone: run the cell again.",
     ask: () => Promise.reject(new Error("nobody")),
     onState: (listener: (state: KernelState) => void) => {
       listeners.add(listener);
