@@ -6,8 +6,9 @@ import copy
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.nn import Module
@@ -39,6 +40,9 @@ from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches import Patch
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.widget import Browser
 
 _OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored _examples".split())
 _OWN |= {"_has_custom_graphs", "_generation_config"}
@@ -151,6 +155,35 @@ class PatchableGraph(ModuleDelegate):
         """
         self._notice_replaced_modules()
         return NodePath(self._root_frame, self._code_of)
+
+    def browse(self, path: str | NodePath = "", *, inputs: Any = None, tokenizer: Any = None) -> Browser:
+        """Returns the tree of the graph as a widget: look at nodes and their code, choose patches by click, run.
+
+        What is chosen there is the same as for `%graphpatch`, and in other browsers of this graph. Outside of notebooks
+        it shows the tree as text.
+
+        Args:
+            path: The path of the node or graph at which it is opened.
+            inputs: What *Run* runs the model on, instead of the example inputs: a tuple of arguments, a dict of keyword
+                arguments, or one value.
+            tokenizer: What tells tokens in words (`decode` or `convert_ids_to_tokens`), for language models.
+
+        Raises:
+            UnknownPathError: There is no such path; the message names the nearest.
+            GraphError: The front end is not built, in a checkout.
+
+        Example:
+            >>> import torch
+            >>> PatchableGraph(torch.nn.ReLU(), torch.ones(2)).browse()
+            <root>: CompiledGraphModule
+            ├─input: Tensor(2)
+            ├─relu: Tensor(2)
+            └─output: Tensor(2)
+        """
+        from graphpatch_notebook.notebook.browsing import browser_of, workspace_of_user
+
+        workspace = workspace_of_user(sys._getframe(1).f_globals)
+        return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer)
 
     @property
     def nodes(self) -> NodeMap:

@@ -46,7 +46,7 @@ def _value_text(node: Node, frame: Frame) -> str:
     has_target = node.kind in ("input", "parameter", "buffer", "attribute")
     name = "" if node.kind == "output" else f" {(str(node.target) if has_target else node.op)!r}"
     title = f"{node.kind.capitalize()}{name} of {type(frame.module).__name__}"
-    line = _signature_line(frame.module, node) if node.kind in ("input", "output") else None
+    line = signature_line(frame.module, node) if node.kind in ("input", "output") else None
     return f"{title}\n{line}" if line else title
 
 
@@ -54,7 +54,7 @@ def _lines(node: Node) -> str:
     return "\n".join(map(str, node.site.source_lines())) if node.site is not None else ""
 
 
-def _signature_line(module: Module, node: Node) -> SourceLine | None:
+def signature_line(module: Module, node: Node) -> SourceLine | None:
     """Returns the line of the definition of the module's `forward` that names the input, or else its first line."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None:

@@ -152,14 +152,32 @@ def _style_of(spec: ValueSpec) -> Style:
 
 
 @dataclass(slots=True)
-class _Row:
-    """What a line stands for: an entry, or a run of entries that look like earlier ones."""
+class Row:
+    """What a line stands for: an entry, or a run of entries that look like earlier ones.
+
+    Attributes:
+        entry: The entry; of a run, the first.
+        note: What is said of it behind its label; of a run, all that is said.
+        run: The entries that the line stands for, if it is a run.
+        rows: The lines directly below.
+        is_folded: Whether lines below are left out.
+    """
 
     entry: Entry
     note: str = ""
     run: tuple[Entry, ...] = ()
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     is_folded: bool = False
+
+
+def opened(entry: Entry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
+    """Returns the tree of `entry`, cut to a number of lines: what is in a row are its `rows`."""
+    top = Row(entry)
+    if depth is None and (max_lines is None or entry.size <= max_lines):
+        _open_wholly(top)
+    else:
+        _open_breadth_first(top, max_lines, depth)
+    return top
 
 
 def tree_lines(entry: Entry, *, path: str, max_lines: int | None = MAX_LINES, depth: int | None = None) -> list[Line]:
@@ -175,11 +193,7 @@ def tree_lines(entry: Entry, *, path: str, max_lines: int | None = MAX_LINES, de
         depth: How many levels below the root to open; `None` for all.
     """
     is_whole = depth is None and (max_lines is None or entry.size <= max_lines)
-    top = _Row(entry)
-    if is_whole:
-        _open_wholly(top)
-    else:
-        _open_breadth_first(top, max_lines, depth)
+    top = opened(entry, max_lines, depth)
     lines: list[Line] = []
     _draw(top, "", "", lines)
     if not is_whole and (hidden := entry.size - len(lines) + _stand_in_lines(top)) > 0:
@@ -187,13 +201,13 @@ def tree_lines(entry: Entry, *, path: str, max_lines: int | None = MAX_LINES, de
     return lines
 
 
-def _open_wholly(row: _Row) -> None:
-    row.rows = [_Row(child) for child in row.entry.children]
+def _open_wholly(row: Row) -> None:
+    row.rows = [Row(child) for child in row.entry.children]
     for child in row.rows:
         _open_wholly(child)
 
 
-def _open_breadth_first(top: _Row, max_lines: int | None, depth: int | None) -> None:
+def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> None:
     # The levels near the root say most: they are opened first, and what does not fit any more stays closed.
     queue = deque([(top, 0)])
     left = float("inf") if max_lines is None else max_lines - 2
@@ -201,7 +215,7 @@ def _open_breadth_first(top: _Row, max_lines: int | None, depth: int | None) -> 
         row, level = queue.popleft()
         if row.run or not row.entry.children:
             continue
-        rows = _folded_runs(row.entry.children) if max_lines is not None else [_Row(c) for c in row.entry.children]
+        rows = _folded_runs(row.entry.children) if max_lines is not None else [Row(c) for c in row.entry.children]
         if depth is not None and level >= depth and row.entry.style == "graph":
             rows = []
         elif level == 0 and len(rows) > left:
@@ -214,18 +228,18 @@ def _open_breadth_first(top: _Row, max_lines: int | None, depth: int | None) -> 
         queue.extend((child, level + 1) for child in rows)
 
 
-def _folded_runs(entries: Sequence[Entry]) -> list[_Row]:
+def _folded_runs(entries: Sequence[Entry]) -> list[Row]:
     """Returns a row for each entry, but one row for all repetitions of a group of entries."""
     keys = [(re.sub(r"_?\d+$", "", e.name), e.pattern) for e in entries]
     has_graph = [entry.style == "graph" for entry in entries]
-    rows: list[_Row] = []
+    rows: list[Row] = []
     at = 0
     while at < len(entries):
         period, times = _repetition(keys, has_graph, at)
-        rows += map(_Row, entries[at : at + period])
+        rows += map(Row, entries[at : at + period])
         if times > 1:
             again = tuple(entries[at + period : at + period * times])
-            rows.append(_Row(again[0], run=again, note=_run_note(entries[at : at + period], again)))
+            rows.append(Row(again[0], run=again, note=_run_note(entries[at : at + period], again)))
         at += period * times
     return rows
 
@@ -255,22 +269,22 @@ def _run_note(group: Sequence[Entry], again: Sequence[Entry]) -> str:
     return f"{again[0].name} … {again[-1].name}: {times} × {label}{same}"
 
 
-def _without_middle(rows: list[_Row], most: int) -> list[_Row]:
+def _without_middle(rows: list[Row], most: int) -> list[Row]:
     tail = most // 4
     gap = rows[most - tail - 1 : len(rows) - tail]
     entries = tuple(entry for row in gap for entry in (row.run or (row.entry,)))
     return [
         *rows[: most - tail - 1],
-        _Row(entries[0], run=entries, note=f"… {_nodes(len(entries))}"),
+        Row(entries[0], run=entries, note=f"… {_nodes(len(entries))}"),
         *rows[len(rows) - tail :],
     ]
 
 
-def _stand_in_lines(row: _Row) -> int:
+def _stand_in_lines(row: Row) -> int:
     return bool(row.run) + sum(map(_stand_in_lines, row.rows))
 
 
-def _how_to_see_more(top: _Row, path: str, hidden: int) -> str:
+def _how_to_see_more(top: Row, path: str, hidden: int) -> str:
     more = f"… {_nodes(hidden, 'more ')}: "
     closed = max(_closed(top), key=lambda found: found[1], default=None)
     if closed is not None:
@@ -278,7 +292,7 @@ def _how_to_see_more(top: _Row, path: str, hidden: int) -> str:
     return f"{more}{path}._tree(max_lines=None) shows them, pg.nodes lists all"
 
 
-def _closed(row: _Row) -> Iterator[tuple[tuple[str, ...], int]]:
+def _closed(row: Row) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yields, for each closed graph below `row`, the names that lead to it and its size."""
     for child in row.rows:
         closed = child.run or ((child.entry,) if child.is_folded else ())
@@ -294,7 +308,7 @@ def _nodes(count: int, which: str = "") -> str:
 # How it is drawn
 
 
-def _draw(row: _Row, branch: str, indent: str, lines: list[Line]) -> None:
+def _draw(row: Row, branch: str, indent: str, lines: list[Line]) -> None:
     entry = row.entry
     lines.append(
         Line(branch, "", row.note, "note") if row.run else Line(branch, entry.name, entry.label, entry.style, row.note)

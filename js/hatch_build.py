@@ -17,12 +17,23 @@ BUNDLE = ("widget.js", "widget.css")
 
 def digest(root: Path) -> str:
     """Returns the hash of everything that the bundle may depend on; js/build.mjs computes the same."""
-    paths = [path for source in SOURCES for path in ((root / source).rglob("*"), [root / source])[(root / source).is_file()]]
-    named = sorted((p.relative_to(root).as_posix(), p) for p in paths if p.is_file() and "__pycache__" not in p.parts)
+    files = [file for source in SOURCES for file in _files(root / source) if "__pycache__" not in file.parts]
     result = hashlib.sha256()
-    for name, path in named:
-        result.update(name.encode() + path.read_bytes().replace(b"\r\n", b"\n"))
+    for name, file in sorted((file.relative_to(root).as_posix(), file) for file in files):
+        result.update(name.encode() + file.read_bytes().replace(b"\r\n", b"\n"))
     return result.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+
+
+def is_current(root: Path) -> bool:
+    """Whether the bundle is there, and was made of the sources as they are."""
+    static = root / "graphpatch_notebook" / "static"
+    stamp = static / "source.sha256"
+    is_there = all((static / name).is_file() for name in (*BUNDLE, stamp.name))
+    return is_there and stamp.read_text().strip() == digest(root)
 
 
 class CustomHook(BuildHookInterface[Any]):
@@ -31,15 +42,12 @@ class CustomHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before each build."""
         root = Path(self.root)
-        static = root / "graphpatch_notebook" / "static"
-        is_there = all((static / name).exists() for name in BUNDLE)
-        stamp = static / "source.sha256"
-        is_current = is_there and stamp.exists() and stamp.read_text().strip() == digest(root)
-        if is_current or (is_there and os.environ.get("GRAPHPATCH_SKIP_JS")):
+        is_there = all((root / "graphpatch_notebook" / "static" / name).is_file() for name in BUNDLE)
+        if is_current(root) or (is_there and os.environ.get("GRAPHPATCH_SKIP_JS")):
             return
         npm = shutil.which("npm")
         if npm is None and is_there:
-            self.app.display_warning("graphpatch-notebook: npm was not found, so the bundle is older than js/")
+            self.app.display_warning("graphpatch-notebook: npm was not found, so the bundle is not that of js/")
             return
         if npm is None:
             raise RuntimeError("graphpatch-notebook: a build without its bundle needs node >= 20 and npm")

@@ -43,6 +43,8 @@ LAYERS = [
     "notebook",
     "__init__",
 ]
+# What the facade offers of a higher layer, by functions that import it when they are called: `pg.browse()`.
+DOORS = {("patchable_graph", "notebook")}
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
 
@@ -124,7 +126,32 @@ def test_imports_go_down(file: Path) -> None:
         name.split(".")[1] for name in imported_names(ast.walk(parse(file)), file) if name.startswith(f"{ROOT.name}.")
     }
     above = {layer for layer in inside - {own} if LAYERS.index(layer) > LAYERS.index(own)}
+    above -= {layer for layer in above if (own, layer) in DOORS}
     assert not above, f"{own} stands below {above}"
+
+
+@pytest.mark.parametrize(("own", "layer"), DOORS)
+def test_doors_are_opened_by_functions(own: str, layer: str) -> None:
+    file = ROOT / f"{own}.py"
+    door = f"{ROOT.name}.{layer}."
+    tree = parse(file)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    in_functions = {name for function in functions for name in imported_names(ast.walk(function), file)}
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = {name for block in guarded for name in imported_names(block.body, file)}
+    assert {name for name in imported_names(ast.walk(tree), file) if name.startswith(door)} <= in_functions | for_types
+    assert any(name.startswith(door) for name in in_functions)
+    assert not any(name.startswith(door) for name in imported_names(tree.body, file))
+
+
+def test_widgets_stay_in_one_file() -> None:
+    with_widgets = {
+        file.relative_to(ROOT).as_posix()
+        for file in FILES
+        for name in imported_names(ast.walk(parse(file)), file)
+        if name.split(".")[0] in ("anywidget", "ipywidgets")
+    }
+    assert with_widgets == {"notebook/widget.py"}
 
 
 @each_file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 
 import graphpatch_notebook
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 HEAVY = ["IPython", "accelerate", "anywidget", "bitsandbytes", "ipywidgets", "safetensors", "traitlets", "transformers"]
 
 
@@ -73,6 +75,43 @@ def test_alias_has_no_names_of_its_own() -> None:
 
 def test_typed() -> None:
     assert importlib.resources.files(graphpatch_notebook).joinpath("py.typed").is_file()
+
+
+def hatch_build() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "js" / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_bundle_is_what_its_sources_make() -> None:
+    """`npm run build` wrote the stamp by the digest of js/build.mjs: both digests are the same."""
+    stamp = ROOT / "graphpatch_notebook" / "static" / "source.sha256"
+    assert stamp.read_text("utf8").strip() == hatch_build().digest(ROOT), "js/ was changed: npm run build"
+
+
+def test_a_bundle_of_other_sources_is_out_of_date(tmp_path: Path) -> None:
+    hook = hatch_build()
+    for name in ("js/src/index.ts", "js/__pycache__/x.pyc", "package.json", "package-lock.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"one\r\ntwo")
+    static = tmp_path / "graphpatch_notebook" / "static"
+    static.mkdir(parents=True)
+    for name in hook.BUNDLE:
+        (static / name).touch()
+    assert not hook.is_current(tmp_path)
+    (static / "source.sha256").write_text(hook.digest(tmp_path) + "\n")
+    assert hook.is_current(tmp_path)
+    (tmp_path / "js/__pycache__/x.pyc").write_bytes(b"other")
+    (tmp_path / "package.json").write_bytes(b"one\ntwo")  # as git may check it out
+    assert hook.is_current(tmp_path)
+    (tmp_path / "js/src/new.ts").write_bytes(b"")
+    assert not hook.is_current(tmp_path)
+    (tmp_path / "js/src/new.ts").unlink()
+    (static / "widget.css").unlink()
+    assert not hook.is_current(tmp_path)
 
 
 EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL)

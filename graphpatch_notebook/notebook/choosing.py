@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,8 +11,8 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, Kind, names_used
 from graphpatch_notebook.notebook.command_line import Place, arguments, split_options, without_comment
-from graphpatch_notebook.notebook.expressions import as_argument, without_syntax_warnings
 from graphpatch_notebook.notebook.handing_over import counted
+from graphpatch_notebook.notebook.literals import check_number
 from graphpatch_notebook.notebook.session import ChosenPatches, Session
 from graphpatch_notebook.notebook.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.workspace import Workspace
@@ -42,7 +41,7 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
     elif kind in WITH_VALUE:
         fields["value"] = value or None
         if kind != "custom":
-            _check_number(kind, value)
+            check_number(kind, value)
     elif value:
         hint = "; a slice stands directly behind the path" if value.startswith("[") else ""
         raise SessionError(f"{kind} takes no value, but {value!r} was given{hint}")
@@ -60,20 +59,6 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
     unknown = [name for name in names if name not in workspace.namespace and not hasattr(builtins, name)]
     if unknown:
         print(f"note: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
-
-
-def _check_number(kind: str, value: str) -> None:
-    """Makes sure that what is written out in the code is a number; of what is computed nothing is known yet."""
-    try:
-        with without_syntax_warnings():
-            literal = ast.literal_eval(value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return
-    if isinstance(literal, (int, float, complex)):
-        return
-    what = "None" if literal is None else f"a {type(literal).__name__}"
-    repair = f": torch.tensor({as_argument(value)})" if isinstance(literal, (list, tuple)) else ""
-    raise ChosenPatchError("value", f"{kind} takes a number or a tensor, not {what}, {value}{repair}")
 
 
 def _path(session: Session, place: Place, kind: Kind, root: Frame) -> str:

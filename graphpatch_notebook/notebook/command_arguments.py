@@ -64,7 +64,7 @@ _CHOSEN = Arguments(("chosen",))
 COMMANDS: Mapping[str, Arguments] = {
     "wrap": Arguments(("model",)),
     "use": Arguments(("graph",)),
-    "show": Arguments(("place", "new")),
+    "show": Arguments(("place", "new"), {"--tokenizer": "value", "--inputs": "value"}),
     "ls": Arguments(("place", "new")),
     "find": Arguments(("query",)),
     "code": Arguments(("place", "new")),

@@ -35,6 +35,10 @@ _PLACE = """
 PATH is that of a graph, a node, or a value in a container: h_0, h_0.mlp.output,
 output|sub_0. Without it the whole model is meant.
 """
+_BROWSER = """
+--tokenizer NAME  the variable with the tokenizer: Run shows tokens in words
+--inputs ARGS     what Run runs on, as in a call: "ids, attention_mask=mask"
+"""
 _QUERY = """
 QUERY holds terms, which must all hold:
   attn              this text is in the path or the torch function
@@ -64,7 +68,7 @@ Patches that were chosen for a graph in NAME are carried over.
         "\nNAME is a variable with a PatchableGraph. It is needed with several only.\n",
         ("use pg", "use small"),
     ),
-    "show": (_PLACE, ("show", "show h_0.mlp")),
+    "show": (_PLACE + _BROWSER, ("show", "show h_0.mlp", "show --tokenizer tokenizer")),
     "ls": (_PLACE, ("ls", "ls h_0.attn")),
     "find": (_QUERY, ("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output")),
     "code": (_PLACE, ("code h_0.mlp", "code h_0.mlp.mul")),

@@ -49,7 +49,7 @@ _WHEN = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-sha
 _ALL = [
     Command("wrap", "NAME = MODEL(ARGS)", "makes a PatchableGraph of a model, on example inputs", wrapping.wrap),
     Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
-    Command("show", "[PATH]", "the tree", views.show),
+    Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "the tree, to patch by click", views.show),
     Command("ls", "[PATH]", "what is in a graph", views.ls, "Listing"),
     Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find, "Searching"),
     Command("code", "PATH", "the code of a graph or a node", views.code, "Building code"),

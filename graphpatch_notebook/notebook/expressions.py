@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import symtable
 import textwrap
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -56,7 +57,14 @@ def quoted(text: str) -> str:
 
 @contextmanager
 def without_syntax_warnings() -> Iterator[None]:
-    """Keeps what Python thinks of the style of somebody's text (`1if x else 2`) from being printed."""
+    """Keeps what Python thinks of the style of somebody's text (`1if x else 2`) from being printed.
+
+    In other threads than the main one it may be printed: what is switched off there, and on again, is switched on and
+    off for a cell that runs meanwhile, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         warnings.simplefilter("ignore", DeprecationWarning)

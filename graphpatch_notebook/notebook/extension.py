@@ -10,7 +10,7 @@ from graphpatch_notebook.notebook.cell import CellTransformer, mark_cell
 from graphpatch_notebook.notebook.cell_run import leave_what_is_left
 from graphpatch_notebook.notebook.completion import PathCompleter
 from graphpatch_notebook.notebook.magics import GraphPatchMagic
-from graphpatch_notebook.notebook.workspace import ActiveGraph
+from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace
 
 _NAME = "graphpatch"
 _NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # of the extension
@@ -76,3 +76,12 @@ def unload(shell: Any) -> None:
     extension = _extensions.pop(shell, None)
     if extension is not None:
         extension.remove(shell)
+
+
+def workspace_of(shell: Any) -> Workspace:
+    """Returns the variables of a shell, as the magics have them if they are loaded."""
+    extension = _extensions.get(shell)
+    if extension is not None:
+        return extension.magic.workspace
+    proxy = weakref.proxy(shell)
+    return Workspace(lambda: proxy.user_ns, proxy.set_next_input)

@@ -80,6 +80,11 @@ class Skeleton:
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode())
 
+    @property
+    def node_count(self) -> int:
+        """How many values can be patched: the length of `pg.nodes`."""
+        return sum(bool(flags & PATCHABLE) for flags in self._rows.flags) - self._rows.absent_count
+
     # -- one row -------------------------------------------------------------------------------------------------------
 
     def kind(self, row: int) -> str:
@@ -239,6 +244,7 @@ class _Rows:
         self.parent: list[int] = []
         self.node: list[Node | None] = []
         self.notes: dict[int, str] = {}
+        self.absent_count = 0
         self._used = used_modules(root)
         self._add_graph("<root>", type(root.module).__name__, None, root, 0, 0)
 
@@ -307,6 +313,7 @@ class _Rows:
         own |= HIDDEN * (not node.is_plumbing and not is_shown(node))
         row = self._add(node.name, op, _NUMBERS[node.kind], self._number_of(spec), own, node, parent)
         if is_absent:
+            self.absent_count += can_be_patched
             self.notes[row] = "the example did not have it"
         if isinstance(spec, ContainerSpec):
             self._add_items(spec, node, flags | PATCHABLE * can_be_patched, row)

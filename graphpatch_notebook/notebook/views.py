@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, UnknownPathError
-from graphpatch_notebook.node_path import NodePath, Shapes
+from graphpatch_notebook.errors import ChosenPatchError, GraphError, SessionError, UnknownPathError
+from graphpatch_notebook.node_path import NodePath, Shapes, place_of
 from graphpatch_notebook.notebook.choosing import refuse_arguments
 from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.command_line import without_comment
+from graphpatch_notebook.notebook.command_line import split_options, without_comment, words
+from graphpatch_notebook.notebook.expressions import undefined
 from graphpatch_notebook.notebook.handing_over import counted
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.typed_paths import cut_place
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.listing import Listing
     from graphpatch_notebook.notebook.search import FoundNodes
     from graphpatch_notebook.notebook.tables import Table
+    from graphpatch_notebook.notebook.widget import Browser
 
 
 def status(workspace: Workspace) -> Table[ChosenPatch]:
@@ -88,9 +91,30 @@ def _shape(session: Session, patch: ChosenPatch) -> str:
 # The graph
 
 
-def show(workspace: Workspace, text: str) -> NodePath:
-    """Returns the place at a path, which shows as the tree below it."""
-    return _place(workspace, text)
+def show(workspace: Workspace, text: str) -> Browser:
+    """Returns a browser, opened at a path; where there are no widgets, it shows as the tree below that."""
+    from graphpatch_notebook.notebook.browsing import browser_of
+
+    options, path = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
+    active = workspace.current()
+    place = place_of(_place(workspace, path))
+    tokenizer = None
+    if (name := options.get("--tokenizer")) is not None:
+        if name not in workspace.namespace:
+            raise SessionError(f"--tokenizer takes the name of a variable: {undefined(name, workspace.namespace)}")
+        tokenizer = workspace.namespace[name]
+    if (typed := options.get("--inputs")) is not None:
+        replace(active.session.origin, arguments=typed)  # says what is wrong with them
+    try:
+        return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
+    except GraphError as problem:
+        raise SessionError(str(problem)) from None
+
+
+def _without_note(text: str) -> str:
+    """Returns a line without the comment at its end; a path may hold the sign that one begins with."""
+    found = (start for start, word in words(text) if word.startswith("#") and not word[1:2].isdigit())
+    return text[: next(found, len(text))]
 
 
 def ls(workspace: Workspace, text: str) -> Listing:

@@ -474,7 +474,7 @@ def test_show_code_and_shape(pg: Shell) -> None:
     assert pg.ok("%graphpatch shape hidden").value == torch.Size([3, 8])
     assert pg.ok("%graphpatch shape hidden[:, 0:3]").value == (3, 3)
     assert pg.ok("%graphpatch shape up").value.weight == torch.Size([8, 4])
-    assert pg.ok("%graphpatch show <root>").value == pg.namespace["pg"].graph
+    assert pg.ok("%graphpatch show <root>").value.selected_path == ""
 
 
 def test_ls_and_find(four: Shell) -> None:

@@ -59,6 +59,7 @@ def check_laws(pg: PatchableGraph) -> None:
         by_path[path] = row
 
     nodes = pg.nodes
+    assert skeleton.node_count == len(nodes)
     for path, meta in nodes.items():
         row = by_path[path]
         flags = columns["flags"][row]

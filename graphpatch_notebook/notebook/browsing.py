@@ -1,0 +1,64 @@
+"""What `pg.browse()` and `%graphpatch show` do: make a browser of a graph, among the user's variables."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from graphpatch_notebook.notebook.session import session_of
+from graphpatch_notebook.notebook.workspace import Workspace
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.widget import Browser
+
+
+def browser_of(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    path: str = "",
+    *,
+    inputs: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+) -> Browser:
+    """Returns a new browser of a graph, which shares chosen patches and runs with the others of the same graph.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        path: The path at which it is opened.
+        inputs: What *Run* runs on: a tuple of arguments, a dict of keyword arguments, or one value.
+        typed: The same as the arguments of a call, as Python, evaluated for each run.
+        tokenizer: Says what tokens are in words.
+
+    Raises:
+        UnknownPathError: There is no such path; the message names the nearest.
+        GraphError: The front end is not built.
+    """
+    from graphpatch_notebook.notebook.shared_runs import SharedRuns
+    from graphpatch_notebook.notebook.widget import Browser
+
+    session = session_of(graph)
+    names = [name for name, other in workspace.graphs().items() if other is graph]
+    if names:  # the session learns what the user calls the graph, and the model
+        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    shared = SharedRuns.of(session, workspace)
+    shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
+    return Browser(graph, session, workspace, path)
+
+
+def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
+    """Returns the user's variables: those of IPython, where it runs; else `namespace`."""
+    if "IPython" in sys.modules:
+        from IPython.core.getipython import get_ipython
+
+        from graphpatch_notebook.notebook.extension import workspace_of
+
+        if (shell := get_ipython()) is not None:
+            return workspace_of(shell)
+    return Workspace(lambda: namespace, _refuse_cell)
+
+
+def _refuse_cell(text: str) -> None:
+    raise NotImplementedError("there are no cells here")
