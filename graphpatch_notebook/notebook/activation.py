@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.execution.stand_in import held_value
+from graphpatch_notebook.execution.stand_in import held_value, tensor_at
 from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate
 from graphpatch_notebook.notebook.planes import Picture, check_plane, nothing, parse_plane, picture
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run
@@ -169,7 +169,7 @@ def _is_held(target: Target) -> bool:
     if target.node.kind not in ("parameter", "buffer") or target.dig:
         return False
     try:
-        value = held_value(target.frame.module, target.node.target)
+        value = tensor_at(target.frame.module, target.node.target)
     except Exception:  # it may be there only while the model runs
         return False
     return isinstance(value, Tensor) and value.device.type != "meta"

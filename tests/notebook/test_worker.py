@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from contextvars import ContextVar
@@ -137,6 +139,34 @@ def test_interrupts_at_any_moment_leave_no_other_trace(delay: float) -> None:
     assert job.state in ("done", "interrupted")
     assert len(after) == 2000 or (job.state == "interrupted" and not after)
     assert job.state == "interrupted" or job.result == 20 * sum(range(50))
+
+
+PROFILED = """
+import cProfile, time
+from graphpatch_notebook.notebook.worker import Job
+
+def work(job):
+    return job.interruptibly(lambda: [time.sleep(0.001) for _ in range(1000)] and 1)
+
+for is_interrupted in (False, True, True):
+    job = Job(work, str)
+    if is_interrupted:
+        time.sleep(0.02)
+        job.interrupt()
+    else:
+        job = Job(lambda job: job.interruptibly(lambda: 1), str)
+    job.wait()
+    print(job.state)
+profile = cProfile.Profile()
+profile.runcall(lambda: [(lambda: i)() for i in range(1000)])
+print("profiled")
+"""
+
+
+def test_profilers_work_after_jobs_and_interrupts() -> None:
+    # In a process of its own: where the interpreter still looks for an interrupt, a profiler never ends.
+    ran = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split() == ["done", "interrupted", "interrupted", "profiled"]
 
 
 def test_the_stack_is_seen_from_outside() -> None:
