@@ -14,7 +14,7 @@ import {
   mistake,
   newDraft,
 } from "./draft";
-import { describe, fieldsOf, makeEdit } from "./edits";
+import { describe, describeAll, fieldsOf, makeEdit } from "./edits";
 import { type Floating, makeFloating } from "./floating";
 import { wordsOf } from "./kernel";
 import { Outcome } from "./outcome";
@@ -277,18 +277,13 @@ class PatchEditor implements Editor {
     this.isApplying = false;
     this.form.lock(false);
     if (error.field === "version") {
-      this.failure.textContent = `The patches were changed meanwhile. ${this.chosenNow()} Apply again to add yours to that.`;
+      const now = describeAll(this.view.model.get("session").patches);
+      this.failure.textContent = `The patches were changed meanwhile. ${now} Apply again to add yours to that.`;
       this.check();
       return;
     }
     this.checker.refuse(error);
     if (error.field !== null && error.field in this.draft()) this.form.focusField(error.field as FieldName);
-  }
-
-  private chosenNow(): string {
-    const { patches } = this.view.model.get("session");
-    if (patches.length === 0) return "Now none is chosen.";
-    return `Now there are: ${patches.map((patch) => `#${patch.number} ${describe(patch)}`).join("; ")}.`;
   }
 
   /** Somebody changed the patches: what is typed stays, and what that means now is said. */
@@ -300,11 +295,12 @@ class PatchEditor implements Editor {
       this.changing = null;
       this.failure.textContent = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
       this.check();
-    } else {
-      this.changing = now;
-      if (!isSame(fieldsOf(now), fieldsOf(before))) {
-        this.failure.textContent = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}. Apply puts what is typed here in its place.`;
-      }
+      return;
+    }
+    this.changing = now;
+    if (!isSame(fieldsOf(now), fieldsOf(before))) {
+      const what = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}.`;
+      this.failure.textContent = `${what} Apply puts what is typed here in its place.`;
     }
     this.show();
   }

@@ -55,6 +55,12 @@ export function describe(patch: PatchFields): string {
   return [patch.kind, place(patch), patch.value ?? patch.name ?? "", ...restrictions(patch)].filter(Boolean).join(" ");
 }
 
+/** What is chosen now, as a sentence. */
+export function describeAll(patches: readonly PatchState[]): string {
+  if (patches.length === 0) return "Now none is chosen.";
+  return `Now there are: ${patches.map((patch) => `#${patch.number} ${describe(patch)}`).join("; ")}.`;
+}
+
 /** `h_0.output[:, -1]` */
 export function place(patch: Pick<PatchFields, "path" | "slice">): string {
   return patch.slice === null ? patch.path : `${patch.path}[${patch.slice}]`;
