@@ -293,14 +293,3 @@ export class FakeView implements View {
     this.calls.push(["editPatch", target, anchor]);
   }
 }
-
-/** How many milliseconds the fastest of several times took: other work on the machine does not count. */
-export async function fastest(work: () => unknown, times = 6): Promise<number> {
-  let best = Number.POSITIVE_INFINITY;
-  for (let time = 0; time < times; time++) {
-    const start = performance.now();
-    await work();
-    best = Math.min(best, performance.now() - start);
-  }
-  return best;
-}
