@@ -208,6 +208,7 @@ export const ABOUT: About = {
 /** The traits of a widget that shows `columns` and has no patches. Its skeleton is empty: `deflated` makes a true one. */
 export function traits(changes: Partial<Traits> = {}): Traits {
   return {
+    front_end: new DataView(new ArrayBuffer(0)),
     skeleton: new DataView(new ArrayBuffer(0)),
     about: ABOUT,
     session: { version: 0, patches: [], can_undo: false, can_redo: false },
