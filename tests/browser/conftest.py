@@ -9,11 +9,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.browser.chromium import Watch, launch, opened
-from tests.browser.notebook_page import NotebookPage
+from tests.browser.notebook_page import NotebookPage, notebook_of
 from tests.browser.server import CHECKOUT, Server, serving
+from tests.browser.tree_page import TreePage
 
 
 # First: before pytest leaves out by marks, and before pytest-xdist reads the groups.
@@ -60,19 +61,31 @@ def notebook(page: Page, server: Server) -> NotebookPage:
 
 
 @pytest.fixture
-def write(server: Server, request: pytest.FixtureRequest) -> Callable[..., str]:
+def example(notebook: NotebookPage) -> TreePage:
+    """The first view of the example notebook: the model was just wrapped, no patch is chosen."""
+    notebook.open("05_browser.ipynb")
+    browse = notebook.position("browser = pg.browse(")
+    for cell in notebook.code_cells():
+        if cell <= browse:
+            notebook.run(cell)
+    notebook.execute("%graphpatch clear")  # of an earlier test: patches stay when a model is wrapped again
+    notebook.scroll_to(browse)
+    view = TreePage(notebook, browse)
+    expect(view.tree).to_be_visible()
+    return view
+
+
+@pytest.fixture
+def write(server: Server, request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     """Writes a notebook of code cells into the server's folder; returns its name there."""
+    name = f"{request.node.name}.ipynb"
 
     def written(*sources: str) -> str:
-        cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
-        name = f"{request.node.name}.ipynb"
-        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), server.folder / name)
+        nbformat.write(notebook_of(sources), server.folder / name)
         return name
 
-    return written
-
-
-KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    yield written
+    server.end_kernels(name)
 
 
 @pytest.fixture

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import nbformat
+from nbformat import NotebookNode
 from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.chromium import TIMEOUT_SECONDS
@@ -43,12 +47,25 @@ content.activeCellIndex = argument;
 await app.commands.execute("notebook:run-cell");
 """
 
+_EXECUTE = """
+const kernel = app.shell.currentWidget.sessionContext.session.kernel;
+const future = kernel.requestExecute({ code: argument, store_history: false });
+return (await future.done).content;
+"""
+
 _EVALUATE = """
 const kernel = app.shell.currentWidget.sessionContext.session.kernel;
 const reply = await kernel.requestExecute({
   code: "", silent: true, store_history: false, user_expressions: { value: argument } }).done;
 return reply.content.user_expressions?.value ?? reply.content;
 """
+
+
+def notebook_of(sources: Sequence[str]) -> NotebookNode:
+    """Returns a notebook with these code cells."""
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
 
 class NotebookPage:
@@ -102,6 +119,23 @@ class NotebookPage:
         if found.get("status") != "ok":
             raise RuntimeError(f"{expression}: {found.get('evalue', found)}")
         return json.loads(ast.literal_eval(found["data"]["text/plain"]))
+
+    def execute(self, code: str) -> None:
+        """Runs code in the kernel that stands in no cell."""
+        reply = self._do(code, _EXECUTE, code)
+        if reply["status"] != "ok":
+            raise RuntimeError(f"{code}: {reply.get('evalue', reply)}")
+
+    def position(self, beginning: str) -> int:
+        """Returns the position of the first cell with a line that begins so."""
+        sources = self.sources()
+        return next(
+            i for i, source in enumerate(sources) if re.search(f"^{re.escape(beginning)}", source, re.MULTILINE)
+        )
+
+    def measure(self, script: str, argument: Any = None) -> Any:
+        """Returns what a script of the caller's returns; `app`, `until` and `argument` are there for it."""
+        return self._do("the measurement", script, argument)
 
     def save(self) -> None:
         self._do("saving", 'await app.commands.execute("docmanager:save");')

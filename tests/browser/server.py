@@ -32,6 +32,15 @@ class Server:
         """Returns where a notebook of the folder is, in the mode that shows this one document."""
         return f"{self.url}/doc/tree/{file}"
 
+    def end_kernels(self, file: str) -> None:
+        """Ends the kernels of a notebook, which go on after its page is closed."""
+        with urllib.request.urlopen(f"{self.url}/api/sessions", timeout=60) as answer:
+            sessions = json.load(answer)
+        for session in sessions:
+            if session["path"] == file:
+                request = urllib.request.Request(f"{self.url}/api/sessions/{session['id']}", method="DELETE")
+                urllib.request.urlopen(request, timeout=60).close()
+
 
 @contextmanager
 def serving(folder: Path, python: str = sys.executable) -> Iterator[Server]:

@@ -44,6 +44,7 @@ def execute(notebook: NotebookNode, names: tuple[str, ...] = ()) -> tuple[Notebo
         timeout=300,
         kernel_name="python3",
         record_timing=False,
+        store_widget_state=False,  # it would hold the whole front end
         resources={"metadata": {"path": str(EXAMPLES)}},
     )
     client.execute()
@@ -63,7 +64,9 @@ def outputs(notebook: NotebookNode) -> list[NotebookNode]:
 
 def text(cell: NotebookNode) -> str:
     """Returns what a code cell shows, as plain text."""
-    return "".join(output["text"] if "text" in output else output["data"]["text/plain"] for output in cell.outputs)
+    return "".join(
+        output["text"] if "text" in output else output["data"].get("text/plain", "") for output in cell.outputs
+    )
 
 
 def _remove_machine_folders(output: NotebookNode) -> None:

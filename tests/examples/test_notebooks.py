@@ -36,6 +36,7 @@ NAMES = {
         "same_weight",
     ),
     "04_magics": ("accuracy_without", "to_follower", "share_without", "share_with_10", "share_with_20", "code"),
+    "05_browser": ("without_head", "scores"),
 }
 HEADS = [str((layer, head)) for layer in range(2) for head in range(4)]
 
@@ -170,3 +171,23 @@ def test_magics_leave_with_code_and_without_files() -> None:
     found = run("04_magics")[1]
     assert '"transformer.h_1.attn.c_proj.x": ZeroPatch(slice=(..., slice(48, 64)))' in found["code"]
     assert not list(EXAMPLES.glob("*.json"))
+
+
+def test_browser_finds_where_the_answer_becomes_known() -> None:
+    found = run("05_browser")[1]
+    assert found["without_head"] < 0.1
+    scores = found["scores"]
+    assert max(score for path, score in scores.items() if path.startswith("transformer.h_0.")) < 0.1
+    attention = "transformer.h_1.attn."
+    assert max(scores[f"{attention}{name}"] for name in ("query_states", "key_states", "value_states")) < 0.1
+    assert min(scores[f"{attention}{name}"] for name in ("attn_output_1", "c_proj.output")) > 0.9
+
+
+def test_browser_leaves_a_tree_that_lives_without_a_kernel() -> None:
+    notebook = read(EXAMPLES / "05_browser.ipynb")
+    assert "widgets" not in notebook.metadata
+    trees = [output["data"]["text/html"] for output in outputs(notebook) if "gp-static" in str(output)]
+    assert len(trees) == 2
+    for tree in trees:
+        assert "<details" in tree
+        assert "transformer.h_1.attn.c_proj.x[..., 48:64]" in tree

@@ -1,0 +1,215 @@
+"""How fast the tree browser is in a real JupyterLab and Chromium: `python -m tests.benchmarks.browser [--quick]`.
+
+Times are those that a user waits, up to the paint, in milliseconds on a clock: another program that wants the cores
+makes them longer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from playwright.sync_api import Browser, sync_playwright
+
+import graphpatch_notebook
+from tests.benchmarks.report import Row, report, row
+from tests.browser.chromium import launch, opened
+from tests.browser.notebook_page import NotebookPage, notebook_of
+from tests.browser.server import Server, serving
+
+KILOBYTE = 1000
+STATIC = Path(graphpatch_notebook.__file__).parent / "static"
+FIFTY_THOUSAND = "from tests.benchmarks.notebook import deep\n\npg = deep()"
+GPT2 = """
+import torch
+
+from graphpatch_notebook import PatchableGraph
+from tests.benchmarks.models import GPT2_124M
+
+with torch.no_grad():
+    pg = PatchableGraph(GPT2_124M.build(), GPT2_124M.inputs())
+"""
+SHOW = "browser = pg.browse()\nbrowser"
+SEARCHES = ("mlp", "op:mul", "layers_12", "q_proj", "shape:16", "/layers_1.*weight/", "nothing like this", "")
+
+# A frame is painted when the first task after its animation callbacks runs.
+_PAINTED = """
+const painted = () => new Promise((done) => requestAnimationFrame(() => {
+  const channel = new MessageChannel();
+  channel.port1.onmessage = () => done(performance.now());
+  channel.port2.postMessage(null);
+}));
+const tree = () => document.querySelector('[role="tree"][aria-label="Graph"]');
+const rows = () => document.querySelectorAll('[role="treeitem"]').length;
+const elements = () => document.querySelectorAll(".gp-root *").length;
+"""
+
+# What is sent for a widget: the messages that open it, with their binary parts.
+_SHOW = f"""
+{_PAINTED}
+const kernel = app.shell.currentWidget.sessionContext.session.kernel;
+const bytes = (message) => new TextEncoder().encode(JSON.stringify(message.content)).length
+  + (message.buffers ?? []).reduce((sum, buffer) => sum + buffer.byteLength, 0);
+let sent = 0, frontEnd = 0, ended = null;
+const listen = (_, {{ msg, direction }}) => {{
+  if (direction !== "recv") return;
+  if (msg.header.msg_type === "comm_open") {{
+    const {{ _esm = "", _css = "" }} = msg.content.data.state;
+    sent += bytes(msg);
+    frontEnd += bytes({{ content: {{ _esm, _css }} }});
+  }}
+  if (msg.header.msg_type === "execute_reply") ended = performance.now();
+}};
+kernel.anyMessage.connect(listen);
+const content = app.shell.currentWidget.content;
+content.activeCellIndex = argument;
+void app.commands.execute("notebook:run-cell");
+await until(() => rows() > 0);
+const seen = await painted();
+await until(() => ended !== null);
+kernel.anyMessage.disconnect(listen);
+return {{ milliseconds: Math.max(0, seen - ended), sent, frontEnd, elements: elements() }};
+"""
+
+# Where the tree scrolls: the nearest element around it, or itself, that is higher inside than outside.
+_SCROLL = f"""
+{_PAINTED}
+let area = tree();
+while (area.scrollHeight <= area.clientHeight + 1 || !/auto|scroll/.test(getComputedStyle(area).overflowY)) {{
+  area = area.parentElement;
+}}
+const covered = () => {{
+  const box = area.getBoundingClientRect();
+  return [2, box.height / 2, box.height - 2].every((y) =>
+    document.elementFromPoint(box.left + box.width / 3, box.top + y)?.closest('[role="treeitem"]'));
+}};
+area.scrollIntoView({{ block: "center" }});
+await painted();
+const taken = [];
+for (const share of argument) {{
+  const target = Math.round(share * (area.scrollHeight - area.clientHeight));
+  const started = performance.now();
+  area.scrollTop = target;
+  await painted();
+  await until(covered);
+  taken.push({{ milliseconds: performance.now() - started, elements: elements() }});
+  await painted();
+}}
+return {{ taken, rows: area.scrollHeight / document.querySelector('[role="treeitem"]').offsetHeight }};
+"""
+
+# The time ends with the paint of the last frame in which the tree changed.
+_SEARCH = f"""
+{_PAINTED}
+const box = document.querySelector('[aria-label="Search nodes"]');
+const taken = [];
+for (const query of argument) {{
+  let changed = null;
+  const observer = new MutationObserver(() => {{ changed = performance.now(); }});
+  const everything = {{ subtree: true, childList: true, characterData: true, attributes: true }};
+  observer.observe(box.closest(".gp-root"), everything);
+  const started = performance.now();
+  box.value = query;
+  box.dispatchEvent(new InputEvent("input", {{ bubbles: true }}));
+  await until(() => changed !== null);
+  let seen = await painted();
+  while (performance.now() < started + 300) {{
+    const before = changed;
+    await painted();
+    if (changed !== before) seen = performance.now();
+  }}
+  observer.disconnect();
+  taken.push({{ query, milliseconds: seen - started, elements: elements() }});
+}}
+return taken;
+"""
+
+
+@contextmanager
+def notebook(browser: Browser, server: Server, file: str) -> Iterator[NotebookPage]:
+    """The notebook in a fresh page; its kernel goes on from page to page."""
+    with opened(browser) as (page, _):
+        shown = NotebookPage(page, server)
+        shown.open(file)
+        yield shown
+
+
+def written(server: Server, name: str, build: str) -> str:
+    """Writes a notebook whose first cell makes `pg` and whose second shows it."""
+    nbformat.write(notebook_of((build, SHOW)), server.folder / name)
+    return name
+
+
+def median(found: list[dict[str, Any]]) -> float:
+    return statistics.median(one["milliseconds"] for one in found)
+
+
+def under(what: str, measured: float, limit: float, unit: str) -> Row:
+    return row(what, f"{measured:.0f} {unit}".strip(), f"under {limit:.0f} {unit}".strip(), measured < limit)
+
+
+def showing(
+    browser: Browser, server: Server, file: str, name: str, rounds: int, limits: tuple[float, float]
+) -> Iterator[Row]:
+    """First paints, each in a page that has shown no widget yet."""
+    found = []
+    for number in range(rounds):
+        with notebook(browser, server, file) as shown:
+            if number == 0:
+                shown.run(0)
+            found.append(shown.measure(_SHOW, 1))
+    milliseconds, kilobytes = limits
+    yield under(f"{name}: first paint after the cell ends", median(found), milliseconds, "ms")
+    sent, front_end = (max(one[what] for one in found) / KILOBYTE for what in ("sent", "frontEnd"))
+    yield under(f"{name}: what is sent to show it, without the front end", sent - front_end, kilobytes, "KB")
+    yield under(f"{name}: what is sent to show it, with the front end", sent, kilobytes, "KB")
+
+
+def using(browser: Browser, server: Server, file: str, name: str, rounds: int) -> Iterator[Row]:
+    """Scrolling and searching, with every row open."""
+    with notebook(browser, server, file) as shown:
+        elements = [shown.measure(_SHOW, 1)["elements"]]
+        shown.page.get_by_role("button", name="Expand all").click()
+        shares = [((7 * number) % 11) / 11 for number in range(1, rounds + 1)]
+        jumps = shown.measure(_SCROLL, shares)
+        elements += [one["elements"] for one in jumps["taken"]]
+        rows = f"{jumps['rows']:,.0f} rows open"
+        yield under(f"{name}, {rows}: scroll jump", median(jumps["taken"]), 50, "ms")
+        searches = [one for _ in range(rounds // 3) for one in shown.measure(_SEARCH, list(SEARCHES))]
+        elements += [one["elements"] for one in searches]
+        yield under(f"{name}, {rows}: search redraw", median(searches), 30, "ms")
+        slowest = max(SEARCHES, key=lambda query: median([one for one in searches if one["query"] == query]))
+        time = median([one for one in searches if one["query"] == slowest])
+        yield under(f"{name}, {rows}: search redraw, the slowest: {slowest!r}", time, 30, "ms")
+        yield under(f"{name}: DOM elements, at most", max(elements), 400, "")
+
+
+def bundle() -> Iterator[Row]:
+    size = sum(file.stat().st_size for file in STATIC.glob("widget.*")) / KILOBYTE
+    yield under("bundle: script and style", size, 60, "KB")
+
+
+def sections(quick: bool) -> Iterator[Iterator[Row]]:
+    rounds = 3 if quick else 9
+    yield bundle()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sync_playwright() as playwright,
+        serving(Path(folder)) as server,
+    ):
+        browser = launch(playwright)
+        file = written(server, "gpt2.ipynb", GPT2)
+        yield showing(browser, server, file, "GPT-2 124M", rounds, (200, 100))
+        file = written(server, "fifty_thousand.ipynb", FIFTY_THOUSAND)
+        yield showing(browser, server, file, "50,000 nodes", rounds, (300, 250))
+        yield using(browser, server, file, "50,000 nodes", rounds)
+        browser.close()
+
+
+if __name__ == "__main__":
+    report("graphpatch-notebook in the browser", __doc__, sections)

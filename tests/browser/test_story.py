@@ -1,0 +1,190 @@
+"""The story of the tree browser, in the example notebook that tells it: what it says one can do, done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.browser.tree_page import HEADS, TreePage
+
+SOFTMAX = "transformer.h_1.attn.attn_weights_2"
+HEAD_3 = "..., 48:64"
+
+# Without graphpatch: the same head, switched off by a hook of torch.
+ORACLE = """
+def without_head_3(module, args):
+    found = args[0].clone()
+    found[..., 48:64] = 0
+    return (found,)
+
+hook = model.transformer.h[1].attn.c_proj.register_forward_pre_hook(without_head_3)
+by_hook = right(model)
+said_by_hook = int(model(asked).logits[0, -1].argmax())
+hook.remove()
+"""
+
+
+def test_search_finds_and_gives_back(example: TreePage) -> None:
+    before = example.rows()
+    example.tree.focus()
+    example.press("/")
+    expect(example.search_box).to_be_focused()
+    example.page.keyboard.type("op:softmax")
+    expect(example.row("attn_weights_2")).to_be_visible()
+    assert [name for name in example.rows() if name.startswith("attn_weights")] == ["attn_weights_2"] * 2
+    expect(example.place.get_by_text(re.compile(r"^2 of \d+ nodes"))).to_be_visible()
+    example.press("Control+a", "Backspace")
+    expect(example.row("attn_weights_2")).to_have_count(0)
+    assert example.rows() == before
+
+
+def test_keyboard_walks_opens_and_closes(example: TreePage) -> None:
+    def is_on(name: str, **attributes: str) -> None:
+        expect(example.selected).to_have_attribute("aria-label", re.compile(rf"^{name}\b"))
+        for attribute, value in attributes.items():
+            expect(example.selected).to_have_attribute(f"aria-{attribute}", value)
+
+    example.go_to("transformer.h_1")
+    example.search_box.focus()
+    example.press("Escape", "Escape")
+    expect(example.tree).to_be_focused()
+    is_on("h_1", expanded="false")
+    example.press("ArrowRight")
+    is_on("h_1", expanded="true")
+    example.press("ArrowRight", "m")
+    is_on("mlp", expanded="false")
+    example.press("ArrowLeft")
+    is_on("h_1", expanded="true")
+    example.press("ArrowLeft")
+    is_on("h_1", expanded="false")
+    example.press("Home")
+    is_on("pg", level="1", expanded="true")
+    assert example.tree.get_attribute("aria-activedescendant") == example.selected.get_attribute("id")
+
+
+def test_popup_shows_the_code_and_leads_on(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+    example.go_to(SOFTMAX)
+    example.tree.focus()
+    example.press("Enter")
+    popup = example.dialog(SOFTMAX)
+    expect(popup).to_be_visible()
+    expect(popup.get_by_text("nn.functional.softmax(").first).to_be_visible()
+    expect(popup).to_contain_text(re.compile(r"64.*4.*36.*36"))
+    take_picture("popup")
+    popup.get_by_role("button", name=re.compile("^attn_weights_1")).first.click()
+    expect(popup).to_be_hidden()
+    expect(example.tree).to_be_focused()
+    expect(example.selected).to_have_attribute("aria-label", re.compile(r"^attn_weights_1\b"))
+    example.press("Enter")
+    expect(example.dialog("transformer.h_1.attn.attn_weights_1")).to_be_visible()
+    example.press("Escape")
+    expect(example.tree).to_be_focused()
+    expect(example.place.get_by_role("dialog")).to_have_count(0)
+
+
+def test_activation_looks_like_an_attention_pattern(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+    example.go_to(SOFTMAX)
+    example.tree.focus()
+    example.press("Enter")
+    activation = example.dialog(SOFTMAX).get_by_role("region", name="Activation")
+    activation.get_by_role("button", name="Show").click()
+    expect(activation.get_by_role("img")).to_be_visible()
+    take_picture("activation")
+
+
+def test_slice_is_checked_while_it_is_typed(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+    editor = example.open_editor(HEADS)
+    editor.get_by_label("Kind", exact=True).select_option("zero")
+    field = editor.get_by_label("Slice", exact=True)
+    field.fill(HEAD_3)
+    expect(editor).to_contain_text(re.compile(r"64, 36, 16"))
+    take_picture("good")
+    field.fill("0, 0, 0, 0")
+    expect(field).to_have_attribute("aria-invalid", "true")
+    expect(editor.get_by_text(re.compile(r"slice \[0, 0, 0, 0\].*dimension"))).to_be_visible()
+    take_picture("bad")
+    expect(editor.get_by_role("button", name="Apply", exact=True)).to_be_disabled()
+    field.press("Enter")
+    expect(editor).to_be_visible()
+    field.fill(HEAD_3)
+    expect(field).not_to_have_attribute("aria-invalid", "true")
+    editor.get_by_role("button", name="Apply", exact=True).click()
+    expect(example.chosen).to_have_count(1)
+
+
+def test_patch_is_chosen_run_and_taken_along(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+    notebook = example.notebook
+    example.patch(HEADS, "zero", HEAD_3)
+    expect(example.chosen).to_contain_text(HEADS)
+    example.button("Undo").click()
+    expect(example.chosen).to_have_count(0)
+    example.button("Redo").click()
+    expect(example.chosen).to_have_count(1)
+
+    notebook.run(notebook.position("without_head ="))
+    patched = notebook.value("without_head")
+    notebook.execute(ORACLE)
+    assert notebook.value("right(pg)") == 1
+    assert patched == notebook.value("by_hook") < 0.1
+
+    example.button("Run").click()
+    expect(example.runs).to_contain_text(str(notebook.value("int(answers[0])")))
+    expect(example.runs).to_contain_text(str(notebook.value("said_by_hook")))
+    expect(example.runs).to_contain_text("logits")
+    take_picture("run")
+
+    example.button("Copy as Python").click()
+    expect(example.button("Copy as Python")).to_contain_text("Copied")
+    code = example.page.evaluate("navigator.clipboard.readText()")
+    assert "ZeroPatch(slice=(..., slice(48, 64)))" in code
+    cells = notebook.sources()
+    example.button("Insert cell").click()
+    expect(example.button("Insert cell")).to_contain_text("Inserted")
+    inserted = example.cell + 1
+    assert notebook.sources() == [*cells[:inserted], code, *cells[inserted:]]
+    notebook.run(inserted)
+    assert notebook.value("right(lambda _: output)") == patched
+
+
+def test_second_view_follows(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+    notebook = example.notebook
+    show = notebook.position("%graphpatch show")
+    notebook.run(show)
+    second = TreePage(notebook, show)
+    expect(second.tree).to_be_visible()
+    example.patch("transformer.h_0.mlp.output", "add", value="0.5")
+    expect(second.chosen).to_have_count(1)
+    notebook.run(notebook.position("%graphpatch zero"))
+    expect(second.chosen).to_have_count(2)
+    expect(example.chosen).to_have_count(2)
+    second.button("Undo").click()
+    second.button("Undo").click()
+    expect(second.chosen).to_have_count(0)
+    expect(example.chosen).to_have_count(0)
+    example.search("op:softmax")
+    expect(second.search_box).to_have_value("")
+
+
+def test_keys_over_the_tree_never_reach_the_notebook(example: TreePage) -> None:
+    cells = example.notebook.sources()
+    example.tree.focus()
+    example.press(*"xddabycvmrkj0", "Delete", "Backspace", "Shift+M", "Shift+V")
+    example.press("Enter", "Escape", "ArrowUp", "ArrowDown", "Space", "Home", "End", "PageUp", "PageDown", "*", "F3")
+    expect(example.tree).to_be_focused()
+    assert example.notebook.sources() == cells
+    assert example.notebook.value("1 + 1") == 2
+
+
+def test_scores_colour_and_sort_the_tree(example: TreePage, take_picture: Callable[[str], Path]) -> None:
+    notebook = example.notebook
+    notebook.run(notebook.position("browser.set_scores("))
+    expect(example.place.get_by_text("probability of the right answer").first).to_be_visible()
+    example.go_to("transformer.h_1.attn.attn_output_1")
+    expect(example.selected).to_have_attribute("aria-label", re.compile(r"^attn_output_1 0\.99"))
+    example.search("")
+    take_picture("light")
+    notebook.use_theme("dark")
+    take_picture("dark")
