@@ -1,4 +1,5 @@
-// Bundles js/src into graphpatch_notebook/static/: widget.js, widget.css, and a stamp that says what they were made of.
+// Bundles js/src into graphpatch_notebook/static/: widget.js and widget.css, the loader that unpacks them in the browser,
+// and a stamp that says what they were made of.
 //
 //     npm run build        once
 //     npm run dev          again after every change (with ANYWIDGET_HMR=1 the notebook takes it up)
@@ -42,6 +43,7 @@ const options = {
   entryPoints: [
     { in: "js/src/index.ts", out: "widget" },
     { in: "js/src/style.css", out: "widget" },
+    { in: "js/src/loader.ts", out: "loader" },
   ],
   outdir: out,
   bundle: true,

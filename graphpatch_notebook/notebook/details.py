@@ -18,7 +18,7 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.places import Place
 from graphpatch_notebook.resolution import is_patchable
 from graphpatch_notebook.source_text import signature_line
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, key_text
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, key_text, leaves
 
 
 def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def _notes_of_value(place: Place, node: Node, skeleton: Skeleton, row: int) -> I
     if isinstance(spec, ScalarSpec) and spec.is_number:
         yield f"its value was {spec.value!r}"
     if node.is_plumbing:
-        is_unpacked = any(other.element is not None and other.element[0] is node for other in place.frame.nodes)
-        why = "the code unpacks it" if is_unpacked else "it only carries sizes"
+        has_tensors = any(isinstance(leaf, TensorSpec) for _, leaf in leaves(node.spec))
+        why = "the code unpacks it" if has_tensors else "it only carries sizes"
         yield f"{why}: hidden from the tree, unless it is asked for"
     if not is_patchable(node) and node.kind != "constant":
         yield "it cannot be patched: arithmetic on sizes happens in plain Python, out of sight of a patch"

@@ -15,6 +15,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.values import readable_children
 
 _DEEPEST = 4
+_NOT_BUFFERS = frozenset({"_parameters", "_modules"})
+_PLAIN = (bool, int, float, str, set, type(None), Module)
 
 _DRAWING = frozenset(
     "bernoulli bernoulli_ cauchy_ exponential_ geometric_ gumbel_softmax log_normal_ multinomial normal normal_ "
@@ -57,8 +59,11 @@ class RunState:
 
 def _kept_by(module: Module) -> Iterator[Tensor]:
     """Yields the buffers of a module, and other tensors that are attributes of it, but no parameters."""
-    for value in (*module._buffers.values(), *module.__dict__.values()):
-        yield from _tensors_in(value) if not isinstance(value, Module) else ()
+    for name, value in module.__dict__.items():
+        # Most attributes of most modules are numbers, or hooks that nobody has registered.
+        is_empty = isinstance(value, (dict, list, tuple)) and not value
+        if not is_empty and name not in _NOT_BUFFERS and not isinstance(value, _PLAIN):
+            yield from _tensors_in(value)
 
 
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:

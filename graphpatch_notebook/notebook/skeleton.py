@@ -297,7 +297,7 @@ class _Rows:
             if type(spec) is TensorSpec:  # nearly all of them, for which the general way takes twice as long
                 number = tensors.get(spec)
                 if number is None:
-                    number = tensors[spec] = self._number_of(spec)
+                    number = self._number_of(spec)
                 if kind == "constant":
                     flags += 0 if node.is_plumbing else HIDDEN
                 elif node.is_live:
@@ -333,6 +333,8 @@ class _Rows:
 
     def _number_of(self, spec: ValueSpec) -> int:
         """Returns the number of a spec in the table."""
+        if type(spec) is TensorSpec and (known := self._tensors.get(spec)) is not None:
+            return known
         shape, dtype, what = None, None, _what(spec)
         if isinstance(spec, TensorSpec):
             shape, dtype = tuple(spec.shape), str(spec.dtype).removeprefix("torch.")
@@ -340,6 +342,8 @@ class _Rows:
         number = self._others[written]
         if number == len(self.specs):
             self.specs.append(list(written))
+        if type(spec) is TensorSpec:
+            self._tensors[spec] = number
         return number
 
 

@@ -7,21 +7,20 @@ session    -- each change, by whomever ----------------->  trait `session`
 
 from __future__ import annotations
 
-import os
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
 import graphpatch_notebook
-from graphpatch_notebook.errors import GraphError, SessionError, UnknownPathError
+from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.node_path import NodePath
+from graphpatch_notebook.notebook import front_end
 from graphpatch_notebook.notebook.browser_display import BrowserDisplay, has_front_end, is_terminal
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.requests import Desk, answer
@@ -35,24 +34,7 @@ from graphpatch_notebook.notebook.static_tree import StaticTree, entry_of
 from graphpatch_notebook.notebook.workspace import Workspace
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
-_STATIC = Path(__file__).parents[1] / "static"
 _LONGEST_QUERY = 10_000
-
-
-def _built(name: str) -> Path | str:
-    """Returns what is in a file of the front end; with ANYWIDGET_HMR=1, the file, to be watched.
-
-    Raises:
-        GraphError: It is not there.
-    """
-    file = _STATIC / name
-    if not file.is_file():
-        raise GraphError(
-            f"the front end of the tree browser is not built: {file} is missing. In a checkout, run "
-            "`npm ci --ignore-scripts && npm run build` (node >= 20); else install graphpatch-notebook again"
-        )
-    # anywidget keeps every widget alive that has a file.
-    return file if os.environ.get("ANYWIDGET_HMR") == "1" else file.read_text("utf8")
 
 
 class Browser(anywidget.AnyWidget):
@@ -73,9 +55,9 @@ class Browser(anywidget.AnyWidget):
         >>> browser.close()
     """
 
-    _esm = _built("widget.js")
-    _css = _built("widget.css")
+    _esm, _css = front_end.for_anywidget()
 
+    front_end = traitlets.Bytes(front_end.packed(), read_only=True).tag(sync=True, echo_update=False)
     skeleton = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     about = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     session = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)

@@ -60,6 +60,8 @@ export interface Columns {
 
 /** Traits, as `model.get` gives them. Only `expanded`, `selected`, `query` and `shows_plumbing` are set by the front end. */
 export interface Traits {
+  /** Deflated JSON of `{css, js}`: the front end itself, which `loader.ts` unpacks. Empty where anywidget loads it from files. */
+  front_end: DataView;
   /** Deflated JSON of `Columns`. */
   skeleton: DataView;
   about: About;

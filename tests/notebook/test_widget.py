@@ -31,7 +31,7 @@ from torch import nn
 
 from graphpatch_notebook import PatchableGraph, UnknownPathError
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.notebook import widget
+from graphpatch_notebook.notebook import front_end
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.session import session_of
 from graphpatch_notebook.notebook.skeleton import skeleton_of
@@ -112,7 +112,9 @@ def test_the_first_message_has_all_that_a_view_needs(graph: PatchableGraph) -> N
     assert about["model_id"] == browser.model_id == line_of(browser).comm_id
     assert about["no_inputs"] is None
     assert about["has_tokenizer"] is False
-    assert "gp-root" in state["_esm"]
+    front_end = json.loads(zlib.decompress(browser.front_end))
+    assert "gp-root" in front_end["js"]
+    assert ".gp-root" in front_end["css"]
 
 
 def test_large_models_begin_with_a_small_message() -> None:
@@ -121,7 +123,6 @@ def test_large_models_begin_with_a_small_message() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=2, vocab_size=100)).eval()  # of 12 layers
     browser = PatchableGraph(model, torch.arange(8)[None]).browse()
     message, buffers = line_of(browser).sent[0]
-    del message["state"]["_esm"], message["state"]["_css"]
     assert len(json.dumps(message)) + sum(map(len, buffers)) < 100_000
 
 
@@ -498,9 +499,18 @@ def test_as_text_it_is_the_tree(pg: Shell) -> None:
 
 
 def test_a_missing_front_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(widget, "_STATIC", tmp_path)
-    with pytest.raises(GraphError, match=r"not built: .*widget.js is missing. In a checkout, run `npm ci"):
-        widget._built("widget.js")
+    monkeypatch.setattr(front_end, "_STATIC", tmp_path)
+    with pytest.raises(GraphError, match=r"not built: .*loader.js is missing. In a checkout, run `npm ci"):
+        front_end.for_anywidget()
+
+
+def test_for_hot_reload_anywidget_has_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYWIDGET_HMR", "1")
+    script, style = front_end.for_anywidget()
+    assert isinstance(script, Path)
+    assert isinstance(style, Path)
+    assert (script.name, style.name) == ("widget.js", "widget.css")
+    assert front_end.packed.__wrapped__() == b""
 
 
 def test_neither_import_nor_the_extension_import_widgets() -> None:
@@ -606,7 +616,8 @@ def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkey
     model_id = live["data"][WIDGET_VIEW]["model_id"]
     assert f"gp-static-{model_id}" in static["data"]["text/html"]
     saved = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"][model_id]
-    bundle = len(saved["state"].pop("_esm")) + len(saved["state"].pop("_css"))
-    assert bundle < 300_000
+    bundle = [saved["state"].pop("_esm"), *(one for one in saved["buffers"] if one["path"] == ["front_end"])]
+    assert len(json.dumps(bundle)) < 80_000
+    saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
     assert len(json.dumps(saved)) < 10_000
     nbformat.validate(notebook)

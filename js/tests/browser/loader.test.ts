@@ -1,0 +1,31 @@
+import { expect, test } from "vitest";
+import loader from "../../src/loader";
+import { FakeModel, traits } from "../fixtures";
+
+async function packed(parts: { css: string; js: string }): Promise<DataView> {
+  const stream = new Blob([JSON.stringify(parts)]).stream().pipeThrough(new CompressionStream("deflate"));
+  return new DataView(await new Response(stream).arrayBuffer());
+}
+
+function host(): HTMLElement {
+  const el = document.createElement("div");
+  document.body.append(el);
+  return el;
+}
+
+test("the front end is unpacked and shown with its style; nothing of it is left afterwards", async () => {
+  const el = host();
+  const js = `export default { async render({ model, el }) {
+    const p = document.createElement("p"); p.className = "unpacked"; p.textContent = model.get("query"); el.append(p);
+    return () => p.remove();
+  } };`;
+  const model = new FakeModel(
+    traits({ front_end: await packed({ css: ".unpacked { height: 77px; }", js }), query: "é☃" }),
+  );
+  const undo = await loader.render({ model, el });
+  const shown = el.querySelector("p");
+  expect(shown?.textContent).toBe("é☃");
+  expect(shown?.getBoundingClientRect().height).toBe(77);
+  undo();
+  expect(el.childElementCount).toBe(0);
+});

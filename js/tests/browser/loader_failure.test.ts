@@ -1,0 +1,13 @@
+import { expect, test } from "vitest";
+import loader from "../../src/loader";
+import { FakeModel, traits } from "../fixtures";
+
+test("a front end that cannot be unpacked says so, and what to do", async () => {
+  const el = document.createElement("div");
+  const undo = await loader.render({ model: new FakeModel(traits()), el });
+  expect(el.querySelector("[role=alert]")?.textContent).toMatch(
+    /could not be loaded.*Reload the page and run the cell again/,
+  );
+  undo();
+  expect(el.querySelector("[role=alert]")).toBeNull();
+});
