@@ -31,6 +31,9 @@ KINDS = ("graph", "input", "parameter", "buffer", "attribute", "constant", "op",
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _GRAPH, _ITEM, _UNUSED = _NUMBERS["graph"], _NUMBERS["item"], _NUMBERS["unused"]
 
+# In columns with positions in a table: the first that did not come up yet. Long runs of it deflate to nothing.
+NEXT = -2
+
 PLUMBING, HIDDEN, OPAQUE, PATCHABLE, MUTATED, VIEW_FILLED = 1, 2, 4, 8, 16, 32
 
 
@@ -70,11 +73,11 @@ class Skeleton:
             "names": self._names,
             "ops": list(map(visible, self._ops)),
             "specs": rows.specs,
-            "name": rows.name,
+            "name": _without_next(rows.name),
             "depth": rows.depth,
             "kind": rows.kind,
-            "op": rows.op,
-            "spec": rows.spec,
+            "op": _without_next(rows.op),
+            "spec": _without_next(rows.spec),
             "flags": rows.flags,
             "notes": {str(row): note for row, note in rows.notes.items()},
         }
@@ -345,6 +348,16 @@ class _Rows:
         if type(spec) is TensorSpec:
             self._tensors[spec] = number
         return number
+
+
+def _without_next(column: list[int]) -> list[int]:
+    """Returns a column of positions, each that comes up for the first time, in order, as `NEXT`."""
+    written, following = [], 0
+    for position in column:
+        is_next = position == following
+        written.append(NEXT if is_next else position)
+        following += is_next
+    return written
 
 
 def _is_leaf(spec: ValueSpec) -> bool:

@@ -32,6 +32,9 @@ export const FLAG = {
   viewFilled: 32, // ... which is a view, so that a patch cuts it off from its base
 } as const;
 
+/** In `name`, `op` and `spec`: the first position of the table that did not come up yet. Long runs of it deflate to nothing. */
+export const NEXT = -2;
+
 /** [label, shape, dtype, what]: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`, `["int(5)", null, null, "number"]`. */
 export type Spec = [label: string, shape: number[] | null, dtype: string | null, what: SpecWhat];
 export type SpecWhat = "tensor" | "number" | "container" | "object";

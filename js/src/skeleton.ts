@@ -1,7 +1,7 @@
 /** The rows of the tree: what the kernel sent once, as typed arrays. */
 
 import { inflated } from "./inflate";
-import { type Columns, FLAG, KINDS, type Kind, type Spec } from "./protocol";
+import { type Columns, FLAG, KINDS, type Kind, NEXT, type Spec } from "./protocol";
 
 const GRAPH = KINDS.indexOf("graph");
 const ITEM = KINDS.indexOf("item");
@@ -28,11 +28,11 @@ export class Skeleton {
     const isWhole = [name, depth, kind, op, spec, flags].every((list) => list?.length === name?.length);
     if (!isWhole || name.length === 0) throw new BrokenSkeleton("the rows of this graph are incomplete");
     this.length = name.length;
-    this.name = new Int32Array(name);
+    this.name = numbered(name);
     this.depth = new Int32Array(depth);
     this.kind = new Uint8Array(kind);
-    this.op = new Int32Array(op);
-    this.spec = new Int32Array(spec);
+    this.op = numbered(op);
+    this.spec = numbered(spec);
     this.flags = new Uint8Array(flags);
     this.parent = new Int32Array(this.length).fill(-1);
     this.end = new Int32Array(this.length);
@@ -143,6 +143,12 @@ export async function decodeSkeleton(data: DataView): Promise<Skeleton> {
     throw new BrokenSkeleton("the rows of this graph cannot be read", { cause });
   }
   return new Skeleton(columns);
+}
+
+/** A column of positions in a table, where `NEXT` stands for the first that did not come up yet. */
+function numbered(column: number[]): Int32Array {
+  let next = 0;
+  return Int32Array.from(column, (position) => (position === NEXT ? next++ : position));
 }
 
 function at(array: Int32Array | Uint8Array, position: number): number {

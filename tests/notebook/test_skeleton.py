@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import weakref
 import zlib
@@ -16,7 +17,16 @@ from graphpatch_notebook import CompiledGraphModule, ExtractionOptions, Patchabl
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.notebook import skeleton as skeletons
 from graphpatch_notebook.notebook.labels import spec_label
-from graphpatch_notebook.notebook.skeleton import HIDDEN, KINDS, OPAQUE, PATCHABLE, PLUMBING, Skeleton, skeleton_of
+from graphpatch_notebook.notebook.skeleton import (
+    HIDDEN,
+    KINDS,
+    NEXT,
+    OPAQUE,
+    PATCHABLE,
+    PLUMBING,
+    Skeleton,
+    skeleton_of,
+)
 from graphpatch_notebook.resolution import Unresolvable, resolve
 from tests.frames import FrameBuilder, layered_frame, tensor
 from tests.notebook.hostile import hostile_graph
@@ -25,7 +35,11 @@ from tests.zoo.case import Case, seed_all
 
 
 def columns_of(skeleton: Skeleton) -> dict[str, Any]:
-    return json.loads(zlib.decompress(skeleton.data))
+    columns = json.loads(zlib.decompress(skeleton.data))
+    for name in ("name", "op", "spec"):
+        fresh = itertools.count()
+        columns[name] = [next(fresh) if position == NEXT else position for position in columns[name]]
+    return columns
 
 
 def paths_of(skeleton: Skeleton) -> list[str]:
