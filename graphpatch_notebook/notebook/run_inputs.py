@@ -11,6 +11,7 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.graph_modules.snapshots import copied
 from graphpatch_notebook.notebook.expressions import quoted, undefined, without_syntax_warnings
+from graphpatch_notebook.notebook.input_names import changed_variables
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.options import options_among
 
@@ -27,12 +28,14 @@ class RunInputs:
         kwargs: Those by keyword.
         text: The same as they stand in a call, as far as known.
         examples: The kept inputs that they are, which must not change before they are copied.
+        remark: What is to be said of them, if anything.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     text: str = "..."
     examples: ExampleInputs | None = None
+    remark: str | None = None
 
     def copy(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a copy for one run: a model may write into its inputs, or let a cache grow.
@@ -68,11 +71,22 @@ def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | Non
     written = _without_options(session.origin.arguments)
     if examples is not None:
         _check_unchanged(examples)
-        return RunInputs(examples.args, examples.kwargs, "..." if written is None else written, examples)
+        return _kept(examples, written, namespace)
     if written is None:
         raise SessionError(f"there are no example inputs for this graph; {_REPAIR}")
     args, kwargs = evaluated_arguments(written, namespace)
     return RunInputs(args, kwargs, written)
+
+
+def _kept(examples: ExampleInputs, written: str | None, namespace: dict[str, Any]) -> RunInputs:
+    if written is None:
+        return RunInputs(examples.args, examples.kwargs, "...", examples)
+    changed = ", ".join(changed_variables(written, examples, namespace))
+    if not changed:
+        return RunInputs(examples.args, examples.kwargs, written, examples)
+    remark = f"{changed} got another value since the capture: this ran on the example inputs, as they were captured; "
+    remark += f"to run on what the variables hold now, type {written} in the field Inputs"
+    return RunInputs(examples.args, examples.kwargs, "...", examples, remark)
 
 
 def no_inputs(session: Session, given: Any = None) -> str | None:

@@ -179,11 +179,14 @@ class Runs:
                 taken[:] = [Taken.of(one, patch, names, separate) for one, patch in resolved.observing]
 
         passes = Passes(session.graph, found, maps, self._current_settings(), count, take)
-        call = f"{session.origin.graph}({found.text})"
-        numbers = [one.number for one in chosen.enabled]
+        head = {
+            "call": f"{session.origin.graph}({found.text})",
+            "patches": [one.number for one in chosen.enabled],
+            "warnings": [found.remark] if found.remark else [],
+        }
         with self._lock:
             before = self._check_idle()
-            job = Job(lambda job: self._run(job, before, passes, taken, call, numbers), in_words)
+            job = Job(lambda job: self._run(job, before, passes, taken, head), in_words)
             return self._note(self._runs, job, count)
 
     def _run(
@@ -192,8 +195,7 @@ class Runs:
         before: Job[Any] | None,
         passes: Passes,
         taken: list[Taken],
-        call: str,
-        numbers: list[int],
+        head: dict[str, Any],
     ) -> _Report:
         _wait_for(job, before)
         outcome = passes.run(job)
@@ -205,10 +207,9 @@ class Runs:
             labels = None if inputs is None else inputs.labels(self.tokenizer)
             tokens, remarks = self._tokens(unpatched, output, inputs)
             return {
-                "call": call,
+                **head,
                 "seconds": job.seconds,
-                "patches": numbers,
-                "warnings": [*outcome.warnings, *found.remarks, *remarks],
+                "warnings": [*head["warnings"], *outcome.warnings, *found.remarks, *remarks],
                 "tokens": tokens,
                 "changes": found.listed,
                 "probes": [one.report(labels, buffers) for one in taken],

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.handing_over import hand_over
+from graphpatch_notebook.notebook.input_names import written_arguments
 from graphpatch_notebook.notebook.search import index_of
 from graphpatch_notebook.notebook.session import Session, session_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -160,6 +161,9 @@ class Workspace:
         if session.origin.model is None:
             model = next((n for n in self.models() if self.namespace[n] is graph._module), None)
             session.origin = replace(session.origin, model=model)
+        if session.origin.arguments is None and graph._examples is not None:
+            written = written_arguments(graph._examples, self.namespace)
+            session.origin = replace(session.origin, arguments=written)
         return ActiveGraph(name, graph, session)
 
 
