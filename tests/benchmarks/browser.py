@@ -17,6 +17,7 @@ import nbformat
 from playwright.sync_api import Browser, sync_playwright
 
 import graphpatch_notebook
+from graphpatch_notebook.notebook.front_end import packed
 from tests.benchmarks.report import Row, report, row
 from tests.browser.chromium import launch, opened
 from tests.browser.notebook_page import NotebookPage, notebook_of
@@ -45,7 +46,7 @@ const painted = () => new Promise((done) => requestAnimationFrame(() => {
   channel.port2.postMessage(null);
 }));
 const tree = () => document.querySelector('[role="tree"][aria-label="Graph"]');
-const rows = () => document.querySelectorAll('[role="treeitem"]').length;
+const rows = () => tree()?.querySelectorAll('[role="treeitem"]') ?? [];
 const elements = () => document.querySelectorAll(".gp-root *").length;
 """
 
@@ -55,25 +56,29 @@ _SHOW = f"""
 const kernel = app.shell.currentWidget.sessionContext.session.kernel;
 const bytes = (message) => new TextEncoder().encode(JSON.stringify(message.content)).length
   + (message.buffers ?? []).reduce((sum, buffer) => sum + buffer.byteLength, 0);
-let sent = 0, frontEnd = 0, ended = null;
+let sent = 0, frontEnd = 0, shown = null, ended = null;
 const listen = (_, {{ msg, direction }}) => {{
   if (direction !== "recv") return;
   if (msg.header.msg_type === "comm_open") {{
-    const {{ _esm = "", _css = "" }} = msg.content.data.state;
+    const {{ state, buffer_paths }} = msg.content.data;
     sent += bytes(msg);
-    frontEnd += bytes({{ content: {{ _esm, _css }} }});
+    frontEnd += bytes({{ content: [state._esm, state._css] }});
+    buffer_paths.forEach(([name], index) => {{
+      if (name === "front_end") frontEnd += msg.buffers[index].byteLength;
+    }});
   }}
+  if (msg.header.msg_type === "display_data") shown ??= performance.now();
   if (msg.header.msg_type === "execute_reply") ended = performance.now();
 }};
 kernel.anyMessage.connect(listen);
 const content = app.shell.currentWidget.content;
 content.activeCellIndex = argument;
 void app.commands.execute("notebook:run-cell");
-await until(() => rows() > 0);
+await until(() => rows().length > 0);
 const seen = await painted();
 await until(() => ended !== null);
 kernel.anyMessage.disconnect(listen);
-return {{ milliseconds: Math.max(0, seen - ended), sent, frontEnd, elements: elements() }};
+return {{ milliseconds: Math.max(0, seen - ended), fromDisplay: seen - shown, sent, frontEnd, elements: elements() }};
 """
 
 # Where the tree scrolls: the nearest element around it, or itself, that is higher inside than outside.
@@ -100,7 +105,7 @@ for (const share of argument) {{
   taken.push({{ milliseconds: performance.now() - started, elements: elements() }});
   await painted();
 }}
-return {{ taken, rows: area.scrollHeight / document.querySelector('[role="treeitem"]').offsetHeight }};
+return {{ taken, rows: area.scrollHeight / rows()[0].offsetHeight }};
 """
 
 # The time ends with the paint of the last frame in which the tree changed.
@@ -165,6 +170,8 @@ def showing(
             found.append(shown.measure(_SHOW, 1))
     milliseconds, kilobytes = limits
     yield under(f"{name}: first paint after the cell ends", median(found), milliseconds, "ms")
+    from_display = statistics.median(one["fromDisplay"] for one in found)
+    yield row(f"{name}: first paint after the message that displays it", f"{from_display:.0f} ms", "", True)
     sent, front_end = (max(one[what] for one in found) / KILOBYTE for what in ("sent", "frontEnd"))
     yield under(f"{name}: what is sent to show it, without the front end", sent - front_end, kilobytes, "KB")
     yield under(f"{name}: what is sent to show it, with the front end", sent, kilobytes, "KB")
@@ -185,13 +192,14 @@ def using(browser: Browser, server: Server, file: str, name: str, rounds: int) -
         yield under(f"{name}, {rows}: search redraw", median(searches), 30, "ms")
         slowest = max(SEARCHES, key=lambda query: median([one for one in searches if one["query"] == query]))
         time = median([one for one in searches if one["query"] == slowest])
-        yield under(f"{name}, {rows}: search redraw, the slowest: {slowest!r}", time, 30, "ms")
+        yield row(f"{name}, {rows}: search redraw, the slowest: {slowest!r}", f"{time:.0f} ms", "", True)
         yield under(f"{name}: DOM elements, at most", max(elements), 400, "")
 
 
 def bundle() -> Iterator[Row]:
     size = sum(file.stat().st_size for file in STATIC.glob("widget.*")) / KILOBYTE
-    yield under("bundle: script and style", size, 60, "KB")
+    yield row("bundle: script and style, unpacked", f"{size:.0f} KB", "", True)
+    yield under("bundle: script and style, as they are sent", len(packed()) / KILOBYTE, 60, "KB")
 
 
 def sections(quick: bool) -> Iterator[Iterator[Row]]:
