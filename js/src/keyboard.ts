@@ -93,6 +93,7 @@ export class TreeKeys {
     else if (event.key === "ArrowRight") this.goIn();
     else if (event.key === "ArrowLeft") this.goOut();
     else return false;
+    this.typed = "";
     this.drawn.show(tree.active);
     return true;
   }

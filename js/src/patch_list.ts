@@ -153,7 +153,7 @@ class PatchList implements Part {
     const { model, root } = this.view;
     const place = findPlace(model.widget_manager, model.get("about").model_id, root);
     if (place !== null) {
-      place.insert(code);
+      place.insert(code.trimEnd());
       this.done(this.insert, "Inserted", "a cell with the patches was inserted below");
       return;
     }

@@ -102,6 +102,14 @@ test("several letters are a beginning", () => {
   expect(widget.at).toBe("lm_head");
 });
 
+test("a beginning ends where one walks on", () => {
+  widget.state.setOpen(widget.row("transformer.h_0"), false);
+  widget.press("l");
+  widget.press("Home");
+  widget.press("h");
+  expect(widget.at).toBe("transformer.h_0");
+});
+
 test("* opens all siblings", () => {
   widget.state.select(widget.row("transformer.h_1"));
   widget.press("*");

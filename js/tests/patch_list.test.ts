@@ -202,7 +202,7 @@ it("jumps to a node, and opens the editor", () => {
 });
 
 describe("as Python", () => {
-  const CODE = "with pg.patch({}):\n    pg(ids)";
+  const CODE = "with pg.patch({}):\n    pg(ids)\n";
   const box = () => list.element.querySelector<HTMLElement>(".gp-code-box") as HTMLElement;
   const clipboard = (writeText: (text: string) => Promise<void>) =>
     vi.stubGlobal("navigator", { clipboard: { writeText } });
@@ -255,7 +255,7 @@ describe("as Python", () => {
     const sharedModel = { cells: [{}], insertCell: (...args: unknown[]) => inserted.push(args) };
     Object.assign(rig.model, { widget_manager: { context: { model: { sharedModel } } } });
     await take("Insert cell");
-    expect(inserted).toEqual([[1, { cell_type: "code", source: CODE, metadata: { trusted: true } }]]);
+    expect(inserted).toEqual([[1, { cell_type: "code", source: CODE.trimEnd(), metadata: { trusted: true } }]]);
     expect(box().hidden).toBe(true);
   });
 

@@ -157,6 +157,7 @@ class NotebookPage:
             """
             await app.commands.execute("apputils:change-theme", { theme: argument[0] });
             await until(() => document.body.dataset.jpThemeLight === argument[1]);
+            await until(() => !document.getElementById("jupyterlab-splash"));
             """,
             [name, "true" if theme == "light" else "false"],
         )

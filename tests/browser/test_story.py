@@ -144,7 +144,7 @@ def test_patch_is_chosen_run_and_taken_along(example: TreePage, take_picture: Ca
     example.button("Insert cell").click()
     expect(example.button("Insert cell")).to_contain_text("Inserted")
     inserted = example.cell + 1
-    assert notebook.sources() == [*cells[:inserted], code, *cells[inserted:]]
+    assert notebook.sources() == [*cells[:inserted], code.rstrip("\n"), *cells[inserted:]]
     notebook.run(inserted)
     assert notebook.value("right(lambda _: output)") == patched
 
