@@ -11,12 +11,12 @@ from torch import Tensor
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.execution.stand_in import held_value, tensor_at
 from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate
-from graphpatch_notebook.notebook.planes import Picture, check_plane, nothing, parse_plane, picture
+from graphpatch_notebook.notebook.planes import Picture, axis_labels, check_plane, nothing, parse_plane, picture
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.slices import SliceText
 from graphpatch_notebook.notebook.statistics import Readable, readable, statistics_of
-from graphpatch_notebook.notebook.tokens import TokenInputs, axis_labels
+from graphpatch_notebook.notebook.tokens import TokenInputs, TokenLabels
 from graphpatch_notebook.notebook.worker import Job, ThreadSettings
 from graphpatch_notebook.patches import Patch, ProbePatch
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
@@ -190,7 +190,7 @@ class Shown:
         buffers: The values of the heatmap.
     """
 
-    def __init__(self, path: str, value: Any, plane: Plane, labels: list[str] | None, *, is_kept: bool) -> None:
+    def __init__(self, path: str, value: Any, plane: Plane, labels: TokenLabels | None, *, is_kept: bool) -> None:
         self._labels = labels
         self._text = _text(plane)
         numbers = readable(value)
@@ -199,9 +199,9 @@ class Shown:
         self.view: dict[str, Any] = {"path": path, "statistics": statistics}
         self.buffers: list[bytes] = []
         try:
-            self._draw(picture(numbers, plane.typed, plane.names))
+            self._draw(numbers, picture(numbers, plane.typed, plane.names))
         except ChosenPatchError as error:  # on these inputs it has another shape than at capture
-            self._draw(nothing(str(error)))
+            self._draw(numbers, nothing(str(error)))
         if is_large and is_kept and self.view["plot"]["type"] == "heatmap":
             size = f"the value has {value.numel() * value.element_size() / 2**20:.0f} MB and is not kept"
             words = f"{size}: another slice of it runs the model again"
@@ -212,8 +212,8 @@ class Shown:
             copy = torch.empty_like(numbers.tensor, device="cpu", requires_grad=False)
             self._numbers = Readable(copy.copy_(numbers.tensor), numbers.remark)
 
-    def _draw(self, found: Picture) -> None:
-        rows, columns = axis_labels(found.size, self._labels)
+    def _draw(self, numbers: Readable, found: Picture) -> None:
+        rows, columns = axis_labels(numbers.tensor, found, self._labels)
         self.buffers = [] if found.values is None else [found.values]
         self.view = {**self.view, "plot": found.plot, "row_labels": rows, "column_labels": columns}
 
@@ -227,7 +227,7 @@ class Shown:
         """
         if self._numbers is None or _text(plane) == self._text:
             return False
-        self._draw(picture(self._numbers, plane.typed, plane.names))
+        self._draw(self._numbers, picture(self._numbers, plane.typed, plane.names))
         self._text = _text(plane)
         return True
 

@@ -6,7 +6,7 @@ import math
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook.slices import SliceText, parse_slice
 from graphpatch_notebook.notebook.statistics import Readable, doubles, pieces, summary
+from graphpatch_notebook.notebook.tokens import TokenLabels
 
 SIDE = 256
 """The longest side of a heatmap that is sent."""
@@ -31,12 +32,12 @@ class Picture:
     Attributes:
         plot: As JSON. If it is a heatmap, its `buffer` is to be set to the place of `values` among the buffers.
         values: The values of a heatmap: little-endian float32, row by row.
-        size: How many rows and columns the heatmap shows, if each is one position of the value.
+        index: What takes the rows and columns of the heatmap out of the value, if each is one position of it.
     """
 
     plot: dict[str, Any]
     values: bytes | None = None
-    size: tuple[int, int] | None = None
+    index: Any = None
 
 
 def nothing(why: str) -> Picture:
@@ -93,7 +94,10 @@ def picture(numbers: Readable, plane: SliceText | None, namespace: Mapping[str, 
         return nothing(f"no number in it is finite: {found.nan} NaN, {found.infinite} infinite")
     if part.dim() < 2 or 1 in part.shape:
         return _histogram(part, text)
-    return _heatmap(part, text, found.minimum, found.mean, found.maximum, numbers.remark)
+    drawn = _heatmap(part, text, found.minimum, found.mean, found.maximum, numbers.remark)
+    if drawn.plot.get("full") != [drawn.plot.get("rows"), drawn.plot.get("columns")]:
+        return drawn
+    return replace(drawn, index=plane.index(namespace) if plane is not None else (0,) * (tensor.dim() - 2))
 
 
 def _default_text(dims: int) -> str | None:
@@ -113,6 +117,15 @@ def _part(tensor: Tensor, plane: SliceText, namespace: Mapping[str, Any]) -> Ten
             f"shows two: write numbers for the others, as in {_default_text(len(shape))}",
         )
     return part
+
+
+def axis_labels(
+    numbers: Tensor | None, drawn: Picture, labels: TokenLabels | None
+) -> tuple[list[str] | None, list[str] | None]:
+    """Returns labels for the rows and the columns of a picture of these numbers, where they are tokens."""
+    if numbers is None or drawn.index is None or labels is None:
+        return None, None
+    return labels.of_axes(numbers, drawn.index)
 
 
 # -- histograms --------------------------------------------------------------------------------------------------------
@@ -178,9 +191,7 @@ def _heatmap(part: Tensor, text: str | None, low: Any, mean: Any, high: Any, rem
         "minimum": float(shown.min()),
         "maximum": float(shown.max()),
     }
-    return Picture(
-        plot, struct.pack(f"<{values.numel()}f", *values.flatten().tolist()), (rows, columns) if is_whole else None
-    )
+    return Picture(plot, struct.pack(f"<{values.numel()}f", *values.flatten().tolist()))
 
 
 def _reduced(strip: Tensor, block: tuple[int, int], takes_maxima: bool) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.planes import nothing, picture
+from graphpatch_notebook.notebook.planes import axis_labels, nothing, picture
 from graphpatch_notebook.notebook.statistics import (
     Readable,
     dtype_name,
@@ -23,7 +23,7 @@ from graphpatch_notebook.notebook.statistics import (
     statistics_of,
     summary,
 )
-from graphpatch_notebook.notebook.tokens import axis_labels
+from graphpatch_notebook.notebook.tokens import TokenLabels
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import key_text, readable_children
@@ -239,7 +239,7 @@ class Taken:
         except PatchValueError as error:
             return cls(chosen, None, str(error))
 
-    def report(self, labels: list[str] | None, buffers: Buffers) -> dict[str, Any]:
+    def report(self, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
         """Returns the `ProbeReport` of the front end.
 
         Args:
@@ -263,14 +263,15 @@ class Taken:
                 report["note"] = f"{len(self.value)} values were recorded; this is the last one"
         if shown is None:
             return {**report, "note": self.problem or "it did not fire in this run"}
-        return {**report, **shown_value(shown, labels, buffers)}
+        # What a slice leaves has dimensions of its own, which may only look like those of tokens.
+        return {**report, **shown_value(shown, labels if self.chosen.slice is None else None, buffers)}
 
 
-def shown_value(value: Any, labels: list[str] | None, buffers: Buffers) -> dict[str, Any]:
+def shown_value(value: Any, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
     """Returns statistics, plot and labels of a value."""
     numbers = readable(value)
     found = picture(numbers, None, {}) if numbers.tensor is not None else nothing(str(numbers.remark))
-    rows, columns = axis_labels(found.size, labels)
+    rows, columns = axis_labels(numbers.tensor, found, labels)
     return {
         "statistics": statistics_of(value, numbers),
         "plot": buffers.plot(found.plot, found.values),

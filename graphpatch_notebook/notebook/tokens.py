@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,9 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.values import readable_children
 
 _MOST = 10
+_ROUNDED = 0.03
+_DECODER = "decoder_input_ids"
+_DECODERS = ("decoder_", "labels", "kwargs")
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,30 @@ class TokenInputs:
         ids: Of the first row; `None` where there are none.
         mask: Which of them are no padding; `None` where that is not said.
         rows: How many rows there are.
+        batch: The tokens of all rows, where a value that has as many positions can only be about them.
     """
 
     ids: list[int] | None
     mask: list[int] | None
     rows: int
+    batch: list[list[int]] | None = None
 
     @classmethod
     def of(cls, graph: PatchableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
         """Returns those of a call; of an encoder-decoder model, those of the decoder."""
-        bound = bind(signature_of(original_forward(graph._module)), args, kwargs) or kwargs
+        signature = signature_of(original_forward(graph._module))
+        bound = bind(signature, args, kwargs) or kwargs
         more = bound.get("kwargs")
         bound = {**(more if isinstance(more, dict) else {}), **bound}
-        prefix = "decoder_" if _row(bound.get("decoder_input_ids")) is not None else ""
+        has_decoder = _DECODER in bound or _DECODER in signature.parameters
+        prefix = "decoder_" if has_decoder else ""
         ids, mask = bound.get(f"{prefix}input_ids"), bound.get(f"{prefix}attention_mask")
         found = _row(ids)
-        return cls(found, _row(mask) if found is not None else None, len(ids) if found and ids is not None else 0)
+        if found is None or ids is None:
+            return cls(None, None, 0)
+        # What belongs to the encoder has tokens of its own, which no shape tells from those of the decoder.
+        is_clear = not has_decoder or len(found) not in _lengths_beside_decoder(bound)
+        return cls(found, _row(mask), len(ids), ids.tolist() if is_clear else None)
 
     def last_position(self, length: int) -> int:
         """Returns the last position that is no padding, in logits of this length."""
@@ -50,9 +60,78 @@ class TokenInputs:
         is_whole = len(mask) == length
         return max((i for i, is_token in enumerate(mask) if is_token), default=length - 1) if is_whole else length - 1
 
-    def labels(self, tokenizer: Any) -> list[str] | None:
+    def labels(self, tokenizer: Any) -> TokenLabels | None:
         """Returns the texts of the tokens, if there are any and a tokenizer to say them."""
-        return None if tokenizer is None or self.ids is None else [token_text(tokenizer, one) for one in self.ids]
+        return None if tokenizer is None or self.batch is None else TokenLabels(self.batch, tokenizer)
+
+
+def _lengths_beside_decoder(bound: dict[str, Any]) -> set[int]:
+    """Returns how many positions the inputs have that are not for the decoder."""
+    others = [value for name, value in bound.items() if not name.startswith(_DECODERS)]
+    tensors = [one for value in others for one in (value, *(child for _, child in readable_children(value) or ()))]
+    return {one.shape[1] for one in tensors if isinstance(one, Tensor) and one.dim() > 1}
+
+
+@dataclass(frozen=True)
+class TokenLabels:
+    """The texts of tokens, for the axes of pictures.
+
+    Attributes:
+        batch: The tokens, row by row.
+        tokenizer: Says what they are in words.
+    """
+
+    batch: list[list[int]]
+    tokenizer: Any
+
+    def of_axes(self, value: Tensor, index: Any) -> tuple[list[str] | None, list[str] | None]:
+        """Returns labels for the rows and the columns of a picture, where these are positions of tokens.
+
+        No labels are better than wrong ones: where another dimension has the same size, there are none.
+
+        Args:
+            value: The numbers of which the picture shows a part.
+            index: What takes the part: its two dimensions are the rows and the columns.
+        """
+        at_row = _coordinates(value, 0, index) if (dims := self._dimensions(value)) else torch.empty(0)
+        if at_row.numel() == 0 or not bool(
+            (at_row == at_row[0, 0]).all()
+        ):  # rows of the batch have tokens of their own
+            return None, None
+        ids = self.batch[int(at_row[0, 0])]
+        found: list[list[str] | None] = [None, None]
+        for dim in dims:
+            positions = _coordinates(value, dim, index)
+            for axis, along in ((0, positions[:, :1]), (1, positions[:1])):
+                if along.unique().numel() > 1 and bool((positions == along).all()):
+                    found[axis] = [token_text(self.tokenizer, ids[at]) for at in along.flatten().tolist()]
+        return found[0], found[1]
+
+    def _dimensions(self, value: Tensor) -> list[int]:
+        """Returns the dimensions that are positions of tokens: of (batch, seq, ...), or (batch, head, seq, seq)."""
+        shape, length = list(value.shape), len(self.batch[0])
+        if shape[:1] != [len(self.batch)]:
+            return []
+        if len(shape) in (2, 3):
+            return [1] if shape[1] == length and shape.count(length) == 1 else []
+        if len(shape) != 4 or shape[2] != length:
+            return []
+        if shape[3] == length:
+            # Queries look the same where a head is as wide as there are tokens; an attention pattern adds up to one.
+            return [2, 3] if shape.count(length) == 2 and _is_pattern(value[0, 0]) else []
+        return [2] if shape.count(length) == 1 else []
+
+
+def _is_pattern(plane: Tensor) -> bool:
+    rows = plane.to(torch.float64)
+    return bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < _ROUNDED).all())
+
+
+def _coordinates(value: Tensor, dim: int, index: Any) -> Tensor:
+    """Returns, for each cell of a part of the value, where it lies along a dimension of the value."""
+    shape = [1] * value.dim()
+    shape[dim] = -1
+    return torch.arange(value.shape[dim]).view(shape).expand(value.shape)[index]
 
 
 def _row(value: Any) -> list[int] | None:
@@ -78,16 +157,6 @@ def token_text(tokenizer: Any, number: int) -> str:
         if isinstance(text, str):
             return text
     return f"#{number}"
-
-
-def axis_labels(
-    size: tuple[int, int] | None, labels: Sequence[str] | None
-) -> tuple[list[str] | None, list[str] | None]:
-    """Returns labels for the rows and columns of a picture, where their number is that of the tokens."""
-    if size is None or not labels:
-        return None, None
-    rows, columns = (list(labels) if number == len(labels) else None for number in size)
-    return rows, columns
 
 
 def logits_of(output: Any) -> Tensor | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from graphpatch_notebook.notebook import statistics
 from graphpatch_notebook.notebook.run_report import changes
-from graphpatch_notebook.notebook.tokens import TokenInputs, axis_labels, next_tokens, token_text
+from graphpatch_notebook.notebook.slices import parse_slice
+from graphpatch_notebook.notebook.tokens import TokenInputs, next_tokens, token_text
 
 
 @pytest.fixture(autouse=True)
@@ -224,10 +225,41 @@ def test_without_logits_there_are_no_next_tokens(before: Any, after: Any, tokeni
     assert next_tokens(before, after, tokenizer, TokenInputs(ids, None, 1)) is None
 
 
-def test_axes_with_as_many_positions_as_tokens_are_labelled() -> None:
-    words = ["a", "b", "c"]
-    assert axis_labels((3, 3), words) == (words, words)
-    assert axis_labels((3, 4), words) == (words, None)
-    assert axis_labels((4, 3), words) == (None, words)
-    assert axis_labels(None, words) == (None, None)
-    assert axis_labels((3, 3), None) == (None, None)
+@pytest.mark.parametrize(
+    ("shape", "index", "expected"),
+    [
+        ((2, 3, 5), "0, :, :", ("abc", None)),
+        ((2, 3, 5), "1, :, :", ("def", None)),
+        ((2, 3, 5), "-1, [2, 0], 1:", ("fd", None)),
+        ((2, 3, 5), "1, ::2, :", ("df", None)),
+        ((2, 3, 5), ":, :, 0", (None, None)),  # the rows of the batch have tokens of their own
+        ((2, 3, 5), ":, 1, :", (None, None)),
+        ((2, 3, 3), "0, :, :", (None, None)),
+        ((3, 2, 3), "0, :, :", (None, None)),
+        ((3, 5), ":, :", (None, None)),
+        ((2, 4, 3, 5), "1, 0, :, :", ("def", None)),
+        ((2, 3, 4, 5), "0, :, 0, :", (None, None)),
+        ((2, 4, 3, 3), "1, 0, :, :", (None, None)),  # queries, say
+        ((2, 3, 3, 3), "0, 0, :, :", (None, None)),
+    ],
+)
+def test_axes_have_the_tokens_of_their_row_or_none(shape: tuple[int, ...], index: str, expected: Any) -> None:
+    ids = TokenInputs([0, 1, 2], None, 2, [[0, 1, 2], [3, 4, 5]])
+    labels = ids.labels(Letters())
+    assert labels is not None
+    found = labels.of_axes(logits(*shape), parse_slice(index).index({}))
+    assert found == tuple(None if texts is None else list(texts) for texts in expected)
+
+
+def test_attention_patterns_have_tokens_on_both_axes() -> None:
+    labels = TokenInputs([0, 1, 2], None, 1, [[0, 1, 2]]).labels(Letters())
+    assert labels is not None
+    pattern = logits(1, 4, 3, 3).softmax(-1)
+    for index, expected in (("0, 0", ("abc", "abc")), ("0, 2, :, 1:", ("abc", "bc")), ("0, :, 1, :", (None, "abc"))):
+        found = labels.of_axes(pattern, parse_slice(index).index({}))
+        assert found == tuple(None if texts is None else list(texts) for texts in expected)
+
+
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "abcdef"[ids[0]]
