@@ -13,6 +13,7 @@ r"""The search grammar, shared by `%graphpatch find` and the widget: from the te
 | `module:LlamaMLP` | in the graph of a module of this class |
 | `-term` | that the term does not find |
 
+A regular expression that may take forever, such as `/(a+)+b/`, is refused.
 All terms of a query must hold. Plumbing is found only where `is:plumbing` asks for it.
 """
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from graphpatch_notebook.notebook.labels import visible
+from graphpatch_notebook.notebook.repetitions import open_repetitions
 from graphpatch_notebook.paths import nearest
 
 TermKind: TypeAlias = Literal["text", "exact", "regex", "op", "shape", "dtype", "is", "module"]
@@ -140,9 +142,11 @@ def _term(text: str, position: int) -> tuple[Term, int]:
 
 def _compiled(pattern: str, flag: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern, re.IGNORECASE if flag else 0)
+        compiled = re.compile(pattern, re.IGNORECASE if flag else 0)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: /{pattern}/ ({error}); a plain text needs no slashes") from None
+    open_repetitions(pattern)
+    return compiled
 
 
 def _word_term(word: str) -> Term:

@@ -9,12 +9,14 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from itertools import islice
 from typing import Any, overload
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.nodes import NodeMap, NodeMeta, NodeRows
 from graphpatch_notebook.notebook.labels import op_label, source_label, value_label
+from graphpatch_notebook.notebook.matching import has_names, is_among, regex_test
 from graphpatch_notebook.notebook.query import NODE_KINDS, Term, parse_query
 from graphpatch_notebook.notebook.tables import Column, Table
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -73,7 +75,7 @@ def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) ->
         patched_paths: The paths that `is:patched` means.
 
     Raises:
-        ValueError: The text is no query; the message is one line.
+        ValueError: The text is no query, or a path is too long for a regular expression; the message is one line.
 
     Example:
         >>> import torch
@@ -184,13 +186,13 @@ class NodeColumns:
             case "exact":
                 return lambda at: has_names(paths[at], value)
             case "regex":
-                return lambda at: value.search(paths[at]) is not None
+                return regex_test(paths, value)
             case "op":
-                return _is_among(self.ops, value)
+                return is_among(self.ops, value)
             case "module":
-                return _is_among(self.module_classes, value)
+                return is_among(self.module_classes, value)
             case "dtype":
-                return _is_among(self.dtypes, value)
+                return is_among(self.dtypes, value)
             case "shape":
                 shapes = self.shapes
                 return lambda at: (shape := shapes[at]) is not None and value.matches(shape)
@@ -266,31 +268,7 @@ def index_of(pg: PatchableGraph) -> NodeIndex:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What terms mean
-
-
-def has_names(path: str, wanted: str) -> bool:
-    """Whether `wanted`, one name or several with the dots between them, stands in `path` as whole names.
-
-    Example:
-        >>> has_names("h_0.mlp.act.mul", "mlp.act"), has_names("h_0.mlp.act", "ml"), has_names('out|"a.b"', "a.b")
-        (True, False, True)
-    """
-    if '"' not in path:
-        return wanted in path and f".{wanted.replace('|', '.')}." in f".{path.replace('|', '.')}."
-    parsed = parse_path(path)
-    names = [*parsed.names, *parsed.dig]
-    parts = re.split(r"[.|]", wanted)
-    return wanted in names or any(names[i : i + len(parts)] == parts for i in range(len(names)))
-
-
-def _is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
-    """Returns what tells of a position whether the name there is the one meant; `*` stands for any letters."""
-    if "*" not in pattern:
-        return lambda at: names[at] == pattern
-    matcher = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
-    wanted = {name for name in set(names) if name and matcher.fullmatch(name)}
-    return lambda at: names[at] in wanted
+# What is known of a node
 
 
 def _is_word(name: str) -> bool:
@@ -345,12 +323,15 @@ def _cells(meta: NodeMeta) -> list[str]:
 
 def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
     """Yields what may help somebody whose query found nothing."""
-    if hidden := len(index.plumbing.matching(terms, patched)):
-        yield f"{hidden:,} in the plumbing, that only carries sizes: add is:plumbing"
+    hidden: list[int] = []
+    with suppress(ValueError):  # a path there is too long for a regular expression
+        hidden = index.plumbing.matching(terms, patched)
+    if hidden:
+        yield f"{len(hidden):,} in the plumbing, that only carries sizes: add is:plumbing"
         return
     columns = index.without_plumbing
     for term in terms:
-        if term.is_excluded or columns.matching([term], patched):
+        if term.is_excluded or term.kind == "regex" or columns.matching([term], patched):
             continue
         value = str(term.value)
         ops = sorted({*columns.ops} - {""})

@@ -4,6 +4,7 @@
  */
 
 import { decimal, pythonRegex, SPACE } from "./regex";
+import { openRepetitions } from "./repetitions";
 
 /** A query that is none; the message says how to write what was perhaps meant. */
 export class QueryError extends Error {}
@@ -18,9 +19,17 @@ export interface ShapeTerm {
   last: Sizes | null;
 }
 
+/** `pattern`: as it was written. `repetitions`: how many of them are open. */
+export interface RegexTerm {
+  kind: "regex";
+  value: RegExp;
+  pattern: string;
+  repetitions: number;
+}
+
 export type Meaning =
   | { kind: "text" | "exact" | "op" | "dtype" | "is" | "module"; value: string }
-  | { kind: "regex"; value: RegExp }
+  | RegexTerm
   | { kind: "shape"; value: ShapeTerm };
 export type Term = Meaning & { isExcluded: boolean };
 
@@ -80,12 +89,21 @@ function readTerm(text: string, position: number): [Meaning, number] {
   if (first === "/") {
     const regex = matchAt(REGEX, text, position);
     if (!regex) throw new QueryError(`the regular expression does not end: ${rest}; write /.../`);
-    return [{ kind: "regex", value: compiled(regex[1] ?? "", regex[2] === "i") }, position + regex[0].length];
+    return [regexTerm(regex[1] ?? "", regex[2] === "i"), position + regex[0].length];
   }
   const bracketed = matchAt(BRACKETED, text, position);
   if (bracketed) return [{ kind: "shape", value: shapeTerm(bracketed[1] ?? "") }, position + bracketed[0].length];
   const word = matchAt(WORD, text, position)?.[0] ?? "";
   return [wordTerm(word), position + word.length];
+}
+
+function regexTerm(pattern: string, ignoresCase: boolean): RegexTerm {
+  const value = compiled(pattern, ignoresCase);
+  try {
+    return { kind: "regex", value, pattern, repetitions: openRepetitions(pattern) };
+  } catch (error) {
+    throw new QueryError(error instanceof Error ? error.message : String(error));
+  }
 }
 
 function compiled(pattern: string, ignoresCase: boolean): RegExp {

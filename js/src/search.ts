@@ -1,10 +1,14 @@
 /** Finds rows by a query, as `graphpatch_notebook/notebook/search.py` finds nodes. */
 
 import { FLAG, KINDS } from "./protocol";
-import { isShape, type Term } from "./query";
+import { isShape, QueryError, type RegexTerm, type Term } from "./query";
+import { checkLength } from "./repetitions";
 import type { Skeleton } from "./skeleton";
 
 type Test = (row: number) => boolean;
+
+/** How long, in milliseconds, a regular expression may keep the page waiting. */
+const PATIENCE = 500;
 
 const GRAPH = KINDS.indexOf("graph");
 const INPUT = KINDS.indexOf("input");
@@ -30,7 +34,7 @@ export class SearchIndex {
     return this.candidates.withoutPlumbing.length;
   }
 
-  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Plumbing is found where the terms ask for it, or `withPlumbing`. */
+  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Plumbing is found where the terms ask for it, or `withPlumbing`. Throws `QueryError` where a regular expression takes too long. */
   find(terms: readonly Term[], patched: ReadonlySet<number>, withPlumbing = false): number[] {
     const asksForPlumbing =
       withPlumbing || terms.some((term) => term.kind === "is" && term.value === "plumbing" && !term.isExcluded);
@@ -106,9 +110,7 @@ export class SearchIndex {
         return (row) => hasNames(paths[row] ?? "", value);
       }
       case "regex": {
-        const { paths } = this;
-        const { value } = term;
-        return (row) => value.test(paths[row] ?? "");
+        return regexTest(this.paths, term);
       }
       case "op": {
         const { nodes } = this;
@@ -165,11 +167,43 @@ function isAbsent(skeleton: Skeleton, row: number): boolean {
   return skeleton.kind[row] === INPUT && skeleton.labelOf(row) === "NoneType";
 }
 
+/** Whether the expression finds something in the path of a row. */
+function regexTest(paths: readonly string[], { value, pattern, repetitions }: RegexTerm): Test {
+  const start = performance.now();
+  return (row) => {
+    const path = paths[row] ?? "";
+    if (performance.now() - start > PATIENCE) {
+      throw new QueryError(
+        `/${pattern}/ takes too long to search here; put a word before it, or write fewer of * + {}`,
+      );
+    }
+    try {
+      checkLength(pattern, repetitions, path);
+    } catch (error) {
+      throw new QueryError(error instanceof Error ? error.message : String(error));
+    }
+    return value.test(path);
+  };
+}
+
 /** By name: whether it is the one meant, upper and lower case being the same; `*` stands for any letters. */
 function among(names: readonly string[], pattern: string): boolean[] {
-  const parts = pattern.split("*").map((part) => part.replace(/[$()*+.?[\\\]^{|}]/g, "\\$&"));
-  const matcher = new RegExp(`^${parts.join("[^]*")}$`, "u");
-  return names.map((name) => name !== "" && matcher.test(name.toLowerCase()));
+  const parts = pattern.split("*");
+  return names.map((name) => name !== "" && isMade(name.toLowerCase(), parts));
+}
+
+/** Whether a name is made of the parts, in order, with any letters between them. */
+function isMade(name: string, parts: readonly string[]): boolean {
+  const [first = "", last = ""] = [parts[0], parts.at(-1)];
+  if (parts.length < 2) return name === first;
+  if (name.length < first.length + last.length || !name.startsWith(first) || !name.endsWith(last)) return false;
+  const inside = name.slice(first.length, name.length - last.length);
+  let from = 0;
+  return parts.slice(1, -1).every((part) => {
+    const at = inside.indexOf(part, from);
+    from = at + part.length;
+    return at >= 0;
+  });
 }
 
 /** Whether `wanted`, one name or several with the dots between them, stands in `path` as whole names. */

@@ -10,6 +10,7 @@ interface Case {
   columns: Columns;
   paths: string[];
   patched: number[];
+  refused: [query: string, message: string][];
   queries: [query: string, rows: number[] | null][];
 }
 
@@ -23,6 +24,10 @@ describe.each(Object.entries(fixture as unknown as Record<string, Case>))("%s", 
       expect(skeleton.path(row)).toBe(path);
       expect(index.paths[row]).toBe(path);
     }
+  });
+
+  test.each(model.refused)("%j would take forever", (query, message) => {
+    expect(() => parseQuery(query)).toThrow(new QueryError(message));
   });
 
   test.each(model.queries)("%j", (query, expected) => {

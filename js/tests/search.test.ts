@@ -1,4 +1,5 @@
-import { expect, test } from "vitest";
+import { afterEach, expect, test, vi } from "vitest";
+import { Found } from "../src/found";
 import { parseQuery, QueryError } from "../src/query";
 import { pythonRegex } from "../src/regex";
 import { SearchIndex } from "../src/search";
@@ -58,6 +59,9 @@ test.each([
   ["is:pathced", "nearest: is:patched"],
   ["kind:opp", "nearest: kind:op"],
   ["shape:[a]", "write shape:64"],
+  ["/(x+x+)+y/", "may take forever: /(x+x+)+y/ repeats a group that itself repeats"],
+  ["-/(\\w+)+!/", "may take forever"],
+  ["/\\w*\\w*\\w*\\w*\\w*\\w*\\w*!/", "has 7 open repetitions"],
 ])("%s is no query, and the message says what to write", (query, message) => {
   expect(() => parseQuery(query)).toThrow(QueryError);
   expect(() => parseQuery(query)).toThrow(message);
@@ -93,6 +97,42 @@ test.each([
   ["\\-\\ ", "- ", true],
 ])("the regular expression %s in %s", (pattern, text, expected) => {
   expect(pythonRegex(pattern).test(text)).toBe(expected);
+});
+
+afterEach(() => void vi.restoreAllMocks());
+
+test("a long path is named where it is too long for repetitions, and can be left out", () => {
+  const tree = new ColumnsBuilder();
+  tree.graph("", "Odd", () => {
+    tree.row("op", "x".repeat(3000), { op: "mul", spec: tensor(1) });
+    tree.row("op", "y", { op: "mul", spec: tensor(1) });
+  });
+  const odd = new SearchIndex(new Skeleton(tree.columns));
+  const search = (query: string) => odd.find(parseQuery(query), new Set()).length;
+  expect(() => search("/\\w+\\w+!/")).toThrow(
+    /2 open repetitions, which may take forever on the 3,000 letters of x{60}…; leave this path out with another term/,
+  );
+  expect(search("/^\\w*\\w+$/ -xxx")).toBe(1);
+  expect(search("/^x+$/")).toBe(1);
+  expect(search(`op:${"*".repeat(40)}a${"*a".repeat(40)}!`)).toBe(0);
+  expect(search("op:*u*l op:m*")).toBe(2);
+});
+
+test("a regular expression that takes too long stops in the middle, and what was found before stays", () => {
+  const found = new Found(new Skeleton(transformer(3)));
+  found.search("softmax", new Set());
+  const before = found.matches;
+  let now = 0;
+  vi.spyOn(performance, "now").mockImplementation(() => (now += 100));
+  const tests = vi.spyOn(RegExp.prototype, "test");
+  found.search("/zzz/", new Set());
+  expect(found.error).toContain("/zzz/ takes too long to search here");
+  expect(tests.mock.calls.length).toBeLessThan(10);
+  expect(found.matches).toBe(before);
+  vi.restoreAllMocks();
+  found.search("/softmax|attn_weights_1$/", new Set());
+  expect(found.error).toBeNull();
+  expect(found.matches).toEqual(before);
 });
 
 test("50,000 rows are searched", () => {

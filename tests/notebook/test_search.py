@@ -233,3 +233,30 @@ def test_the_index_lives_as_long_as_the_graph_and_sees_edits() -> None:
     del pg, graph_of, relu, index
     gc.collect()
     assert ended() is None
+
+
+@pytest.mark.parametrize(
+    "query", [r"/(x+x+)+y/", r"/(\w+)+!/", r"-/(a|aa)*b/i", r"/(a?){25}/", r"/\w*\w*\w*\w*\w*\w*\w*!/"]
+)
+def test_a_regular_expression_that_may_take_forever_is_refused(query: str) -> None:
+    with pytest.raises(ValueError, match="may take forever"):
+        find(graph(), query)
+
+
+class LongNamed(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x" * 3_000: x + 1, "y": x * 2}
+
+
+def test_a_path_that_is_too_long_for_repetitions_is_named_and_can_be_left_out() -> None:
+    pg = PatchableGraph(LongNamed(), torch.ones(2))
+    with pytest.raises(ValueError, match=r"2 open repetitions, .* on the 3,007 letters of output\|xxx.*another term"):
+        find(pg, r"/\w+\|\w+$/")
+    assert find(pg, r"/\w+\|\w+$/ -xxx").paths == ["output|y"]
+    assert find(pg, r"/\|x+$/").paths == [f"output|{'x' * 3_000}"]
+    str(find(pg, r"/q+\|w+/ -xxx"))
+
+
+def test_names_with_many_stars_are_looked_for_at_once() -> None:
+    assert find(graph(), f"op:{'*' * 40}a{'*a' * 40}!").paths == []
+    assert find(graph(), "op:*i*ea*").paths == find(graph(), "op:linear").paths != []

@@ -13,10 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.notebook.query import parse_query
 from graphpatch_notebook.notebook.search import find
 from graphpatch_notebook.notebook.skeleton import skeleton_of
 from tests.notebook.hostile import hostile_graph
@@ -91,7 +93,8 @@ module:Linear module:block module:*Model* module:seq* module:L module:
 /h_[0-3]\\.attn/ /ATTN/ /ATTN/i /^output/ /x$/ /\\bh_1\\b/  /h_\\d{2}\\./
 /(?P<n>s)\\w+(?P=n)/ /(?i)HIDDEN/ /a/b/ /\\./ /[/ /(/
 /\\Aids\\Z/ /[\\w.]+\\|/ /[^\\W_]{6,}/ /\\s/ /"a\\.b"/ /h_(?!1)/ /(?<=h_)1[01]\\./ /w{,2}x/
-/[]]/ /[a-c-]x/ // /\\q/ /x*?y/ /ö/
+/(x+x+)+y/ /(\\w+)+!/ /(\\w+\\.){2}/ /(attn|mlp)*x/ /(?:_\\d)+/ /(a?){25}/ /a*b*c*d*e*f*g*/ /[(+*]+w/
+/((h)_)+1/ /(?=.*x)+/ /[]]/ /[a-c-]x/ // /\\q/ /x*?y/ /ö/
 -attn -"attn" -/attn/ -op:add -shape:8 -is:plumbing -is:tensor -is:patched --attn - foo:bar attn:x http://x a-b 'x "
 """.split("\n")
 SENTENCES = [
@@ -121,6 +124,7 @@ SENTENCES += [
     "shape:[2,3]x",
     "is:tensor is:number",
 ]
+ENDLESS = [r"/(x+x+)+y/", r"/(\w+)+!/i", r"-/(a|aa){10}/", r"/((?P<n>a{2,})?b)*/", r"/(\w+,){4}.*.*.*/"]
 
 
 def queries() -> Iterator[str]:
@@ -141,8 +145,15 @@ def found_rows(pg: PatchableGraph, query: str, patched: list[str]) -> list[int] 
     return [skeleton_of(pg).row(path) for path in paths]
 
 
+def refusal(query: str) -> str:
+    with pytest.raises(ValueError, match="may take forever") as caught:
+        parse_query(query)
+    return str(caught.value)
+
+
 def current() -> dict[str, Any]:
-    """What the fixture has to be: of each model its rows, their paths, and the rows that each query finds."""
+    """What the fixture has to be: of each model its rows, their paths, and the rows that each query finds;
+    also what is said of queries that would take forever."""
     fixture = {}
     for name, model in MODELS.items():
         pg, patched = model(), PATCHED[name]
@@ -151,6 +162,7 @@ def current() -> dict[str, Any]:
             "columns": json.loads(zlib.decompress(skeleton.data)),
             "paths": [skeleton.path(row) for row in range(len(skeleton))],
             "patched": [skeleton.row(path) for path in patched],
+            "refused": [[query, refusal(query)] for query in ENDLESS],
             "queries": [[query, found_rows(pg, query, patched)] for query in queries()],
         }
     return fixture
