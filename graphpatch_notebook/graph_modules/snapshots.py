@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import random
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ _LARGE = 64 * 2**20
 def copied(value: Any) -> Any:
     """Returns a copy of inputs: tensors with the same strides, aliases among them and leaves as they were.
 
-    Modules and functions are shared.
+    Modules and functions are shared, and so is what has no state, such as `object()`: it is told by its identity.
     """
     memo: dict[int, Any] = {}
     _prepare(value, memo)
@@ -37,11 +38,23 @@ def _prepare(value: Any, memo: dict[int, Any]) -> None:
         if id(value) not in memo:
             # `detach` first: torch does not copy tensors that an op made and that require gradients.
             memo[id(value)] = _like(_copied_tensor(value.detach(), memo), value)
-    elif isinstance(value, Module) or callable(value):
+    elif isinstance(value, Module) or callable(value) or _is_sentinel(value):
         memo[id(value)] = value
     else:
         for _, child in children(value) or ():
             _prepare(child, memo)
+
+
+def _is_sentinel(value: Any) -> bool:
+    """Whether an object can only be told by which one it is: it has no contents, and equals nothing but itself."""
+    kind = type(value)
+    if getattr(kind, "__eq__", None) is not object.__eq__ or hasattr(kind, "__deepcopy__"):
+        return False
+    try:
+        maker, arguments, *state = value.__reduce_ex__(4)
+    except Exception:  # it cannot be copied at all, and `deepcopy` will say so
+        return False
+    return maker is copyreg.__newobj__ and arguments == (kind,) and not any(state)  # type: ignore[attr-defined]
 
 
 def _copied_tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError
+from graphpatch_notebook.graph_modules.snapshots import copied
 from graphpatch_notebook.notebook.labels import file_label
 from graphpatch_notebook.notebook.run_inputs import RunInputs
 from graphpatch_notebook.notebook.run_state import RunState
@@ -26,6 +28,9 @@ T = TypeVar("T")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 Separate = Callable[[Any], Any]
 PatchMap = Mapping[str, list[Patch[Any]]]
+
+_one_at_a_time = threading.Lock()
+_MOMENT = 0.02
 
 
 @dataclass
@@ -95,7 +100,7 @@ class Passes:
             KeyboardInterrupt: Somebody interrupted.
             Exception: Whatever the model raises.
         """
-        with self._settings.applied():
+        with _turn(job), self._settings.applied():
             try:
                 return self._all(job, has_gradients=False)
             except RuntimeError as error:
@@ -109,8 +114,10 @@ class Passes:
         state = RunState(self._graph)
         try:
             with torch.set_grad_enabled(has_gradients), collected_warnings() as outcome.warnings:
-                for patch_map in self._patch_maps:
-                    outcome.outputs.append(state.separated(self._call(job, patch_map, outcome)))
+                for position, patch_map in enumerate(self._patch_maps, 1):
+                    output = self._call(job, patch_map, outcome)
+                    is_last = position == len(self._patch_maps)
+                    outcome.outputs.append(state.separated(output) if is_last else _apart(output, outcome))
                     self._take(self._count.done, state.separated)
                     state.restore()
                     self._count.done += 1
@@ -144,6 +151,30 @@ class Passes:
             for patch in (patch for patches in patch_map.values() for patch in patches):
                 if isinstance(patch, RecordPatch):
                     patch.activations.clear()
+
+
+@contextmanager
+def _turn(job: Job[Any]) -> Iterator[None]:
+    """Waits until no other session's calls go on: they may be of the same model, and the random numbers are shared."""
+    # Not in the call that can be interrupted: an interrupt between getting the lock and knowing it would keep it.
+    while not _one_at_a_time.acquire(timeout=_MOMENT):
+        job.interruptibly(lambda: None)
+    try:
+        yield
+    finally:
+        _one_at_a_time.release()
+
+
+def _apart(output: Any, outcome: Outcome) -> Any:
+    """Returns a copy of an output: the next call may write into the same tensors, wherever the model has them from."""
+    try:
+        return copied(output)
+    except Exception as error:
+        outcome.warnings.append(
+            f"the output without the patches cannot be copied ({type(error).__name__}: {error}): if the model writes "
+            "into tensors that it returned before, they show no difference"
+        )
+        return output
 
 
 def in_words(error: BaseException) -> str:

@@ -295,6 +295,28 @@ def test_each_call_works_on_a_copy_of_the_inputs() -> None:
         runs.start(None)
 
 
+SWITCH = object()
+
+
+class Mode:
+    pass
+
+
+FAST = Mode()
+
+
+class Switched(nn.Module):
+    def forward(self, x: Tensor, mode: Any = None, other: Any = None) -> Tensor:
+        return x * (2 if mode is SWITCH and other is FAST else 1)
+
+
+def test_what_is_told_by_its_identity_keeps_it() -> None:
+    pg = PatchableGraph(Switched(), X, SWITCH, FAST)
+    done(runs := Runs(session_of(pg), dict))
+    assert runs.last is not None
+    assert torch.equal(runs.last.output, X * 2)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # What is left behind
 
@@ -600,3 +622,91 @@ def test_warnings_of_the_engine_are_told_in_the_report_and_nowhere_else(recwarn:
     assert len(report["warnings"]) == 1
     assert "3 times" in report["warnings"][0] or "more often" in report["warnings"][0]
     assert not recwarn.list
+
+
+SCRATCH = torch.zeros(3, 4)
+
+
+class Held:
+    def __init__(self) -> None:
+        self.value = torch.zeros(3, 4)
+
+
+class Scratch(nn.Module):
+    """Returns the same tensor each time, which is no attribute of its own."""
+
+    def __init__(self, is_global: bool) -> None:
+        super().__init__()
+        self.linear, self.held, self.is_global = nn.Linear(4, 4), Held(), is_global
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (SCRATCH if self.is_global else self.held.value).copy_(self.linear(x))
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_the_call_with_the_patches_does_not_write_over_what_the_one_without_returned(is_global: bool) -> None:
+    torch.manual_seed(0)
+    model = Scratch(is_global).requires_grad_(False)
+    pg = PatchableGraph(model, X)
+    runs = Runs(session_of(pg, zero("linear.output")), dict)
+    (change,) = done(runs)["changes"]
+    expected = model.linear(X)
+    assert runs.last is not None
+    assert torch.equal(runs.last.unpatched_output, expected)
+    assert runs.last.output.abs().max() == 0
+    assert change["norm_difference"] == pytest.approx(float(expected.norm()))
+
+
+class Uncopied(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"out": x * 2, "lock": threading.Lock()}
+
+
+def test_an_output_that_cannot_be_copied_is_told() -> None:
+    pg = PatchableGraph(Uncopied(), X)
+    report = done(Runs(session_of(pg, zero("mul")), dict))
+    assert report["changes"][0]["norm_after"] == 0
+    assert any("the output without the patches cannot be copied" in warning for warning in report["warnings"])
+
+
+def test_runs_of_two_graphs_of_one_model_take_turns() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            together.append(1)
+            most.append(len(together))
+            time.sleep(0.05)
+            together.pop()
+            return x + self.count
+
+    together: list[int] = []
+    most: list[int] = []
+    model = Counts().eval()
+    graphs = [PatchableGraph(model, X), PatchableGraph(model, X + 1)]
+    model.count.zero_()
+    most.clear()
+    both = [Runs(session_of(pg, ChosenPatch("output", "add", value="1")), dict) for pg in graphs]
+    numbers = [runs.start(None) for runs in both]
+    for runs, number in zip(both, numbers, strict=True):
+        runs.wait(number, 10)
+        assert runs.last is not None
+        assert torch.allclose(runs.last.output - runs.last.unpatched_output, torch.ones(3, 4), atol=1e-6)
+    assert most == [1] * 4
+    assert model.count.tolist() == [0]
+
+
+def test_a_run_that_waits_for_one_of_another_graph_can_be_interrupted(slow: PatchableGraph, pg: PatchableGraph) -> None:
+    first, second = Runs(session_of(slow), dict), Runs(session_of(pg), dict)
+    going = first.start(None)
+    waiting = second.start(None)
+    second.interrupt(waiting)
+    second.wait(waiting, 5)
+    assert second.status(waiting)[0]["state"] == "interrupted"
+    assert first.status(going)[0]["state"] == "running"
+    first.interrupt(going)
+    first.wait(going)
+    done(second)
