@@ -90,7 +90,7 @@ class Browser(anywidget.AnyWidget):
         self._desk = Desk(session, workspace, self._rows, self._shared.runs, self._shared.typed)
         self._own_id = model_id
         for name in ("skeleton", "about", "session", "run"):
-            self.set_trait(name, self._value(name, graph, skeleton))
+            self.set_trait(name, self._value_of_trait(name, graph, skeleton))
         super().__init__(model_id=model_id, selected=row, **_opened(skeleton, row))
         self._stop_listening = _listen(session, self)
         self._shared.add(self)
@@ -245,7 +245,8 @@ class Browser(anywidget.AnyWidget):
                     self.renew("skeleton", "about", "session", "scores")
         return skeleton
 
-    def _value(self, name: str, graph: PatchableGraph, skeleton: Skeleton) -> Any:
+    # marimo puts an attribute `_value` on every widget (0.25).
+    def _value_of_trait(self, name: str, graph: PatchableGraph, skeleton: Skeleton) -> Any:
         match name:
             case "skeleton":
                 return skeleton.data
@@ -280,7 +281,7 @@ class Browser(anywidget.AnyWidget):
                 graph = self.graph
                 skeleton = self._shown() or skeleton_of(graph)
                 for name in names:
-                    self.set_trait(name, self._value(name, graph, skeleton))
+                    self.set_trait(name, self._value_of_trait(name, graph, skeleton))
 
     def follow_session(self) -> None:
         """Called after each change of the chosen patches."""

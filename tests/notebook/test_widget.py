@@ -621,3 +621,11 @@ def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkey
     saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
     assert len(json.dumps(saved)) < 10_000
     nbformat.validate(notebook)
+
+
+def test_marimo_may_put_its_attribute_on_the_widget(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    browser._value = {"query": "relu"}  # as marimo 0.25 does
+    path = next(iter(graph.nodes))
+    session_of(graph).add(ChosenPatch(kind="zero", path=path))
+    assert [patch["path"] for patch in browser.session["patches"]] == [path]
