@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.notebook.session import session_of
 from graphpatch_notebook.notebook.workspace import Workspace
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import numbered
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.widget import Browser
@@ -34,18 +36,33 @@ def browser_of(
 
     Raises:
         UnknownPathError: There is no such path; the message names the nearest.
+        TypeError: The tokenizer is none.
         GraphError: The front end is not built.
     """
     from graphpatch_notebook.notebook.shared_runs import SharedRuns
     from graphpatch_notebook.notebook.widget import Browser
 
+    _check_tokenizer(tokenizer)
     session = session_of(graph)
     names = [name for name, other in workspace.graphs().items() if other is graph]
     if names:  # the session learns what the user calls the graph, and the model
         workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    elif session.origin.graph in workspace.namespace:  # another graph may be called so: exports must not patch that
+        free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
+        session.origin = replace(session.origin, graph=free)
     shared = SharedRuns.of(session, workspace)
     shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
     return Browser(graph, session, workspace, path)
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
+    if tokenizer is None or (any(map(callable, methods)) and not isinstance(tokenizer, bytes)):
+        return
+    raise TypeError(
+        f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
+        "load it first: AutoTokenizer.from_pretrained(...)"
+    )
 
 
 def workspace_of_user(namespace: dict[str, Any]) -> Workspace:

@@ -67,7 +67,12 @@ Form: TypeAlias = Literal["graphpatch", "hooks"]
 
 
 def export(
-    session: Session, form: Form = "graphpatch", *, wrap: bool = False, chosen: ChosenPatches | None = None
+    session: Session,
+    form: Form = "graphpatch",
+    *,
+    wrap: bool = False,
+    chosen: ChosenPatches | None = None,
+    origin: Origin | None = None,
 ) -> SourceCode:
     """Returns the enabled patches of a session as Python; runs and evaluates nothing.
 
@@ -77,6 +82,7 @@ def export(
         wrap: Make the `PatchableGraph` in the code, too (for a file that is to be run by itself); of `model`, where it
             is not known what it was made of.
         chosen: The patches; those of the session now, if left out.
+        origin: How graph, model and inputs are written; as the session knows it, if left out.
 
     Raises:
         ExportError: No patch is enabled; or hooks cannot do what some of them do (one message names them all).
@@ -97,10 +103,11 @@ def export(
     """
     patches = session.chosen if chosen is None else chosen
     root = session.graph._root_frame
+    origin = session.origin if origin is None else origin
     with without_syntax_warnings():
         if form == "hooks":
-            return hooks_source(patches, session.origin, root)
-        return graphpatch_source(patches, session.origin, root, wrap=wrap)
+            return hooks_source(patches, origin, root)
+        return graphpatch_source(patches, origin, root, wrap=wrap)
 
 
 def graphpatch_source(chosen: ChosenPatches, origin: Origin, root: Frame, *, wrap: bool = False) -> SourceCode:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import builtins
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError
@@ -43,6 +43,7 @@ class Desk:
         skeleton: Gives the rows that the front end has.
         runs: The runs of the session.
         arguments: The inputs of runs for which none are typed, as Python; `None` for those that `runs` has.
+        written: The same as far as anybody knows how they are written; for exports.
     """
 
     session: Session
@@ -50,6 +51,7 @@ class Desk:
     skeleton: Callable[[], Skeleton]
     runs: Runs
     arguments: Callable[[], str | None] = lambda: None
+    written: Callable[[], str | None] = lambda: None
 
 
 class Payload:
@@ -254,7 +256,9 @@ def _export(desk: Desk, payload: Payload) -> Answer:
     form = payload.text("form")
     if form not in ("graphpatch", "hooks"):
         raise SessionError(f"there is no form {_shown(form)}: it is 'graphpatch' or 'hooks'")
-    return {"code": str(export(desk.session, "hooks" if form == "hooks" else "graphpatch"))}, []
+    # On what *Run* runs: other inputs would give other numbers.
+    origin = replace(desk.session.origin, arguments=payload.text_or_none("inputs") or desk.written())
+    return {"code": str(export(desk.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
 
 
 # --------------------------------------------------------------------------------------------------------------------

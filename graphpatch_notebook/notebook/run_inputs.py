@@ -11,7 +11,7 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.graph_modules.snapshots import copied
 from graphpatch_notebook.notebook.expressions import quoted, undefined, without_syntax_warnings
-from graphpatch_notebook.notebook.input_names import changed_variables
+from graphpatch_notebook.notebook.input_names import changed_variables, written_arguments
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.options import options_among
 
@@ -66,7 +66,7 @@ def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | Non
         args, kwargs = evaluated_arguments(typed, namespace)
         return RunInputs(args, kwargs, typed.strip())
     if given is not None:
-        return _given(given)
+        return _given(given, namespace)
     examples: ExampleInputs | None = session.graph._examples
     written = _without_options(session.origin.arguments)
     if examples is not None:
@@ -109,12 +109,24 @@ def _changed(change: str) -> str:
     return f"the example inputs are not what they were before the capture any more ({change}); {_REPAIR}"
 
 
-def _given(given: Any) -> RunInputs:
+def given_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a tuple of arguments, a dict of keyword arguments, or one value stands for.
+
+    Example:
+        >>> given_arguments((1, 2)), given_arguments({"x": 1}), given_arguments(3)
+        (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
     if type(given) is tuple:
-        return RunInputs(given, {}, "*inputs")
+        return given, {}
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
-        return RunInputs((), dict(given), "**inputs")
-    return RunInputs((given,), {}, "inputs")
+        return (), dict(given)
+    return (given,), {}
+
+
+def _given(given: Any, namespace: dict[str, Any]) -> RunInputs:
+    args, kwargs = given_arguments(given)
+    written = written_arguments(ExampleInputs(args, kwargs), namespace)
+    return RunInputs(args, kwargs, written or ("*inputs" if len(args) > 1 else "**inputs" if kwargs else "inputs"))
 
 
 def evaluated_arguments(text: str, namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

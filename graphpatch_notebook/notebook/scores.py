@@ -26,9 +26,11 @@ def scores_by_path(scores: Mapping[str | NodePath, Any], skeleton: Skeleton) -> 
 
     Raises:
         UnknownPathError: Some paths do not exist; the message names the nearest.
-        TypeError: A score is no number.
+        TypeError: A score is no number, or they are no mapping.
         ValueError: A score is infinite, or too large to be shown.
     """
+    if not isinstance(scores, Mapping):
+        raise TypeError(f"scores must be a dict from paths to numbers, not {type(scores).__name__}: {{'PATH': 0.5}}")
     found: dict[str, float] = {}
     unknown: list[str] = []
     for path, value in scores.items():

@@ -6,6 +6,9 @@ import threading
 import weakref
 from typing import Any, Protocol
 
+from graphpatch_notebook.example_inputs import ExampleInputs
+from graphpatch_notebook.notebook.input_names import written_arguments
+from graphpatch_notebook.notebook.run_inputs import given_arguments
 from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.workspace import Workspace
@@ -32,6 +35,7 @@ class SharedRuns:
 
     def __init__(self, session: Session, workspace: Workspace) -> None:
         self._session = session
+        self._workspace = workspace
         self._typed: str | None = None
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.runs = Runs(session, lambda: workspace.namespace, results=workspace.results)
@@ -77,9 +81,20 @@ class SharedRuns:
     @property
     def arguments(self) -> str | None:
         """On what the model runs, as Python; `None` where nobody knows how it is written."""
-        if self._typed is not None or self.runs.inputs is not None:
+        if self._typed is not None:
             return self._typed
+        if self.runs.inputs is not None:
+            return written_arguments(ExampleInputs(*given_arguments(self.runs.inputs)), self._workspace.namespace)
         return self._session.origin.arguments
+
+    def written(self) -> str | None:
+        """Returns `arguments`."""
+        return self.arguments
+
+    @property
+    def is_given(self) -> bool:
+        """Whether runs are made on other inputs than the example's."""
+        return self._typed is not None or self.runs.inputs is not None
 
     @property
     def no_inputs(self) -> str | None:

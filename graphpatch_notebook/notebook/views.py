@@ -107,7 +107,7 @@ def show(workspace: Workspace, text: str) -> Browser:
         replace(active.session.origin, arguments=typed)  # says what is wrong with them
     try:
         return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
-    except GraphError as problem:
+    except (GraphError, TypeError) as problem:
         raise SessionError(str(problem)) from None
 
 

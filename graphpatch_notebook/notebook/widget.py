@@ -87,7 +87,7 @@ class Browser(anywidget.AnyWidget):
         self._requests_lock = threading.Lock()
         self._display = BrowserDisplay(self._static_html)
         model_id = uuid.uuid4().hex
-        self._desk = Desk(session, workspace, self._rows, self._shared.runs, self._shared.typed)
+        self._desk = Desk(session, workspace, self._rows, self._shared.runs, self._shared.typed, self._shared.written)
         self._own_id = model_id
         for name in ("skeleton", "about", "session", "run"):
             self.set_trait(name, self._value_of_trait(name, graph, skeleton))
@@ -266,6 +266,7 @@ class Browser(anywidget.AnyWidget):
             "nodes": skeleton.node_count,
             "model_id": self._own_id,
             "arguments": self._shared.arguments,
+            "has_given_inputs": self._shared.is_given,
             "no_inputs": self._shared.no_inputs,
             "has_tokenizer": self._shared.runs.tokenizer is not None,
             "version": graphpatch_notebook.__version__,

@@ -41,11 +41,14 @@ class ThreadSettings:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self._device = torch.get_default_device()
+        self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Has the same hold in this thread, for the length of the block."""
+        # A new thread has the number of the environment until torch is asked: sums would be split otherwise.
+        torch.set_num_threads(self._threads)
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
         if self._device.type == "cpu":  # also where nobody has set any

@@ -12,8 +12,13 @@ export function setInputs(view: View, text: string): void {
   typed.set(view.root, text);
 }
 
+/** Inputs of which nobody knows how they are written, in words. */
+export function unwritten(isGiven: boolean): string {
+  return isGiven ? "the inputs given to the browser" : "the example inputs";
+}
+
 /** In words, for a place where they are used but not typed. */
 export function describeInputs(view: View): string {
-  const { arguments: example } = view.model.get("about");
-  return inputsOf(view) ?? example ?? "the example inputs";
+  const { arguments: written, has_given_inputs } = view.model.get("about");
+  return inputsOf(view) ?? written ?? unwritten(has_given_inputs);
 }

@@ -7,7 +7,7 @@
  */
 import type { Model } from "./parts";
 
-export const GONE = "The kernel is gone: run the cell again.";
+export const GONE = "The kernel is gone: run the cell again, after those that make the graph.";
 export const CLOSED = "The kernel has closed this view: run the cell again.";
 export const UNCONNECTED = "There is no connection to the kernel: reconnect to it, or run the cell again.";
 

@@ -15,7 +15,7 @@
  * | Ctrl+Z; Ctrl+Shift+Z, Ctrl+Y | undo; redo |
  * | / | search |
  * | F3, Shift+F3 | next match, the one before; anywhere in the widget |
- * | Esc | back to the tree; anywhere in the widget |
+ * | Esc | back to the tree, anywhere in the widget; in the tree, ends the search |
  */
 
 import type { View } from "./parts";
@@ -206,6 +206,8 @@ export class TreeKeys {
 export interface SearchBox {
   focus(): void;
   go(step: 1 | -1): void;
+  /** Ends the search. */
+  leave(): void;
 }
 
 /** Keys that mean the same everywhere in the widget; and those that the notebook around it must not see. */
@@ -229,6 +231,7 @@ function widgetKey(view: View, box: SearchBox, event: KeyboardEvent, isTyping: b
   if (event.key === "F3" && !hasCommandKey(event) && !event.altKey) {
     box.go(event.shiftKey ? -1 : 1);
   } else if (event.key === "Escape") {
+    if (isInTree(event)) box.leave();
     view.focusTree();
   } else if (event.key === "/" && !isTyping && !hasCommandKey(event) && !event.altKey) {
     box.focus();
@@ -236,6 +239,10 @@ function widgetKey(view: View, box: SearchBox, event: KeyboardEvent, isTyping: b
     return false;
   }
   return true;
+}
+
+function isInTree(event: Event): boolean {
+  return event.composedPath().some((node) => node instanceof Element && node.getAttribute("role") === "tree");
 }
 
 /** Ctrl, on macOS Cmd. */

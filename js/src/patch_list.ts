@@ -4,6 +4,7 @@ import { type AttributeValue, element, type ICONS, icon, replaceChildren, setAtt
 import { describe, tryEdit } from "./edits";
 import { focusedElement } from "./floating";
 import { findPlace } from "./host";
+import { inputsOf } from "./inputs";
 import { wordsOf } from "./kernel";
 import type { Part, View } from "./parts";
 import { type PatchAction, patchItem } from "./patch_item";
@@ -65,7 +66,8 @@ class PatchList implements Part {
       enabled === patches.length ? `${enabled || ""}` : `${enabled} of ${patches.length} applied`;
     enable(this.undo, session.can_undo);
     enable(this.redo, session.can_redo);
-    for (const button of [this.clear, this.copy, this.insert]) enable(button, patches.length > 0);
+    enable(this.clear, patches.length > 0);
+    for (const button of [this.copy, this.insert]) enable(button, enabled > 0);
     if (focus !== null) this.restoreFocus(focus, patches);
   }
 
@@ -136,7 +138,7 @@ class PatchList implements Part {
   private async leave(take: (code: string) => Promise<void>): Promise<void> {
     this.box.hidden = true;
     try {
-      const { result } = await this.view.kernel.ask("export", { form: "graphpatch" });
+      const { result } = await this.view.kernel.ask("export", { form: "graphpatch", inputs: inputsOf(this.view) });
       await take(result.code);
     } catch (reason) {
       this.view.notices.error(wordsOf(reason).message);

@@ -96,6 +96,8 @@ export interface About {
   arguments: string | null;
   /** Why there are no example inputs that *Run* could use; `null`: there are some. */
   no_inputs: string | null;
+  /** Whether runs are made on inputs that were given to the browser instead of the example inputs. */
+  has_given_inputs: boolean;
   has_tokenizer: boolean;
   /** The version of graphpatch-notebook. */
   version: string;
@@ -319,7 +321,8 @@ export interface Requests {
   activation_interrupt: { payload: { id: number }; result: ActivationStatus };
   /** Nobody looks at it any more: the kernel lets it go. */
   activation_close: { payload: { id: number }; result: Record<string, never> };
-  export: { payload: { form: "graphpatch" | "hooks" }; result: { code: string } };
+  /** `inputs`: as for `run`. */
+  export: { payload: { form: "graphpatch" | "hooks"; inputs: string | null }; result: { code: string } };
 }
 export type RequestName = keyof Requests;
 

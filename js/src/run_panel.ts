@@ -1,7 +1,7 @@
 /** Runs the model with the chosen patches, and shows what they change; a run of another view is shown here, too. */
 import { choiceOf, numbersOf } from "./choice";
 import { element } from "./dom";
-import { inputsOf, setInputs } from "./inputs";
+import { inputsOf, setInputs, unwritten } from "./inputs";
 import { formatSeconds } from "./numbers";
 import { type Part, RequestFailed, type View } from "./parts";
 import { Poller, type Reported } from "./polling";
@@ -51,12 +51,12 @@ class RunPanel implements Part {
   }
 
   private form(): HTMLElement {
-    const { arguments: example, no_inputs } = this.view.model.get("about");
+    const { arguments: example, has_given_inputs, no_inputs } = this.view.model.get("about");
     const id = `gp-run-inputs-${panels++}`;
     this.inputs.id = id;
     // The view was there before, of another capture.
     this.inputs.value = inputsOf(this.view) ?? "";
-    this.inputs.placeholder = example ?? (no_inputs === null ? "the example inputs" : "arguments, as in a call");
+    this.inputs.placeholder = example ?? (no_inputs === null ? unwritten(has_given_inputs) : "arguments, as in a call");
     this.inputsError.id = `${id}-error`;
     this.button.addEventListener("click", () => this.run());
     return element(

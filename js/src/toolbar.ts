@@ -73,6 +73,10 @@ class ToolbarView implements Toolbar {
     this.view.notices.say(`Match ${number.toLocaleString("en-US")} of ${this.countText()}: ${path}`);
   }
 
+  leave(): void {
+    this.tree.search("");
+  }
+
   private bar(): HTMLElement {
     const { tree } = this;
     return element(
@@ -83,6 +87,7 @@ class ToolbarView implements Toolbar {
       this.folding,
       iconButton("expand", "Expand all", "Expand all below the selected row", () => tree.expandBelow(tree.activeRow)),
       iconButton("collapse", "Collapse all", "Collapse all", () => tree.collapseAll()),
+      keysHelp(),
     );
   }
 
@@ -111,15 +116,19 @@ class ToolbarView implements Toolbar {
     }, SAY_AFTER);
   }
 
-  /** Enter goes through the matches; Esc empties the field, and from the empty one goes back to the tree. */
+  /** To the tree, at a match if there are some. */
+  private toTree(): void {
+    const { matches } = this.tree.found;
+    if (matches?.length && !matches.includes(this.tree.activeRow)) this.go(1);
+    this.view.focusTree();
+  }
+
+  /** Enter goes through the matches; Esc and the arrow lead to the tree, where another Esc ends the search. */
   private key(event: KeyboardEvent): void {
     if (event.isComposing) return;
     if (event.key === "Enter") this.go(event.shiftKey ? -1 : 1);
-    else if (event.key === "ArrowDown") this.view.focusTree();
-    else if (event.key === "Escape" && this.field.value) {
-      this.field.value = "";
-      this.tree.search("");
-    } else return;
+    else if (event.key === "ArrowDown" || event.key === "Escape") this.toTree();
+    else return;
     event.preventDefault();
   }
 
@@ -159,6 +168,26 @@ attn  text in path or torch function
 op:mul  shape:64  shape:[1,*,64]  dtype:f16
 is:patched  is:opaque  is:parameter  is:plumbing
 module:LlamaMLP    -term  without`;
+
+const KEYS = [
+  ["↑ ↓ ← →", "walk, open, close"],
+  ["*", "open all beside"],
+  ["a letter", "the next name with it"],
+  ["/", "search"],
+  ["Enter, F3", "next match, while searching"],
+  ["Esc", "back to the tree; there, end the search"],
+  ["Enter", "details of a row"],
+  ["+", "patch it"],
+  ["Delete", "remove its patches"],
+  ["Ctrl+C", "copy its path"],
+  ["Ctrl+Z, Ctrl+Shift+Z", "undo, redo"],
+] as const;
+
+function keysHelp(): HTMLElement {
+  const pairs = KEYS.flatMap(([keys, what]) => [element("dt", {}, keys), element("dd", {}, what)]);
+  const summary = element("summary", { class: "gp-button gp-quiet", "aria-label": "Keys", title: "Keys" }, "?");
+  return element("details", { class: "gp-keys" }, summary, element("dl", {}, ...pairs));
+}
 
 function iconButton(name: Parameters<typeof icon>[0], label: string, title: string, onclick: () => void) {
   return element(

@@ -200,6 +200,7 @@ export const ABOUT: About = {
   nodes: 100,
   model_id: "fake",
   arguments: "ids",
+  has_given_inputs: false,
   no_inputs: null,
   has_tokenizer: false,
   version: "0.0.0",

@@ -86,10 +86,10 @@ describe("replies", () => {
   it("belong to their requests, in whatever order", async () => {
     const kernel = connected();
     const first = kernel.ask("details", { row: 1 });
-    const second = kernel.ask("export", { form: "hooks" });
+    const second = kernel.ask("export", { form: "hooks", inputs: null });
     expect(model.sent.map(({ request, payload }) => [request, payload])).toEqual([
       ["details", { row: 1 }],
-      ["export", { form: "hooks" }],
+      ["export", { form: "hooks", inputs: null }],
     ]);
     model.reply(1, { result: { code: "2" } });
     model.reply(0, { result: { row: 1 } });

@@ -164,7 +164,7 @@ test("Ctrl+C copies the path; where that is forbidden it is shown", async () => 
   await vi.waitFor(() => expect(widget.view.errors.at(-1)).toContain("lm_head"));
 });
 
-test("/ goes to the search field, Esc empties it and then goes back", () => {
+test("/ goes to the search field, Esc back to a match, another Esc ends the search", () => {
   widget.press("/");
   expect(document.activeElement).toBe(widget.box);
   widget.box.value = "softmax";
@@ -174,9 +174,11 @@ test("/ goes to the search field, Esc empties it and then goes back", () => {
   const typed = widget.press("/", {}, widget.box);
   expect(typed.defaultPrevented).toBe(false);
   widget.press("Escape", {}, widget.box);
+  expect(document.activeElement).toBe(widget.tree);
+  expect(widget.state.found.matches).toHaveLength(4);
+  expect(widget.at).toBe("transformer.h_0.attn.attn_weights_1");
+  widget.press("Escape", {}, widget.tree);
   expect([widget.box.value, widget.state.found.matches]).toEqual(["", null]);
-  expect(document.activeElement).toBe(widget.box);
-  widget.press("Escape", {}, widget.box);
   expect(document.activeElement).toBe(widget.tree);
 });
 

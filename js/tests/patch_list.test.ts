@@ -211,7 +211,7 @@ describe("as Python", () => {
   async function take(name: string): Promise<void> {
     button(name).click();
     await settled();
-    expect(rig.last("export").payload).toEqual({ form: "graphpatch" });
+    expect(rig.last("export").payload).toEqual({ form: "graphpatch", inputs: null });
     await rig.answer("export", { code: CODE });
     await settled();
   }

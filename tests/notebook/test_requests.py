@@ -234,10 +234,10 @@ def test_what_nobody_expected_is_told_too(
 
 
 def test_export(front: Front) -> None:
-    assert "no patch" in front.refused("export", form="graphpatch")["message"]
+    assert "no patch" in front.refused("export", form="graphpatch", inputs=None)["message"]
     front.edit("add", patch=fields("sub_0.output", "zero"))
-    assert '"sub_0.output": ZeroPatch()' in front.ask("export", form="graphpatch")["code"]
-    assert "register_forward" in front.ask("export", form="hooks")["code"]
+    assert '"sub_0.output": ZeroPatch()' in front.ask("export", form="graphpatch", inputs=None)["code"]
+    assert "register_forward" in front.ask("export", form="hooks", inputs=None)["code"]
 
 
 def test_the_graph_may_be_gone(front: Front) -> None:

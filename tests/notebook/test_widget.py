@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 import weakref
 import zlib
@@ -387,7 +388,7 @@ def test_all_browsers_follow_a_run(graph: PatchableGraph) -> None:
 
 def test_inputs_and_tokenizer_are_those_of_all_browsers(graph: PatchableGraph) -> None:
     one = graph.browse()
-    two = graph.browse(inputs=torch.zeros(1, 4), tokenizer=object())
+    two = graph.browse(inputs=torch.zeros(1, 4), tokenizer=types.SimpleNamespace(decode=str))
     assert one.about["has_tokenizer"]
     status = line_of(one).ask("run", inputs=None)["result"]
     one._shared.runs.wait(status["id"])
@@ -467,7 +468,7 @@ def test_show_is_browse(pg: Shell) -> None:
 
 
 def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
-    pg.ok("tok = object()")
+    pg.ok("import types; tok = types.SimpleNamespace(decode=str)")
     browser = pg.ok('%graphpatch show up --tokenizer tok --inputs "2 * x"  # both').value
     assert browser.about["has_tokenizer"]
     assert browser.about["arguments"] == "2 * x"
