@@ -2,6 +2,7 @@
 import { type AttributeValue, element, type ICONS, icon } from "./dom";
 import { place, restrictions, shapeText } from "./edits";
 import type { PatchState } from "./protocol";
+import { visible } from "./visible";
 
 export type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove";
 export type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
@@ -63,7 +64,7 @@ function checkbox(patch: PatchState, what: string, act: PatchAction): HTMLElemen
 }
 
 function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
-  const path = element("span", { class: "gp-patch-path" }, patch.path);
+  const path = element("span", { class: "gp-patch-path" }, visible(patch.path));
   const slice = patch.slice === null ? null : element("span", { class: "gp-patch-slice" }, `[${patch.slice}]`);
   if (patch.row < 0) return element("span", { class: "gp-patch-place" }, path, slice);
   const attributes: Record<string, AttributeValue> = {

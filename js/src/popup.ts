@@ -8,6 +8,7 @@ import type { Part, View } from "./parts";
 import { whyUnpatchable } from "./patchable";
 import type { Details, Kind, Link, Source } from "./protocol";
 import { colouredPython } from "./python_code";
+import { visible, visibleLines } from "./visible";
 
 export interface Popup extends Part {
   show(row: number, anchor: Element): void;
@@ -107,7 +108,7 @@ class NodePopup implements Popup {
     return element(
       "div",
       { class: "gp-floating-header" },
-      element("div", { class: "gp-floating-title" }, path || this.nameOfModel()),
+      element("div", { class: "gp-floating-title" }, visible(path || this.nameOfModel())),
       path ? element("button", { type: "button", class: "gp-button", onclick: copy }, icon("copy"), label) : null,
       closeButton(() => this.close()),
     );
@@ -148,7 +149,7 @@ class NodePopup implements Popup {
       { class: "gp-floating-body", tabindex: -1 },
       this.facts(row, details),
       details.notes.length > 0
-        ? element("ul", { class: "gp-notes" }, ...details.notes.map((note) => element("li", {}, note)))
+        ? element("ul", { class: "gp-notes" }, ...details.notes.map((note) => element("li", {}, visibleLines(note))))
         : null,
       this.patching(row),
       ...this.parts.map((part) => part.element),
@@ -173,7 +174,7 @@ class NodePopup implements Popup {
       "dl",
       { class: "gp-facts" },
       ...facts.map(([name, fact]) =>
-        fact === null ? null : element("div", {}, element("dt", {}, name), element("dd", {}, fact)),
+        fact === null ? null : element("div", {}, element("dt", {}, name), element("dd", {}, visible(fact))),
       ),
     );
   }
@@ -199,7 +200,7 @@ class NodePopup implements Popup {
         : element(
             "button",
             { type: "button", class: "gp-button gp-primary", onclick: edit(instead) },
-            `Patch ${shortened(this.view.skeleton.path(instead), this.view.skeleton.path(row))}`,
+            `Patch ${visible(shortened(this.view.skeleton.path(instead), this.view.skeleton.path(row)))}`,
           ),
     );
   }
@@ -226,7 +227,7 @@ class NodePopup implements Popup {
       this.close();
       this.view.focusTree();
     };
-    return element("li", {}, element("button", { type: "button", class: "gp-node-link", onclick: go }, text));
+    return element("li", {}, element("button", { type: "button", class: "gp-node-link", onclick: go }, visible(text)));
   }
 }
 

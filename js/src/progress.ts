@@ -3,6 +3,7 @@ import { element } from "./dom";
 import { formatSeconds } from "./numbers";
 import type { Kernel } from "./parts";
 import type { Job } from "./polling";
+import { visible } from "./visible";
 
 export class Progress {
   private readonly bar: HTMLProgressElement;
@@ -49,7 +50,7 @@ export class Progress {
     const parts = [formatSeconds(seconds)];
     if (fraction !== null) parts.unshift(`${Math.floor(100 * fraction)}%`);
     this.text.replaceChildren(parts.join(" · "));
-    if (at) this.text.append(" · ", element("code", { title: at }, at));
+    if (at) this.text.append(" · ", element("code", { title: visible(at) }, visible(at)));
     this.element.hidden = false;
   }
 

@@ -7,6 +7,7 @@ import { CLOSED, type FoldedRun, LEAF } from "./rows";
 import { scoreText } from "./scores";
 import type { Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
+import { visible } from "./visible";
 
 /** The height of a row, `--gp-row` in theme.css. */
 export const ROW = 22;
@@ -48,7 +49,7 @@ export class RowView {
     const run = tree.lines.runs.get(id);
     this.shown = run ? shownOfRun(skeleton, run) : shownOfRow(skeleton, id, rootName);
     const { name, op, label, kind, isPatchable, mark, note } = this.shown;
-    const path = run ? name : skeleton.path(id);
+    const path = run ? name : visible(skeleton.path(id));
     this.op = element("span", { class: "gp-op", title: note ?? op }, mark ?? op);
     this.element = element(
       "div",
@@ -176,13 +177,14 @@ function rowButton(action: string, name: string, title: string) {
 
 function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
   const kind = skeleton.kindOf(row);
-  const note = skeleton.noteOf(row);
+  const written = skeleton.noteOf(row);
+  const note = written === null ? null : visible(written);
   const mark = skeleton.has(row, FLAG.opaque) ? "opaque" : kind === "unused" ? "unused" : null;
-  const op = skeleton.opOf(row);
+  const op = visible(skeleton.opOf(row));
   return {
-    name: row === 0 ? rootName : skeleton.nameOf(row),
+    name: visible(row === 0 ? rootName : skeleton.nameOf(row)),
     op,
-    label: skeleton.labelOf(row),
+    label: visible(skeleton.labelOf(row)),
     kind,
     isPatchable: skeleton.has(row, FLAG.patchable),
     note: note ?? (mark ? `${mark} ${op}` : null),
@@ -192,11 +194,11 @@ function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
 
 function shownOfRun(skeleton: Skeleton, run: FoldedRun): Shown {
   const [first = 0, last = 0] = [run.rows[0], run.rows.at(-1)];
-  const op = run.period === 1 ? skeleton.opOf(first) : countOf(run.period, "row");
+  const op = run.period === 1 ? visible(skeleton.opOf(first)) : countOf(run.period, "row");
   return {
-    name: `${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`,
+    name: visible(`${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`),
     op: `×${run.times} ${op}`,
-    label: run.period === 1 ? skeleton.labelOf(first) : "",
+    label: run.period === 1 ? visible(skeleton.labelOf(first)) : "",
     kind: "run",
     isPatchable: false,
     note: null,

@@ -5,6 +5,7 @@ import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, s
 import { makePlot } from "./plots";
 import type { Change, ProbeReport, RunReport } from "./protocol";
 import { makeStatistics } from "./statistics";
+import { visible, visibleLines } from "./visible";
 
 export interface ReportContext {
   buffers: readonly DataView[];
@@ -23,14 +24,14 @@ function head({ call, seconds, patches }: RunReport): HTMLElement {
   return element(
     "p",
     { class: "gp-report-head" },
-    element("code", {}, call),
+    element("code", {}, visible(call)),
     ` ran ${what} in ${formatSeconds(seconds)}.`,
   );
 }
 
 function warnings(texts: readonly string[]): HTMLElement | null {
   if (texts.length === 0) return null;
-  const items = texts.map((text) => element("li", {}, sentence(text)));
+  const items = texts.map((text) => element("li", {}, sentence(visibleLines(text))));
   return element(
     "div",
     { class: "gp-warnings" },
@@ -57,7 +58,7 @@ function largest(change: Change): HTMLElement | null {
   return element(
     "details",
     { class: "gp-largest" },
-    element("summary", {}, `Entries of ${change.path} that changed most`),
+    element("summary", {}, "Entries of ", element("code", {}, visible(change.path)), " that changed most"),
     element("ol", {}, ...items),
   );
 }
@@ -66,7 +67,8 @@ const CHANGE_HEADS = ["Output", "Shape", "Norm before", "Norm after", "Norm of d
 
 /** A row, and one below it for what is to be said. Where two outputs were not compared there is no difference to show. */
 function changeRows(change: Change): HTMLElement[] {
-  const { path, shape, dtype, norm_before, norm_after, norm_difference, note } = change;
+  const { shape, dtype, norm_before, norm_after, norm_difference, note } = change;
+  const path = visible(change.path);
   const isCompared = note === null || norm_difference > 0 || change.largest.length > 0;
   const known = (norm: number) => (isCompared || norm > 0 ? formatNumber(norm) : "–");
   const difference = isCompared ? [formatNumber(norm_difference), relativeChange(change)] : ["–", "–"];
@@ -74,12 +76,15 @@ function changeRows(change: Change): HTMLElement[] {
   const row = element(
     "tr",
     {},
-    element("th", { scope: "row" }, element("code", {}, path)),
+    element("th", { scope: "row" }, element("code", { title: path }, path)),
     element("td", { class: "gp-number" }, `${formatShape(shape)} ${dtype}`),
     ...numbers.map((text) => element("td", { class: "gp-number" }, text)),
   );
   if (note === null) return [row];
-  return [row, element("tr", {}, element("td", { class: "gp-muted", colspan: CHANGE_HEADS.length }, sentence(note)))];
+  return [
+    row,
+    element("tr", {}, element("td", { class: "gp-muted", colspan: CHANGE_HEADS.length }, sentence(visible(note)))),
+  ];
 }
 
 function changes(report: RunReport): HTMLElement | null {
@@ -106,7 +111,8 @@ function changes(report: RunReport): HTMLElement | null {
 }
 
 function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HTMLElement {
-  const { name, path, number, statistics, plot, note } = report;
+  const { number, statistics, plot, note } = report;
+  const [name, path] = [visible(report.name), visible(report.path)];
   const reveal = revealPatch(number);
   const place = element("code", {}, path);
   const link =
@@ -127,7 +133,7 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
     "li",
     { class: "gp-probe" },
     element("div", { class: "gp-probe-head" }, element("code", { class: "gp-probe-name" }, name), ` #${number} `, link),
-    note === null ? null : element("p", { class: "gp-note" }, sentence(note)),
+    note === null ? null : element("p", { class: "gp-note" }, sentence(visibleLines(note))),
     statistics === null ? null : makeStatistics(statistics),
     statistics === null ? null : makePlot(plot, buffers, options),
   );

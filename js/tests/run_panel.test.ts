@@ -274,6 +274,26 @@ describe("a report", () => {
     expect(panel.textContent).not.toContain("change nothing");
   });
 
+  it("shows what turns the direction around, and controls, as what they are", async () => {
+    const [change] = report().changes;
+    const odd = "a\u202eb\u0007c\nd";
+    const seen = "a\\u202eb\\x07c\\nd";
+    if (change === undefined) throw new Error("no change");
+    const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: null, note: odd };
+    await show({
+      call: odd,
+      warnings: [odd],
+      changes: [{ ...change, path: odd, note: odd }],
+      probes: [{ ...probe, number: 1, name: odd, path: odd }],
+    });
+    const text = panel.querySelector(".gp-report")?.textContent ?? "";
+    for (const unseen of ["\u202e", "\u0007"]) expect(text).not.toContain(unseen);
+    expect(panel.querySelector(".gp-report-head")?.textContent).toContain(`${seen} ran`);
+    expect(panel.querySelector(".gp-changes tbody code")?.textContent).toBe(seen);
+    expect(panel.querySelector(".gp-probe-name")?.textContent).toBe(seen);
+    expect(panel.querySelector(".gp-warnings li")?.textContent).toBe("a\\u202eb\\x07c\nd.");
+  });
+
   it("says that nothing changed", async () => {
     const change = {
       path: "a",

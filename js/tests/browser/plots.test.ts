@@ -260,6 +260,28 @@ async function violations(view: JobView): Promise<unknown[]> {
   return found.violations.map(({ id, nodes }) => [id, nodes.map((node) => node.html)]);
 }
 
+it("shows the numbers of the output beside a long path, which wraps", async () => {
+  const view = open();
+  view.root.style.width = "640px";
+  const path = `output|${"a_long_name_of_a_key.".repeat(60)}hidden_states`;
+  const [change] = report().changes;
+  const shown = report({ changes: change === undefined ? [] : [{ ...change, path }, change] });
+  const done = { id: 1, state: "done" as const, seconds: 1, at: null, fraction: 1, error: null, report: shown };
+  view.kernel.script = { run: () => ({ result: done, buffers: [] }) };
+  view.root.append(makeRunPanel(view).element);
+  view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
+  await expect.poll(() => view.root.querySelector(".gp-changes")).not.toBeNull();
+  const scroll = view.root.querySelector(".gp-scroll") as HTMLElement;
+  expect(scroll.scrollWidth).toBeLessThanOrEqual(scroll.clientWidth);
+  const name = scroll.querySelector("tbody code") as HTMLElement;
+  expect(name.title).toBe(path);
+  expect(name.getBoundingClientRect().height).toBeLessThan(70);
+  expect(name.getBoundingClientRect().width).toBeGreaterThan(80);
+  for (const cell of scroll.querySelectorAll("tbody td")) {
+    expect(cell.getBoundingClientRect().right).toBeLessThanOrEqual(scroll.getBoundingClientRect().right);
+  }
+});
+
 it("shows hostile texts as texts", async () => {
   const view = await full();
   expect(view.root.querySelector("img")).toBeNull();
