@@ -6,6 +6,7 @@ import copy
 import copyreg
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.graph_modules.outer_values import outer_containers
 from graphpatch_notebook.values import children
 
-_LARGE = 64 * 2**20
+LARGE = 64 * 2**20
 """Buffers of more bytes are not copied: these are weights (of quantized models), not state."""
 
 
@@ -95,6 +96,31 @@ class RandomState:
         return len(self._cuda) == len(other._cuda) and all(torch.equal(a, b) for a, b in pairs)
 
 
+class SharedRandomState:
+    """The state of the random number generators that all code shares: those of torch, Python and numpy."""
+
+    def __init__(self) -> None:
+        self.torch = RandomState()
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def restore(self) -> None:
+        """Puts the generators back to this state."""
+        self.torch.restore()
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def differing(self, other: SharedRandomState) -> list[str]:
+        """Returns whose generators have another state in `other`."""
+        is_same = {
+            "torch": self.torch.equals(other.torch),
+            "Python": self._python == other._python,
+            "numpy": None in (self._numpy, other._numpy) or _same_numpy_state(self._numpy, other._numpy),
+        }
+        return [name for name, same in is_same.items() if not same]
+
+
 class ModuleState:
     """What a run of a module may change, at one moment: in the module and in all that can be reached from it."""
 
@@ -108,9 +134,7 @@ class ModuleState:
             name: (container, container.copy())
             for name, container in outer_containers(root, original_forward(root)).items()
         }
-        self._python_random = random.getstate()
-        self._numpy_random = _numpy_state()
-        self.random = RandomState()
+        self.random = SharedRandomState()
 
     def unrepeatable_change(self) -> str | None:
         """Returns what has happened since that no graph repeats, or that a trial run cannot take back, if anything."""
@@ -122,21 +146,14 @@ class ModuleState:
         for name, (container, content) in self._outer.items():
             if not _is_same_container(container, content):
                 return f"it changes the global {name!r} while it runs"
-        if random.getstate() != self._python_random or not _same_numpy_state(_numpy_state(), self._numpy_random):
+        if set(self.random.differing(SharedRandomState())) - {"torch"}:
             return "it draws random numbers of Python or numpy"
         return None
 
     def restore(self) -> None:
         """Writes the buffers back, and the state of the random generators, those of Python and numpy too."""
-        self.restore_random()
-        self.restore_buffers()
-
-    def restore_random(self) -> None:
-        """Puts the random generators back, those of Python and numpy too."""
         self.random.restore()
-        random.setstate(self._python_random)
-        if self._numpy_random is not None:
-            sys.modules["numpy"].random.set_state(self._numpy_random)
+        self.restore_buffers()
 
     def restore_buffers(self) -> None:
         """Writes the buffers back that were changed."""
@@ -156,14 +173,14 @@ class ModuleState:
         for module, mine, theirs in zip(self._modules, self._buffers, other._buffers, strict=True):
             if (text := difference(mine, theirs, f"the buffers of {type(module).__name__}")) is not None:
                 return text
-        return None if self.random.equals(other.random) else "it leaves another random state behind"
+        return None if self.random.torch.equals(other.random.torch) else "it leaves another random state behind"
 
 
 def _contents(module: Module) -> dict[str, Tensor]:
     return {
         name: buffer.detach().clone()
         for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.numel() * buffer.element_size() <= _LARGE and not _is_lazy(buffer)
+        if buffer is not None and buffer.numel() * buffer.element_size() <= LARGE and not _is_lazy(buffer)
     }
 
 
@@ -173,11 +190,11 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 def _versions(module: Module) -> list[int]:
     return [
-        _version(tensor)
+        version_of(tensor)
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if not _is_offloaded(module)
         and tensor is not None
-        and (tensor.numel() * tensor.element_size() > _LARGE or _is_parameter(tensor))
+        and (tensor.numel() * tensor.element_size() > LARGE or _is_parameter(tensor))
     ]
 
 
@@ -185,7 +202,8 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was written into."""
     try:
         return tensor._version
     except RuntimeError:  # inference tensors do not count
@@ -220,7 +238,7 @@ def _insides(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yields what one can look into one level deep: the attribute of an object that counts, an item of a list."""
     if isinstance(value, (Module, Tensor, type)) or callable(value):
         return
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, set, deque):
         items: Any = enumerate(value)
     elif isinstance(value, dict):
         items = value.items()

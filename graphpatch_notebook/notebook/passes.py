@@ -119,6 +119,8 @@ class Passes:
                     is_last = position == len(self._patch_maps)
                     outcome.outputs.append(state.separated(output) if is_last else _apart(output, outcome))
                     self._take(self._count.done, state.separated)
+                    if (remark := state.random_numbers.remark(is_last)) is not None:
+                        outcome.warnings.append(remark)
                     state.restore()
                     self._count.done += 1
                     self._note_change(state, outcome)

@@ -94,11 +94,14 @@ class _Report:
 class Runs:
     """The runs of one session: one at a time.
 
-    A run works on copies of its inputs, in a thread of its own: what the user has switched on in a cell (autocast,
-    patch contexts, `torch.device` as a context) does not hold there, defaults of the thread that made this object do.
-    It runs without gradients where the model can do without, in the modes (`train`, `eval`) that the model is in.
-    Buffers are as they were afterwards, and so are the random generators if the model draws from them; with and
-    without patches it draws the same numbers. Do not train the model meanwhile: buffers would be put back, too.
+    Runs of other sessions wait for their turn. A run works on copies of its inputs, in a thread of its own: patch
+    contexts of a cell do not hold there; autocast and the default device are those of the thread that asks for the run,
+    or, if that is not the one that made this object, of the latter as last seen. It runs without gradients where the
+    model can do without, in the modes (`train`, `eval`) that the model is in. Buffers, and tensors in attributes of
+    modules, are as they were afterwards, and so are the random generators if the model draws from them; with and
+    without patches it draws the same numbers. The report says where that cannot be kept up, with one exception: a
+    generator of the model's own (`numpy.random.default_rng()`) that neither its code nor its attributes name. Do not
+    train the model meanwhile: buffers would be put back, too.
 
     Args:
         session: The session.
@@ -178,11 +181,12 @@ class Runs:
             if position == 1:
                 taken[:] = [Taken.of(one, patch, names, separate) for one, patch in resolved.observing]
 
-        passes = Passes(session.graph, found, maps, self._current_settings(), count, take)
+        settings = self._current_settings()
+        passes = Passes(session.graph, found, maps, settings, count, take)
         head = {
             "call": f"{session.origin.graph}({found.text})",
             "patches": [one.number for one in chosen.enabled],
-            "warnings": [found.remark] if found.remark else [],
+            "warnings": [remark for remark in (found.remark, settings.remark()) if remark],
         }
         with self._lock:
             before = self._check_idle()

@@ -1,7 +1,8 @@
 """Work of the model's in a thread of its own: it can be looked at from outside, and interrupted.
 
 A new thread for each job: what belongs to a thread (patch contexts, gradient mode, autocast, function modes) starts out
-as it is by default, ends with the job, and is nobody else's. What a user has switched on in a cell does not hold there.
+as it is by default, ends with the job, and is nobody else's. What a user has switched on in a cell does not hold there,
+but for what `ThreadSettings` carry over.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from types import FrameType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
@@ -21,6 +22,7 @@ import torch
 T = TypeVar("T")
 R = TypeVar("R")
 _ENOUGH_JUMPS = 100
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 JobState: TypeAlias = Literal["running", "done", "failed", "interrupted"]
 
 
@@ -43,6 +45,8 @@ class ThreadSettings:
         self._device = torch.get_default_device()
         self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST if _is_autocast(kind)}
+        self._caches = torch.is_autocast_cache_enabled()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -51,11 +55,26 @@ class ThreadSettings:
         torch.set_num_threads(self._threads)
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
-        if self._device.type == "cpu":  # also where nobody has set any
+        with ExitStack() as stack:
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._caches))
+            if self._device.type != "cpu":  # it is also where nobody has set any
+                stack.enter_context(self._device)
             yield
-            return
-        with self._device:
-            yield
+
+    def remark(self) -> str | None:
+        """Returns what is to be said if another thread than the user's asks for a run, which cannot know these."""
+        if not self._autocast or self.thread == threading.get_ident():
+            return None
+        kinds = " and ".join(f"{kind} ({dtype})" for kind, dtype in self._autocast.items())
+        return f"autocast was on for {kinds} when the browser was last used from a cell, and is on in this run"
+
+
+def _is_autocast(kind: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(kind)
+    except RuntimeError:  # this torch does not know the device, or has no autocast for it
+        return False
 
 
 class Job(Generic[T]):
