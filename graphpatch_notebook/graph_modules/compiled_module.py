@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import keyword
 import threading
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class CompiledGraphModule(GraphModule):
     _form: EditedForm | None
     _call_check: CallCheck | None
     _aliases: dict[str, Any]
+    _callee_by_frame: dict[int, GraphModule]
     _belief: belief.Belief
 
     def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
@@ -67,6 +69,7 @@ class CompiledGraphModule(GraphModule):
         state["_generated"] = {}
         state["_form"] = state["_call_check"] = None
         state["_aliases"] = {}
+        state["_callee_by_frame"] = {}
         state["_belief"] = belief.Belief()
         hierarchy.has_own_graphs |= frame.custom_graph is not None
 
@@ -244,15 +247,22 @@ class CompiledGraphModule(GraphModule):
 
     def of_call(self, node: Node) -> str:
         """Returns how the code calls the graph module of a call node."""
-        callee = next((c for c in self._callees if c._frame is node.frame), None)
+        callee = self._callee_of(node)
         if callee is None:
             raise GraphError(f"there is no graph module for the call {node.name!r} in {self.path or 'the root'!r}")
-        paths = [node.target, *(name for name, _ in self.named_children())]
-        if node.call_count > 1:
-            paths = [f"{path}.{node.call_index}" for path in paths]
+        # The target first, which it mostly is: a graph may have thousands of calls and of children.
+        names = itertools.chain([node.target], (name for name, _ in self.named_children()))
+        paths = (f"{name}.{node.call_index}" if node.call_count > 1 else name for name in names)
         return next((p for p in paths if _is_writable(p) and _below(self, p) is callee), None) or self._alias(
             node.name, callee
         )
+
+    def _callee_of(self, node: Node) -> GraphModule | None:
+        known = self._callee_by_frame
+        if len(known) != len(self._callees):
+            known.clear()
+            known.update((id(callee._frame), callee) for callee in self._callees)
+        return known.get(id(node.frame))
 
     def of_attribute(self, path: str) -> str:
         """Returns how the code reads what the user's module has at `path`."""
@@ -280,6 +290,7 @@ class CompiledGraphModule(GraphModule):
         # Code is generated anew where it is needed, graphs that are only records are built anew.
         state["_generated"] = {}
         state["_form"] = state["_call_check"] = None
+        state["_callee_by_frame"] = {}
         state["_built"] = PackedGraph.of(self._build()) if self._frame.is_edited else None
         state["_belief"] = belief.Belief()
         return state

@@ -20,6 +20,8 @@ from graphpatch_notebook.resolution import is_patchable
 from graphpatch_notebook.source_text import signature_line
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, key_text, leaves
 
+_MOST_LINES = 2_000
+
 
 def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
     """Returns what is known of a row: `Details` of js/src/protocol.ts. Runs nothing of the model's.
@@ -163,9 +165,19 @@ def _code(pg: PatchableGraph, place: Place) -> str:
     if module is None:
         return ""
     try:
-        return module.code.strip("\n") if place.graph is not None else _line_of(module, place)
+        return _beginning(module) if place.graph is not None else _line_of(module, place)
     except GraphError as error:
         return f"# {error}"
+
+
+def _beginning(module: CompiledGraphModule) -> str:
+    """Returns the code of a graph, so much of it as anybody reads: a page takes its time over more."""
+    lines = module.code.strip("\n").splitlines()
+    more = len(lines) - _MOST_LINES
+    if more <= 0:
+        return "\n".join(lines)
+    where = ".".join(filter(None, ("pg.graph", module.path, "_code")))
+    return "\n".join([*lines[:_MOST_LINES], f"# ... {more:,} more lines: {where}"])
 
 
 def _graph_module(pg: PatchableGraph, frame: Frame) -> CompiledGraphModule | None:

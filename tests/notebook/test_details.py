@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
+import time
 from typing import Any
 
 import pytest
@@ -186,3 +188,21 @@ def test_zoo_details_of_every_row(case: Case) -> None:
 
 def test_details_of_hostile_names() -> None:
     check_laws(hostile_graph())
+
+
+def test_the_code_of_a_graph_with_very_many_calls_is_cut() -> None:
+    pg = PatchableGraph(nn.Sequential(*(nn.ReLU() for _ in range(2_500))), torch.ones(1))
+    start = time.monotonic()
+    lines = of(pg, "")["code"].splitlines()
+    assert time.monotonic() - start < 5  # 15 s, were each call looked for among all of them
+    assert len(lines) == 2_001
+    assert lines[-1] == "# ... 503 more lines: pg.graph._code"
+    found = of(pg, "sub_2499.relu")
+    assert found["code"].startswith("relu = ")
+
+
+def test_copies_of_graphs_find_their_own_callees() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(1))
+    code = pg._graph_module.code
+    twin = copy.deepcopy(pg._graph_module)
+    assert twin.code == code
