@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.execution.stand_in import held_value, tensor_at
+from graphpatch_notebook.notebook.basis import Basis
 from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate
 from graphpatch_notebook.notebook.planes import Picture, axis_labels, check_plane, nothing, parse_plane, picture
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run
@@ -64,17 +65,19 @@ class Plane:
 class Source:
     """Which value is to be shown.
 
-    Two that are equal mean the same one: of the same node, with the same patches, on inputs that were typed alike.
+    Two that are equal mean the same one: of the same node, with the same patches, on the same inputs and weights.
 
     Attributes:
         path: The node path, as the package writes it.
         version: That of the chosen patches; `None`: without patches.
         inputs: What was typed.
+        basis: What the run starts from.
     """
 
     path: str
     version: int | None
     inputs: str | None
+    basis: Basis
 
 
 def target_of(session: Session, path: str) -> Target:

@@ -5,11 +5,13 @@ No hooks, no profiler, no function mode: these switch fast paths of torch off, a
 
 from __future__ import annotations
 
+import weakref
 from types import FrameType
 
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_module_call
 
@@ -18,17 +20,17 @@ class RunProgress:
     """How far the passes of a run through the model are.
 
     Args:
-        root: The captured frame of the model.
+        graph: The graph. It is not kept alive: nobody may ask any more when it is to go.
         passes: How often the model runs.
 
     Attributes:
         done: How many of these runs are over.
     """
 
-    def __init__(self, root: Frame, passes: int) -> None:
-        self._root = root
+    def __init__(self, graph: PatchableGraph, passes: int) -> None:
+        self._graph = weakref.ref(graph)
         self._passes = passes
-        self._positions = {id(frame): position for position, frame in enumerate(root.walk())}
+        self._positions = {id(frame): position for position, frame in enumerate(graph._root_frame.walk())}
         self._fraction = 0.0
         self._last = 0
         self._pass = 0
@@ -42,15 +44,19 @@ class RunProgress:
         """
         if self._pass != self.done:
             self._pass, self._last = self.done, 0
-        found = self._frame_of(_modules_called(python_frame)) if python_frame is not None else self._root
+        graph = self._graph()
+        if graph is None:
+            return None, self._fraction
+        root = graph._root_frame
+        found = self._frame_of(root, _modules_called(python_frame)) if python_frame is not None else root
         self._last = max(self._last, self._positions[id(found)])
         fraction = min(1.0, (self._pass + self._last / len(self._positions)) / self._passes)
         self._fraction = max(self._fraction, fraction)
         return format_path(found.path) or None, self._fraction
 
-    def _frame_of(self, modules: list[Module]) -> Frame:
+    def _frame_of(self, root: Frame, modules: list[Module]) -> Frame:
         """Returns the captured frame that the calls of these modules, outermost first, lead down to."""
-        found = self._root
+        found = root
         for module in modules:
             below = [node.frame for node in found.calls() if node.frame is not None and node.frame.module is module]
             if below:  # of several calls of one module, the first that the run is not past

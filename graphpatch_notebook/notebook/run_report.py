@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.labels import visible
 from graphpatch_notebook.notebook.planes import axis_labels, nothing, picture
 from graphpatch_notebook.notebook.statistics import (
     Readable,
@@ -52,32 +54,49 @@ class Changes:
 
 def changes(before: Any, after: Any) -> Changes:
     """Returns how the output with the patches differs from that without."""
-    mine, theirs = dict(_leaves(before)), dict(_leaves(after))
+    mine, theirs = _by_path(before), _by_path(after)
     paths = sorted({**mine, **theirs}, key=lambda path: (path[-1:] != ("logits",), len(path)))  # stable
     found = Changes()
     for path in paths[:_MOST_CHANGES]:
-        found.listed.append(_change(format_path(("output",), path), mine.get(path), theirs.get(path)))
+        found.listed.append(
+            _change(_shown(path), *(parts[path][0] if path in parts else None for parts in (mine, theirs)))
+        )
     rest = paths[_MOST_CHANGES:]
     if rest:
-        texts = [format_path(("output",), path) for path in (rest[0], rest[-1])]
-        which = texts[0] if len(rest) == 1 else f"{texts[0]} to {texts[1]}"
+        which = _shown(rest[0]) if len(rest) == 1 else f"{_shown(rest[0])} to {_shown(rest[-1])}"
         found.remarks.append(f"{len(rest)} more parts of the output are not compared: {which}")
+    alike = [path for path in paths if max(len(parts.get(path, ())) for parts in (mine, theirs)) > 1]
+    if alike:
+        which = ", ".join(map(_shown, alike[:_MOST_ENTRIES])) + (", ..." if len(alike) > _MOST_ENTRIES else "")
+        found.remarks.append(f"several parts of the output have the same path, only the first is compared: {which}")
     if not paths:
         found.remarks.append(f"there is no tensor or number in the output, an object of type {type(after).__name__}")
     return found
 
 
+def _shown(path: tuple[str, ...]) -> str:
+    return visible(format_path(("output",), path))
+
+
+def _by_path(value: Any) -> dict[tuple[str, ...], list[Any]]:
+    """Returns the tensors and numbers in an output; several have one path where keys differ only in their type."""
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for path, leaf in _leaves(value):
+        found.setdefault(path, []).append(leaf)
+    return found
+
+
 def _leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the tensors and numbers in an output, each with the texts of the keys that lead to it."""
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), value)]
+    waiting: list[tuple[tuple[str, ...], Any, frozenset[int]]] = [((), value, frozenset())]
     for _ in range(_MOST_LEAVES):
         if not waiting:
             return
-        path, one = waiting.pop(0)
+        path, one, above = waiting.pop(0)
         if isinstance(one, (Tensor, *_NUMBERS)):
             yield path, one
-        elif (inside := readable_children(one)) is not None:
-            waiting[:0] = [((*path, key_text(key)), child) for key, child in inside]
+        elif id(one) not in above and (inside := readable_children(one)) is not None:  # it may hold itself
+            waiting[:0] = [((*path, key_text(key)), child, above | {id(one)}) for key, child in inside]
 
 
 def _change(path: str, before: Any, after: Any) -> dict[str, Any]:
@@ -265,6 +284,27 @@ class Taken:
             return {**report, "note": self.problem or "it did not fire in this run"}
         # What a slice leaves has dimensions of its own, which may only look like those of tokens.
         return {**report, **shown_value(shown, labels if self.chosen.slice is None else None, buffers)}
+
+
+def apart_from_weights(value: Any, model: Module) -> Any:
+    """Returns what a probe or record kept, with copies in place of parameters of the model and of parts of them.
+
+    Who has one in a variable may write into it, and does not mean the model.
+    """
+    if isinstance(value, list):
+        return [apart_from_weights(one, model) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    is_weight = isinstance(value, Parameter) or any(_share_memory(value, weight) for weight in model.parameters())
+    return value.detach().clone() if is_weight else value
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    try:
+        memory = one.untyped_storage().data_ptr()
+        return memory != 0 and memory == other.untyped_storage().data_ptr()
+    except Exception:  # some layouts and subclasses have no memory of their own
+        return False
 
 
 def shown_value(value: Any, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.activation import Activation, Plane, Shown, Source, recorded_shape, target_of
+from graphpatch_notebook.notebook.basis import Basis
 from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate, in_words
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run, no_inputs
 from graphpatch_notebook.notebook.run_progress import RunProgress
-from graphpatch_notebook.notebook.run_report import Buffers, Taken, changes
+from graphpatch_notebook.notebook.run_report import Buffers, Taken, apart_from_weights, changes
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.tokens import TokenInputs, next_tokens
 from graphpatch_notebook.notebook.worker import Job, ThreadSettings
@@ -53,7 +55,7 @@ class _Going(Generic[T]):
         id: Its number.
         job: The work.
         count: How many calls of the model are done.
-        progress: Tells where it is; there from the first time that somebody asks, until it is done.
+        progress: Tells where it is; there from the first time that somebody asks.
     """
 
     id: int
@@ -62,17 +64,21 @@ class _Going(Generic[T]):
     progress: RunProgress | None = None
     source: Source | None = None
 
+    def forget_value(self) -> None:
+        """Lets go of the value that is kept to show other planes of it, and of what it came from."""
+        self.source = None
+        if isinstance(self.job.result, Shown):
+            self.job.result.forget_value()
+
     def status(self, session: Session) -> dict[str, Any]:
         """Returns what `RunStatus` and `ActivationStatus` have in common."""
         state = self.job.state
         at, fraction = None, None
         if state == "running":
             if self.progress is None:
-                self.progress = RunProgress(session.graph._root_frame, self.count.total)
+                self.progress = RunProgress(session.graph, self.count.total)
             self.progress.done = self.count.done
             at, fraction = self.progress.look(self.job.python_frame())
-        else:
-            self.progress = None  # it knows the model
         return {
             "id": self.id,
             "state": state,
@@ -149,6 +155,14 @@ class Runs:
         self._activations: dict[int, _Going[Shown]] = {}
         self._latest: Job[Any] | None = None
         self.last: RunResult | None = None
+        weakref.finalize(session.graph, _forget, weakref.ref(self)).atexit = False
+
+    def forget(self) -> None:
+        """Lets go of all tensors: nobody can run any more. What is shown stays."""
+        # Without the lock: the graph may end in any thread, also in one that has the lock.
+        self.last = self.inputs = None
+        for going in list(self._activations.values()):
+            going.forget_value()
 
     def no_inputs(self) -> str | None:
         """Returns why there are no inputs to run on, in words; `None`: there are some."""
@@ -176,10 +190,14 @@ class Runs:
         count = PassCount(len(maps))
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}
         taken: list[Taken] = []
+        model = session.graph._module
 
         def take(position: int, separate: Separate) -> None:
+            def apart(value: Any) -> Any:
+                return apart_from_weights(separate(value), model)
+
             if position == 1:
-                taken[:] = [Taken.of(one, patch, names, separate) for one, patch in resolved.observing]
+                taken[:] = [Taken.of(one, patch, names, apart) for one, patch in resolved.observing]
 
         settings = self._current_settings()
         passes = Passes(session.graph, found, maps, settings, count, take)
@@ -270,7 +288,8 @@ class Runs:
         session, namespace = self._session, self._namespace()
         target = target_of(session, path)
         wanted = Plane.of(plane, namespace)
-        source = Source(target.path, session.chosen.version if is_patched else None, inputs)
+        basis = Basis(session, is_patched, inputs, self.inputs, namespace)
+        source = Source(target.path, session.chosen.version if is_patched else None, inputs, basis)
         if (known := self._shown_already(source, wanted)) is not None:
             return known
         shape = recorded_shape(target)
@@ -282,8 +301,7 @@ class Runs:
         with self._lock:
             before = self._check_idle(replaces_activation=True)
             for going in self._activations.values():  # at most one value is kept
-                if going.job.result is not None:
-                    going.job.result.forget_value()
+                going.forget_value()
 
             def work(job: Job[Shown]) -> Shown:
                 _wait_for(job, before)
@@ -319,8 +337,7 @@ class Runs:
             going = self._activations.pop(number, None)
         if going is not None:
             going.job.interrupt()
-            if going.job.result is not None:
-                going.job.result.forget_value()
+            going.forget_value()
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -368,6 +385,12 @@ class Runs:
         if going is None:
             raise SessionError(f"there is no run {number} any more; run again")
         return going
+
+
+def _forget(reference: weakref.ref[Runs]) -> None:
+    runs = reference()
+    if runs is not None:
+        runs.forget()
 
 
 def _wait_for(job: Job[Any], before: Job[Any] | None) -> None:

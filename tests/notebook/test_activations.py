@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import threading
 import time
@@ -109,6 +110,41 @@ def test_other_choices_run_again(pg: PatchableGraph) -> None:
     runs._session.undo()
     shown(runs, "hidden", "0, 1", True)
     assert pg._module.runs == count + 4
+
+
+def test_another_plane_of_what_has_changed_since_runs_again(pg: PatchableGraph) -> None:
+    variables = {"x": X, "shift": 1.0}
+    session = Session(pg, Origin("pg", "model"))
+    session.add(ChosenPatch("hidden", "add", value="shift"))
+    runs = Runs(session, lambda: variables)
+    planes = itertools.cycle(["0, 1", "1, 0"])
+    first = next(planes)
+    shown(runs, "hidden", first, True)
+
+    def of_now(inputs: str | None = None) -> bool:
+        """Whether another plane is that of the model as it is now."""
+        plane = next(planes)
+        given = X if runs.inputs is None else runs.inputs
+        on = given if inputs is None else variables["x"]
+        expected = (pg._module.linear(on) * pg._module.scale).detach() + variables["shift"]
+        _, view = shown(runs, "hidden", plane, True, inputs)
+        return np.allclose(view["plot"]["values"], expected[0, 1] if plane == first else expected[1, 0])
+
+    assert of_now()
+    variables["shift"] = 5.0
+    assert of_now()
+    runs.inputs = X + 1
+    assert of_now()
+    runs.inputs.mul_(2)
+    assert of_now()
+    assert of_now("x")
+    variables["x"] = X * 3
+    assert of_now("x")
+    with torch.no_grad():
+        pg._module.linear.weight.zero_()
+    assert of_now("x")
+    pg._module.scale = torch.full((6,), 3.0)
+    assert of_now("x")
 
 
 def test_patched_values_are_what_came_of_all_patches(pg: PatchableGraph) -> None:

@@ -144,6 +144,31 @@ def test_bulky_outputs_are_capped_and_that_is_told() -> None:
     ]  # fmt: skip
 
 
+def test_of_keys_that_differ_in_their_type_only_the_first_is_compared_and_that_is_told() -> None:
+    found = changes({1: 1.0, "1": 10.0}, {1: 2.0, "1": 10.0})
+    (only,) = found.listed
+    assert (only["path"], only["norm_before"], only["norm_after"]) == ("output|1", 1, 2)
+    assert found.remarks == ["several parts of the output have the same path, only the first is compared: output|1"]
+
+
+def test_an_output_that_holds_itself_is_gone_through_once() -> None:
+    output: dict[str, Any] = {"x": doubles(1.0), "inside": {}}
+    output["inside"]["again"] = output
+    output["inside"]["y"] = doubles(2.0)
+    found = changes(output, output)
+    assert [one["path"] for one in found.listed] == ["output|x", "output|inside.y"]
+    assert found.remarks == []
+
+
+def test_paths_show_no_control_codes_and_are_cut() -> None:
+    turned, long = "\u202eabc\x1b", "x" * 1_000
+    found = changes({turned: 1.0}, {turned: 1.0})
+    assert found.listed[0]["path"] == r"output|\u202eabc\x1b"
+    found = changes({long: {str(i): 1.0 for i in range(20)}}, {})
+    assert all(len(one["path"]) < 400 for one in found.listed)
+    assert len(found.remarks[0]) < 800
+
+
 def test_outputs_without_numbers_are_told() -> None:
     assert changes(None, None).remarks == ["there is no tensor or number in the output, an object of type NoneType"]
 

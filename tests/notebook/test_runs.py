@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -510,6 +511,51 @@ def test_the_graph_lives_no_longer_than_its_variable() -> None:
     gc.collect()
     with pytest.raises(SessionError, match="is gone"):
         runs.start(None)
+
+
+def test_the_model_goes_with_its_graph_whoever_still_has_the_runs() -> None:
+    """The front end may go away before it has seen the end of a run."""
+    graph = PatchableGraph(Mlp().eval(), X.clone())
+    session = Session(graph, Origin("pg"))
+    given = X + 1
+    runs = Runs(session, dict, inputs=given)
+    session.add(probe("up.linear", "hidden"))
+    model, inputs = weakref.ref(graph._module), weakref.ref(given)
+    number = runs.start(None)
+    runs.status(number)
+    runs.wait(number)
+    shown = runs.start_activation("up.linear", None, False, None)
+    runs.activation_status(shown)
+    runs.wait(shown)
+    del graph, given
+    gc.collect()
+    assert (model(), inputs(), runs.last) == (None, None, None)
+    assert runs._activations[shown].job.result._numbers is None  # type: ignore[union-attr]
+    assert runs.activation_status(shown)[0]["view"]["plot"]["type"] == "heatmap"
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T.T
+
+
+def test_who_writes_into_what_a_probe_of_a_weight_kept_does_not_write_into_the_model() -> None:
+    graph, variables = PatchableGraph(Scaled().eval(), X.clone()), {}
+    kept = [probe("weight", "whole"), probe("weight", "part", slice="0"), probe(turned_path(graph), "turned")]
+    done(Runs(session_of(graph, *kept), lambda: {"x": X, **variables}, results=Results(lambda: variables)))
+    for name in ("whole", "part", "turned"):
+        assert type(variables[name]) is Tensor
+        assert not variables[name].requires_grad
+        variables[name].fill_(7)
+    assert torch.equal(graph._module.weight, torch.ones(4, 3))
+
+
+def turned_path(graph: PatchableGraph) -> str:
+    return next(path for path, node in graph.nodes.items() if node.shape == (3, 4))
 
 
 class Keeps(nn.Module):
