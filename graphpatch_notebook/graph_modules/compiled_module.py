@@ -321,7 +321,12 @@ def _examined(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: 
 
 def _is_writable(path: str) -> bool:
     """Whether Python code can reach `path` from a graph module by attributes."""
-    return not any(keyword.iskeyword(name) or name in _TAKEN for name in path.split("."))
+    return not any(keyword.iskeyword(name) or name in _TAKEN or not _is_quotable(name) for name in path.split("."))
+
+
+def _is_quotable(name: str) -> bool:
+    """Whether a name can stand between double quotes: fx writes `getattr(self, "...")`, and escapes nothing."""
+    return name.isprintable() and '"' not in name and "\\" not in name
 
 
 _TAKEN = frozenset(dir(CompiledGraphModule)) | frozenset(dir(ModuleList))
