@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.execution.stand_in import held_value, tensor_at
@@ -25,6 +26,7 @@ from graphpatch_notebook.values import TensorSpec
 
 _MOST_KEPT = 256 * 2**20
 """Values of more bytes are not kept for the next plane."""
+_INDICES = (int, bool, slice, range, type(None), type(Ellipsis), Tensor, Parameter)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,12 @@ class Plane:
         if text is None or not text.strip():
             return cls(None, {})
         typed = parse_plane(text)
-        return cls(typed, {name: namespace[name] for name in typed.names if name in namespace})
+        names = {name: namespace[name] for name in typed.names if name in namespace}
+        for name, value in names.items():
+            if not _is_index(value):
+                message = f"{name} is {type(value).__name__}: write numbers, or variables that hold whole numbers"
+                raise ChosenPatchError("plane", f"{message}, slices or tensors of them")
+        return cls(typed, names)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Makes sure that a value of this shape has such a plane.
@@ -59,6 +66,16 @@ class Plane:
         """
         if self.typed is not None:
             check_plane(self.typed, shape, self.names)
+
+
+def _is_index(value: Any) -> bool:
+    """Whether torch can be given a value between brackets: of some that are no such thing it asks too much, and dies.
+
+    By its type itself: `isinstance` believes what a value says of its class.
+    """
+    if type(value) in (list, tuple):
+        return all(map(_is_index, value))
+    return type(value) in _INDICES or type(value).__module__ == "numpy"
 
 
 @dataclass(frozen=True)

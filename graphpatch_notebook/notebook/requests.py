@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.runs import Runs
 
 Answer: TypeAlias = "tuple[dict[str, Any], list[bytes]]"
+_LONGEST_NAME = 100
 _MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with what stands above in the log"
 
 
@@ -151,7 +152,7 @@ def _handled(desk: Desk, message: Any) -> Answer:
     name = request.text("request")
     handler = _HANDLERS.get(name)
     if handler is None:
-        close = ", ".join(map(repr, nearest(name, list(_HANDLERS))))
+        close = ", ".join(map(repr, nearest(name[:_LONGEST_NAME], list(_HANDLERS))))
         raise SessionError(f"there is no request {_shown(name)}; nearest: {close}; is the page older than the kernel?")
     return handler(desk, request.part("payload"))
 

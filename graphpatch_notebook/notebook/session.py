@@ -204,7 +204,7 @@ class Session:
         with self._lock:
             moved = self._chosen.find(number)
             others = [patch for patch in self._chosen.patches if patch is not moved]
-            others.insert(position, moved)
+            others.insert(min(position, len(others)), moved)  # lists take no number beyond 64 bits
             self._commit(tuple(others), based_on)
 
     def remove(self, numbers: Iterable[int], based_on: int | None = None) -> tuple[ChosenPatch, ...]:

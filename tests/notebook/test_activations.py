@@ -191,6 +191,29 @@ def test_planes_are_checked_before_anything_runs(pg: PatchableGraph) -> None:
     assert pg._module.runs == count
 
 
+class Pretends:
+    """Says that it is a tensor, or whatever; such a thing between brackets is the end of the process."""
+
+    __class__ = Tensor  # type: ignore[assignment]
+
+    def __index__(self) -> int:
+        raise AssertionError("nothing of it is called")
+
+
+@pytest.mark.parametrize("name", ["pretends", "many", "text"])
+def test_variables_in_planes_are_whole_numbers(pg: PatchableGraph, name: str) -> None:
+    variables = {"pretends": Pretends(), "many": [0, Pretends()], "text": "0"}
+    runs = Runs(Session(pg, Origin("pg", "model", "x")), lambda: variables)
+    with pytest.raises(ChosenPatchError, match=f"{name} is .*: write numbers, or variables") as caught:
+        runs.start_activation("hidden", f"{name}, 0", False, None)
+    assert caught.value.field == "plane"
+    for value in (1, np.int64(1), torch.tensor(1)):
+        variables["head"] = value
+        _, view = shown(runs, "hidden", "0, head")
+        expected = (pg._module.linear(X) * pg._module.scale).detach()[0, 1]
+        assert np.array_equal(view["plot"]["values"], expected.numpy())
+
+
 def test_on_other_inputs_a_plane_may_be_missing(pg: PatchableGraph) -> None:
     _, view = shown(runs_of(pg), "hidden", "1, 2", False, "x[:1]")
     assert view["plot"]["type"] == "none"

@@ -91,6 +91,18 @@ def test_edits_are_those_of_the_session(front: Front) -> None:
     assert front.session.chosen.patches == ()
 
 
+def test_numbers_and_names_beyond_all_measure(front: Front) -> None:
+    for path in ("sub_0.linear", "sub_1.relu"):
+        front.edit("add", patch=fields(path, "zero"))
+    front.edit("move", number=1, position=10**30)
+    assert [patch.number for patch in front.session.chosen.patches] == [2, 1]
+    front.edit("move", number=1, position=-(10**30))
+    assert [patch.number for patch in front.session.chosen.patches] == [1, 2]
+    start = time.monotonic()
+    assert "there is no request" in front.refused("details" * 20_000)["message"]
+    assert time.monotonic() - start < 0.3
+
+
 def test_a_patch_that_changes_its_kind(front: Front) -> None:
     front.edit("add", patch=fields("sub_0.linear", "zero"))
     front.edit("change", number=1, patch={"kind": "probe"})
