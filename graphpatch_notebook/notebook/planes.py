@@ -190,6 +190,7 @@ def _heatmap(part: Tensor, text: str | None, low: Any, mean: Any, high: Any, rem
         "slice": text,
         "minimum": float(shown.min()),
         "maximum": float(shown.max()),
+        "constant": low if low == high and all(bool(piece.isfinite().all()) for piece in pieces(part)) else None,
     }
     return Picture(plot, struct.pack(f"<{values.numel()}f", *values.flatten().tolist()))
 

@@ -172,6 +172,24 @@ def _compare(change: dict[str, Any], before: Tensor, after: Tensor) -> list[str]
     return notes
 
 
+def compared(before: Any, after: Any) -> dict[str, Any]:
+    """Returns the norms of two values and of their difference; `None` where there is none, and a note says why."""
+    numbers = [readable(one) for one in (before, after)]
+    first, second = (None if found.tensor is None else norm_of(found.tensor) for found in numbers)
+    difference: dict[str, Any] = {"norm_difference": None}
+    notes = [found.remark for found in numbers if found.remark is not None]
+    if (unlike := _unlike(before, after)) is not None:
+        notes.append(unlike)
+    elif first is not None and second is not None:
+        notes += _compare(difference, *(_parts(*pair) for pair in zip((before, after), numbers, strict=True)))
+    return {
+        "norm_before": first,
+        "norm_after": second,
+        "norm_difference": difference["norm_difference"],
+        "note": "; ".join(dict.fromkeys(notes)) or None,
+    }
+
+
 def _is_beyond_doubles(*tensors: Tensor) -> bool:
     found = [summary(tensor) for tensor in tensors if tensor.dtype in (torch.int64, torch.uint64)]
     return any(abs(end) > 2**53 for one in found for end in (one.minimum, one.maximum) if end is not None)

@@ -19,6 +19,7 @@ from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.activation import Activation, Plane, Shown, Source, recorded_shape, target_of
 from graphpatch_notebook.notebook.basis import Basis
 from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate, in_words
+from graphpatch_notebook.notebook.probe_changes import ProbedPasses
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run, no_inputs
 from graphpatch_notebook.notebook.run_progress import RunProgress
 from graphpatch_notebook.notebook.run_report import Buffers, Taken, apart_from_weights, changes
@@ -186,8 +187,8 @@ class Runs:
         chosen = session.chosen
         resolved = session.resolve(namespace, chosen)
         found = inputs_for_run(session, namespace, inputs, self.inputs)
-        maps = [{}, resolved.patch_map] if resolved.patch_map else [{}]
-        count = PassCount(len(maps))
+        probed = ProbedPasses(session.graph._root_frame, chosen, resolved, namespace)
+        count = PassCount(len(probed.maps))
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}
         taken: list[Taken] = []
         model = session.graph._module
@@ -196,11 +197,13 @@ class Runs:
             def apart(value: Any) -> Any:
                 return apart_from_weights(separate(value), model)
 
-            if position == 1:
+            if position == count.total - 1:
                 taken[:] = [Taken.of(one, patch, names, apart) for one, patch in resolved.observing]
+            elif position == count.total - 2:
+                probed.take(names)
 
         settings = self._current_settings()
-        passes = Passes(session.graph, found, maps, settings, count, take)
+        passes = Passes(session.graph, found, probed.maps, settings, count, take)
         head = {
             "call": f"{session.origin.graph}({found.text})",
             "patches": [one.number for one in chosen.enabled],
@@ -208,7 +211,7 @@ class Runs:
         }
         with self._lock:
             before = self._check_idle()
-            job = Job(lambda job: self._run(job, before, passes, taken, head), in_words)
+            job = Job(lambda job: self._run(job, before, passes, taken, probed, head), in_words)
             return self._note(self._runs, job, count)
 
     def _run(
@@ -217,6 +220,7 @@ class Runs:
         before: Job[Any] | None,
         passes: Passes,
         taken: list[Taken],
+        probed: ProbedPasses,
         head: dict[str, Any],
     ) -> _Report:
         _wait_for(job, before)
@@ -231,10 +235,10 @@ class Runs:
             return {
                 **head,
                 "seconds": job.seconds,
-                "warnings": [*head["warnings"], *outcome.warnings, *found.remarks, *remarks],
+                "warnings": [*head["warnings"], *dict.fromkeys(outcome.warnings), *found.remarks, *remarks],
                 "tokens": tokens,
                 "changes": found.listed,
-                "probes": [one.report(labels, buffers) for one in taken],
+                "probes": probed.reports(taken, labels, buffers),
             }
 
         report = job.interruptibly(make)

@@ -217,6 +217,8 @@ export interface Heatmap {
   slice: string;
   minimum: number;
   maximum: number;
+  /** What all values of this part are, where they are one and the same. */
+  constant?: number | null;
 }
 export interface Histogram {
   type: "histogram";
@@ -253,6 +255,14 @@ export interface Change {
   note: string | null;
 }
 
+/** What the patches have changed at a probe. A number is `null` where it is not known; `note` says why. */
+export interface ProbeChange {
+  norm_before: number | null;
+  norm_after: number | null;
+  norm_difference: number | null;
+  note: string | null;
+}
+
 export interface ProbeReport {
   number: number;
   name: string;
@@ -263,6 +273,8 @@ export interface ProbeReport {
   row_labels: string[] | null;
   column_labels: string[] | null;
   note: string | null;
+  /** `null`: nothing was patched, or there are no numbers to compare. */
+  change?: ProbeChange | null;
 }
 
 export interface RunReport {

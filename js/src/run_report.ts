@@ -3,6 +3,7 @@ import { element } from "./dom";
 import { makeNextTokens } from "./next_tokens";
 import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, sentence } from "./numbers";
 import { makePlot } from "./plots";
+import { makeProbeChange } from "./probe_change";
 import type { Change, ProbeReport, RunReport } from "./protocol";
 import { makeStatistics } from "./statistics";
 import { visible, visibleLines } from "./visible";
@@ -134,6 +135,7 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
     { class: "gp-probe" },
     element("div", { class: "gp-probe-head" }, element("code", { class: "gp-probe-name" }, name), ` #${number} `, link),
     note === null ? null : element("p", { class: "gp-note" }, sentence(visibleLines(note))),
+    report.change ? makeProbeChange(report.change) : null,
     statistics === null ? null : makeStatistics(statistics),
     statistics === null ? null : makePlot(plot, buffers, options),
   );

@@ -3,7 +3,7 @@ import { RequestFailed } from "../src/parts";
 import type { RunStatus } from "../src/protocol";
 import { makeRunPanel } from "../src/run_panel";
 import { ABOUT } from "./fixtures";
-import { HISTOGRAM, JobView, patch, report, runStatus, statistics } from "./job_fixtures";
+import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "./job_fixtures";
 
 let view: JobView;
 let panel: HTMLElement;
@@ -327,6 +327,41 @@ describe("a report", () => {
     expect(view.calls).toEqual([["reveal", 12]]);
     expect(second?.textContent).toBe("unseen #9 h_9.outputIt did not fire.");
     expect(second?.querySelector("button")).toBeNull();
+  });
+
+  it("says how far the patches have moved what a probe sees", async () => {
+    const plain = { row_labels: null, column_labels: null, statistics: statistics(), note: null };
+    const zeros = { ...heatmap(8, 8), slice: "0, :, :", constant: 0 };
+    const change = { norm_before: 3.2, norm_after: 2.9, norm_difference: 0.7, note: null };
+    const changes = [
+      change,
+      { ...change, norm_difference: 0 },
+      { ...change, norm_before: 0 },
+      { ...change, norm_difference: null, note: "not compared: other shapes" },
+      { norm_before: null, norm_after: null, norm_difference: null, note: "it fired only with the patches" },
+      null,
+    ];
+    await show({
+      probes: changes.map((one, index) => ({
+        ...plain,
+        number: index,
+        name: `h${index}`,
+        path: "h_9.output",
+        plot: zeros,
+        change: one,
+      })),
+    });
+    const found = [...panel.querySelectorAll(".gp-probe")];
+    expect(found.map((one) => one.querySelector(".gp-probe-change")?.textContent)).toEqual([
+      "norm 3.2 → 2.9, changed by 0.7 (21.9%)",
+      "norm 2.9, unchanged",
+      "norm 0 → 2.9, changed by 0.7",
+      "norm 3.2 → 2.9Not compared: other shapes.",
+      "It fired only with the patches.",
+      undefined,
+    ]);
+    expect(found[0]?.querySelector("canvas")).toBeNull();
+    expect(found[0]?.lastElementChild?.textContent).toBe("All values of [0, :, :] are 0.");
   });
 });
 
