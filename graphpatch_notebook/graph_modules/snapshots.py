@@ -30,20 +30,21 @@ def copied(value: Any) -> Any:
     Modules and functions are shared, and so is what has no state, such as `object()`: it is told by its identity.
     """
     memo: dict[int, Any] = {}
-    _prepare(value, memo)
+    _prepare(value, memo, {})
     return copy.deepcopy(value, memo)
 
 
-def _prepare(value: Any, memo: dict[int, Any]) -> None:
+def _prepare(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> None:
     if isinstance(value, Tensor):
         if id(value) not in memo:
             # `detach` first: torch does not copy tensors that an op made and that require gradients.
             memo[id(value)] = _like(_copied_tensor(value.detach(), memo), value)
     elif isinstance(value, Module) or callable(value) or _is_sentinel(value):
         memo[id(value)] = value
-    else:
+    elif id(value) not in seen:  # a container may hold itself
+        seen[id(value)] = value
         for _, child in children(value) or ():
-            _prepare(child, memo)
+            _prepare(child, memo, seen)
 
 
 def _is_sentinel(value: Any) -> bool:

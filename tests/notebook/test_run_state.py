@@ -202,3 +202,20 @@ def test_autocast_as_it_was_is_told_where_another_thread_asks() -> None:
     assert runs.last is not None
     assert runs.last.output.dtype == torch.bfloat16
     assert any("autocast was on for cpu (torch.bfloat16)" in warning for warning in reports[0]["warnings"])
+
+
+class Cyclic(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = {"out": x * 2}
+        found["self"] = found
+        return found
+
+
+def test_an_output_that_holds_itself_is_kept_apart() -> None:
+    pg = PatchableGraph(Cyclic(), X)
+    assert not any("cannot be copied" in warning for warning in done(Runs(session_of(pg), dict))["warnings"])
+    runs = Runs(session_of(pg, ChosenPatch("x", "zero")), dict)
+    assert not any("cannot be copied" in warning for warning in done(runs)["warnings"])
+    assert runs.last is not None
+    assert (runs.last.unpatched_output["out"] == 2).all()
+    assert (runs.last.output["out"] == 0).all()
