@@ -7,7 +7,7 @@ import copyreg
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,12 +24,16 @@ LARGE = 64 * 2**20
 """Buffers of more bytes are not copied: these are weights (of quantized models), not state."""
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, shared: Iterable[Tensor] = ()) -> Any:
     """Returns a copy of inputs: tensors with the same strides, aliases among them and leaves as they were.
 
     Modules and functions are shared, and so is what has no state, such as `object()`: it is told by its identity.
+
+    Args:
+        value: The inputs.
+        shared: Tensors among them that are not copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     _prepare(value, memo, {})
     return copy.deepcopy(value, memo)
 

@@ -14,10 +14,9 @@ import torch
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError
-from graphpatch_notebook.graph_modules.snapshots import copied
 from graphpatch_notebook.notebook.labels import file_label
 from graphpatch_notebook.notebook.run_inputs import RunInputs
-from graphpatch_notebook.notebook.run_state import RunState
+from graphpatch_notebook.notebook.run_state import RunState, copied_output
 from graphpatch_notebook.notebook.tokens import TokenInputs
 from graphpatch_notebook.notebook.worker import Job, ThreadSettings
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -170,7 +169,7 @@ def _turn(job: Job[Any]) -> Iterator[None]:
 def _apart(output: Any, outcome: Outcome) -> Any:
     """Returns a copy of an output: the next call may write into the same tensors, wherever the model has them from."""
     try:
-        return copied(output)
+        return copied_output(output)
     except Exception as error:
         outcome.warnings.append(
             f"the output without the patches cannot be copied ({type(error).__name__}: {error}): if the model writes "

@@ -55,7 +55,12 @@ class RunState:
         Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
         """
         kept = {_memory(tensor) for module in self._modules for tensor in _kept_by(module)} - {None}
-        return copied(value) if any(_memory(tensor) in kept for tensor in _tensors_in(value)) else value
+        return copied_output(value) if any(_memory(tensor) in kept for tensor in _tensors_in(value)) else value
+
+
+def copied_output(value: Any) -> Any:
+    """Returns a copy of what a model returned; parameters are the model's own, which no run writes into."""
+    return copied(value, [tensor for tensor in _tensors_in(value) if isinstance(tensor, Parameter)])
 
 
 class AttributeTensors:
