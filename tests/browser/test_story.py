@@ -27,6 +27,25 @@ hook.remove()
 """
 
 
+def test_what_is_typed_at_any_speed_is_all_there(example: TreePage) -> None:
+    """The host's echo of what was sent a moment ago takes no letter back, and no step of the selection."""
+    query = "h_1.attn op:softmax shape:36"
+    for delay in (0, 15, 40, 80):
+        example.search_box.fill("")
+        example.search_box.press_sequentially(query, delay=delay)
+        expect(example.place.get_by_text(re.compile(r"^1 of \d+ nodes"))).to_be_visible()
+        expect(example.search_box).to_have_value(query)
+    example.search_box.fill("")
+    example.tree.focus()
+    reached = []
+    for delay in (0, 20, 70):
+        example.press("Home")
+        for _ in range(12):
+            example.page.keyboard.press("ArrowDown", delay=delay)
+        reached.append(example.selected.get_attribute("aria-label"))
+    assert len(set(reached)) == 1
+
+
 def test_search_finds_and_gives_back(example: TreePage) -> None:
     before = example.rows()
     example.tree.focus()
