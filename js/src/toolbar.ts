@@ -32,6 +32,7 @@ class ToolbarView implements Toolbar {
   private readonly plumbing: HTMLButtonElement;
   private readonly folding: HTMLButtonElement;
   private saying: ReturnType<typeof setTimeout> | undefined;
+  private typedAt: number | null = null;
 
   constructor(
     private readonly view: View,
@@ -110,16 +111,18 @@ class ToolbarView implements Toolbar {
 
   private search(): void {
     this.tree.search(this.field.value);
+    this.typedAt = this.tree.activeRow;
     clearTimeout(this.saying);
     this.saying = setTimeout(() => {
       if (this.field.value.trim()) this.view.notices.say(this.tree.found.error ?? this.countText());
     }, SAY_AFTER);
   }
 
-  /** To the tree, at a match if there are some. */
+  /** To the tree; at a match, if nobody has chosen a row since the query was typed. */
   private toTree(): void {
     const { matches } = this.tree.found;
-    if (matches?.length && !matches.includes(this.tree.activeRow)) this.go(1);
+    const { activeRow } = this.tree;
+    if (matches?.length && activeRow === this.typedAt && !matches.includes(activeRow)) this.go(1);
     this.view.focusTree();
   }
 
