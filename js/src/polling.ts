@@ -1,26 +1,16 @@
 /** Asks how far something in the kernel is, until it is over: soon at first, then less and less often. */
-import type { RunState } from "./protocol";
+import type { JobStatus } from "./protocol";
 
 export const FIRST_DELAY = 30;
 export const LONGEST_DELAY = 300;
 
-/** What `run_status` and `activation_status` have in common. */
-export interface Job {
-  id: number;
-  state: RunState;
-  seconds: number;
-  at: string | null;
-  fraction: number | null;
-  error: string | null;
-}
-
 /** An `Answer` about a job. */
-export interface Reported<J extends Job> {
+export interface Reported<J extends JobStatus> {
   result: J;
   buffers: DataView[];
 }
 
-export interface Listener<J extends Job> {
+export interface Listener<J extends JobStatus> {
   onStatus(reported: Reported<J>): void;
   /** No answer: the kernel is lost, or knows nothing of the job. */
   onError(error: Error): void;
@@ -31,7 +21,7 @@ export function asError(reason: unknown): Error {
 }
 
 /** One job at a time: to follow another one lets go of the one before, whose late answers are heard no more. */
-export class Poller<J extends Job> {
+export class Poller<J extends JobStatus> {
   private timer: ReturnType<typeof setTimeout> | undefined;
   private round = 0;
 

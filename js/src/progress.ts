@@ -2,7 +2,7 @@
 import { element } from "./dom";
 import { formatSeconds } from "./numbers";
 import type { Kernel } from "./parts";
-import type { Job } from "./polling";
+import type { JobStatus } from "./protocol";
 import { visible } from "./visible";
 
 export class Progress {
@@ -43,7 +43,7 @@ export class Progress {
     this.button.hidden = false;
   }
 
-  show({ fraction, at, seconds }: Pick<Job, "fraction" | "at" | "seconds">): void {
+  show({ fraction, at, seconds }: Pick<JobStatus, "fraction" | "at" | "seconds">): void {
     this.answered();
     if (fraction === null) this.bar.removeAttribute("value");
     else this.bar.value = fraction;

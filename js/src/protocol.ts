@@ -290,7 +290,8 @@ export interface RunReport {
   probes: ProbeReport[];
 }
 
-export interface RunStatus {
+/** What `RunStatus` and `ActivationStatus` have in common. */
+export interface JobStatus {
   id: number;
   state: RunState;
   seconds: number;
@@ -300,17 +301,14 @@ export interface RunStatus {
   fraction: number | null;
   /** Why it failed, in words. */
   error: string | null;
+}
+
+export interface RunStatus extends JobStatus {
   /** There when done. */
   report: RunReport | null;
 }
 
-export interface ActivationStatus {
-  id: number;
-  state: RunState;
-  seconds: number;
-  at: string | null;
-  fraction: number | null;
-  error: string | null;
+export interface ActivationStatus extends JobStatus {
   view: ActivationView | null;
 }
 
