@@ -109,6 +109,24 @@ class Structure:
     children: tuple[tuple[Key, Any], ...]
 
 
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Yields the `Ref`s in arguments, or in an output, as they are recorded."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, Structure):
+        for _, child in value.children:
+            yield from refs_in(child)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from refs_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs_in(item)
+    elif isinstance(value, slice):
+        for item in (value.start, value.stop, value.step):
+            yield from refs_in(item)
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One value in a frame.

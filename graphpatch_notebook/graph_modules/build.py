@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from torch.fx.graph import CodeGen
 
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure
+from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure, refs_in
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules.targets import Container, Operand, written
 from graphpatch_notebook.paths import format_path
@@ -275,27 +275,10 @@ def _digs(frame: Frame) -> dict[Node, list[tuple[Key, ...]]]:
     """Returns, for each node, the places in its value that the frame uses later."""
     found: dict[Node, dict[tuple[Key, ...], None]] = {}
     for value in (*((node.args, node.kwargs) for node in frame.nodes), frame.output):
-        for ref in _refs(value):
+        for ref in refs_in(value):
             if ref.dig:
                 found.setdefault(ref.node, {})[ref.dig] = None
     return {node: list(digs) for node, digs in found.items()}
-
-
-def _refs(value: Any) -> Iterator[Ref]:
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, Structure):
-        for _, child in value.children:
-            yield from _refs(child)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _refs(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _refs(item)
-    elif isinstance(value, slice):
-        for item in (value.start, value.stop, value.step):
-            yield from _refs(item)
 
 
 def _identifier(name: str) -> str:

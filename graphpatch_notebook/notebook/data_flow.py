@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure, refs_in
 from graphpatch_notebook.places import Place
 from graphpatch_notebook.values import ContainerSpec, Key
 
@@ -33,10 +33,10 @@ def sources(place: Place) -> list[Ref]:
     if place.graph is None and node.kind == "input":
         return _given(place.frame, node, keys)
     if place.graph is None and node.kind == "output":
-        return _unique(_refs(_at(place.frame.output, keys)))
+        return _unique(refs_in(_at(place.frame.output, keys)))
     if node.element is not None:
         return [Ref(node.element[0], (node.element[1],))]
-    return _unique(_refs((node.args, node.kwargs)))
+    return _unique(refs_in((node.args, node.kwargs)))
 
 
 def users(place: Place) -> list[Ref]:
@@ -68,13 +68,13 @@ def keys_of(place: Place) -> tuple[Key, ...]:
 def _uses(other: Node, frame: Frame, node: Node, keys: tuple[Key, ...]) -> Iterator[Ref]:
     """Yields what `other` makes of the value, if it uses it."""
     if other.kind == "output":
-        if any(_is_in(ref, node, keys) for ref in _refs(frame.output)):
+        if any(_is_in(ref, node, keys) for ref in refs_in(frame.output)):
             yield Ref(other)
     elif other.element is not None:
         base, position = other.element
         if base is node and (not keys or keys[0] == position):
             yield Ref(other)
-    elif any(_is_in(ref, node, keys) for ref in _refs((other.args, other.kwargs))):
+    elif any(_is_in(ref, node, keys) for ref in refs_in((other.args, other.kwargs))):
         inputs = _inputs_given(other, node, keys) if other.frame is not None else []
         yield from inputs or [Ref(other)]
 
@@ -86,7 +86,7 @@ def _inputs_given(call: Node, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
     return [
         Ref(given)
         for given in call.frame.inputs()
-        if any(_is_in(ref, node, keys) for ref in _refs(bound.get(str(given.target))))
+        if any(_is_in(ref, node, keys) for ref in refs_in(bound.get(str(given.target))))
     ]
 
 
@@ -99,7 +99,7 @@ def _is_in(ref: Ref, node: Node, keys: tuple[Key, ...]) -> bool:
 def _given(frame: Frame, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
     bound = _bound(frame)
     if str(node.target) in bound:
-        return _unique(_refs(_at(bound[str(node.target)], keys)))
+        return _unique(refs_in(_at(bound[str(node.target)], keys)))
     return []
 
 
@@ -125,22 +125,6 @@ def _at(value: Any, keys: tuple[Key, ...]) -> Any:
         except (KeyError, IndexError, TypeError):
             return value
     return value
-
-
-def _refs(value: Any) -> Iterator[Ref]:
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, Structure):
-        for _, child in value.children:
-            yield from _refs(child)
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from _refs(child)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for child in value:
-            yield from _refs(child)
-    elif isinstance(value, slice):
-        yield from _refs((value.start, value.stop, value.step))
 
 
 def _unique(refs: Iterator[Ref]) -> list[Ref]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import keyword
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphpatch_notebook.example_inputs import ExampleInputs
@@ -12,21 +12,22 @@ from graphpatch_notebook.example_inputs import ExampleInputs
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def written_arguments(examples: ExampleInputs, namespace: Mapping[str, Any]) -> str | None:
-    """Returns the example inputs as they stand in a call; `None` where some of them are in no variable.
+def written_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], namespace: Mapping[str, Any]) -> str | None:
+    """Returns inputs as they stand in a call; `None` where some of them are in no variable.
 
     Args:
-        examples: The inputs.
+        args: The positional ones.
+        kwargs: Those by keyword.
         namespace: The user's variables.
 
     Example:
         >>> ids, inputs = object(), {"mask": object()}
-        >>> written_arguments(ExampleInputs((ids, True), inputs), {"ids": ids, "inputs": inputs})
+        >>> written_arguments((ids, True), inputs, {"ids": ids, "inputs": inputs})
         'ids, True, **inputs'
     """
     names = {id(value): name for name, value in reversed(list(namespace.items())) if _is_name(name)}
-    texts = [_written(value, names) for value in examples.args]
-    left = dict(examples.kwargs)
+    texts = [_written(value, names) for value in args]
+    left = dict(kwargs)
     whole = _mapping_of(left, namespace)
     if whole is not None:
         left = {key: value for key, value in left.items() if key not in namespace[whole]}

@@ -125,7 +125,7 @@ def given_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _given(given: Any, namespace: dict[str, Any]) -> RunInputs:
     args, kwargs = given_arguments(given)
-    written = written_arguments(ExampleInputs(args, kwargs), namespace)
+    written = written_arguments(args, kwargs, namespace)
     return RunInputs(args, kwargs, written or ("*inputs" if len(args) > 1 else "**inputs" if kwargs else "inputs"))
 
 

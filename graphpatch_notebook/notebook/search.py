@@ -6,8 +6,6 @@ import bisect
 import difflib
 import itertools
 import re
-import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import islice
@@ -15,6 +13,7 @@ from typing import Any, overload
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.nodes import NodeMap, NodeMeta, NodeRows
+from graphpatch_notebook.notebook.kept import KeptByGraph
 from graphpatch_notebook.notebook.labels import op_label, source_label, value_label
 from graphpatch_notebook.notebook.matching import has_names, is_among, regex_test
 from graphpatch_notebook.notebook.query import NODE_KINDS, Term, parse_query
@@ -253,18 +252,12 @@ class NodeIndex:
         return self._columns[name]
 
 
-_indices: weakref.WeakKeyDictionary[PatchableGraph, NodeIndex] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # the widget searches in another thread than the cells
+_indices = KeptByGraph(NodeIndex)
 
 
 def index_of(pg: PatchableGraph) -> NodeIndex:
     """Returns the index of `pg`, which is kept as long as `pg` and made anew when its graphs were edited."""
-    nodes = pg.nodes  # another object after an edit
-    with _lock:
-        index = _indices.get(pg)
-        if index is None or index.nodes is not nodes:
-            index = _indices[pg] = NodeIndex(nodes)
-        return index
+    return _indices.of(pg)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.notebook.input_names import written_arguments
 from graphpatch_notebook.notebook.run_inputs import given_arguments
 from graphpatch_notebook.notebook.runs import Runs
@@ -78,18 +77,13 @@ class SharedRuns:
         """Returns the arguments of runs for which none are typed, as Python; `None` for those that `runs` has."""
         return self._typed
 
-    @property
-    def arguments(self) -> str | None:
-        """On what the model runs, as Python; `None` where nobody knows how it is written."""
+    def written(self) -> str | None:
+        """Returns on what the model runs, as Python; `None` where nobody knows how it is written."""
         if self._typed is not None:
             return self._typed
         if self.runs.inputs is not None:
-            return written_arguments(ExampleInputs(*given_arguments(self.runs.inputs)), self._workspace.namespace)
+            return written_arguments(*given_arguments(self.runs.inputs), self._workspace.namespace)
         return self._session.origin.arguments
-
-    def written(self) -> str | None:
-        """Returns `arguments`."""
-        return self.arguments
 
     @property
     def is_given(self) -> bool:

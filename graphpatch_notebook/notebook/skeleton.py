@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
-import weakref
 import zlib
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.nodes import NodeMap
+from graphpatch_notebook.notebook.kept import KeptByGraph
 from graphpatch_notebook.notebook.labels import spec_label, visible
 from graphpatch_notebook.notebook.unused_modules import unused_modules, used_modules
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -375,15 +374,9 @@ def _what(spec: ValueSpec) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 # Where it is kept
 
-_skeletons: weakref.WeakKeyDictionary[PatchableGraph, Skeleton] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # the widget asks in another thread than the cells
+_skeletons = KeptByGraph(Skeleton)
 
 
 def skeleton_of(pg: PatchableGraph) -> Skeleton:
     """Returns the skeleton of `pg`, which is kept as long as `pg` and made anew when its graphs were edited."""
-    nodes = pg.nodes  # another object after an edit
-    with _lock:
-        skeleton = _skeletons.get(pg)
-        if skeleton is None or skeleton.nodes is not nodes:
-            skeleton = _skeletons[pg] = Skeleton(nodes)
-        return skeleton
+    return _skeletons.of(pg)

@@ -265,7 +265,7 @@ class Browser(anywidget.AnyWidget):
             "module": type(graph._module).__name__,
             "nodes": skeleton.node_count,
             "model_id": self._own_id,
-            "arguments": self._shared.arguments,
+            "arguments": self._shared.written(),
             "has_given_inputs": self._shared.is_given,
             "no_inputs": self._shared.no_inputs,
             "has_tokenizer": self._shared.runs.tokenizer is not None,

@@ -162,7 +162,7 @@ class Workspace:
             model = next((n for n in self.models() if self.namespace[n] is graph._module), None)
             session.origin = replace(session.origin, model=model)
         if session.origin.arguments is None and graph._examples is not None:
-            written = written_arguments(graph._examples, self.namespace)
+            written = written_arguments(graph._examples.args, graph._examples.kwargs, self.namespace)
             session.origin = replace(session.origin, arguments=written)
         return ActiveGraph(name, graph, session)
 

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import graphpatch_notebook
 from tests.notebook.shells import Shell, opened
-
-
-@pytest.fixture(autouse=True, scope="session")
-def bundle() -> None:
-    """A checkout without the bundle of the front end gets it: nothing else here depends on what is in it."""
-    package = Path(graphpatch_notebook.__file__).parent
-    with (package.parent / "package.json").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (package / "static" / "widget.js").is_file():
-            for command in ("npm ci --ignore-scripts --no-audit --no-fund", "npm run build"):
-                subprocess.run(command.split(), cwd=package.parent, check=True, capture_output=True)
 
 
 @pytest.fixture

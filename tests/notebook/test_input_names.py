@@ -36,7 +36,7 @@ def test_inputs_are_written_by_the_variables_that_hold_them(
     args: tuple[Any, ...], kwargs: dict[str, Any], namespace: dict[str, Any], written: str | None
 ) -> None:
     examples = ExampleInputs(args, kwargs)
-    assert written_arguments(examples, namespace) == written
+    assert written_arguments(args, kwargs, namespace) == written
     if written is not None:
         assert eval(f"(lambda *a, **k: (a, k))({written})", dict(namespace)) == (args, kwargs)
         assert changed_variables(written, examples, namespace) == []
