@@ -15,6 +15,7 @@ GraphPatchError
 │   ├── StaleEditError                    ... because somebody else changed them in the meantime
 │   ├── SessionFileError                  ... because the file with them cannot be read or written
 │   └── ExportError                       ... because Python code cannot say what they say
+├── ExperimentError(ValueError)           an experiment cannot be done like this, or its results not be kept
 └── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
     ├── UnstoredFrameError(RuntimeError)  a loaded graph was called where the file has no graph
     └── StoredFormError                   a loaded graph was given inputs of a form that it is no record of
@@ -27,6 +28,7 @@ GraphPatchWarning(UserWarning)
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 ├── LiveFallbackWarning                   a graph was refused, the original module ran instead
+├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
 ├── UnstoredFrameWarning                  some frames were not stored in a file
 └── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
@@ -128,6 +130,10 @@ class ExportError(SessionError):
     """The chosen patches cannot be written down as Python in this form."""
 
 
+class ExperimentError(GraphPatchError, ValueError):
+    """An experiment cannot be done like this, or its results cannot be kept or loaded."""
+
+
 class SerializationError(GraphPatchError, ValueError):
     """A graph cannot be saved, or a file cannot be loaded: nothing of it ran."""
 
@@ -178,6 +184,10 @@ class EditedGraphWarning(GraphPatchWarning):
 
 class UnverifiedGraphWarning(GraphPatchWarning):
     """A graph was interpreted that is not known to equal the model's own code on such inputs."""
+
+
+class ExperimentWarning(GraphPatchWarning):
+    """Some cells of a sweep failed, or had to be run in a slower way than was asked for."""
 
 
 class ListenerWarning(GraphPatchWarning):

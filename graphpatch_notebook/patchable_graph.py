@@ -42,6 +42,8 @@ from graphpatch_notebook.options import ExtractionOptions, options_among
 from graphpatch_notebook.patches import Patch
 
 if TYPE_CHECKING:
+    from xarray import DataArray
+
     from graphpatch_notebook.notebook.widget import Browser
 
 _OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored _examples".split())
@@ -390,6 +392,29 @@ class PatchableGraph(ModuleDelegate):
             return self._enter(known[0][2], strict, origin)
 
         return PatchContext(activate)
+
+    def sweep(
+        self,
+        axes: Mapping[str, Any],
+        make_patches: Callable[..., Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]],
+        *inputs: Any,
+        metric: Callable[[Any], Any],
+        batch: int | str | None = "auto",
+        progress: bool = True,
+        backward: bool = False,
+        checkpoint: str | os.PathLike[str] | None = None,
+        executor: Any = None,
+        recipe: Any = None,
+        **input_kwargs: Any,
+    ) -> DataArray:
+        """Returns what `metric` gives for each combination of the values of `axes`, as an `xarray.DataArray`."""
+        from graphpatch_notebook.experiments.inputs import Inputs
+        from graphpatch_notebook.experiments.sweep import sweep
+
+        return sweep(
+            self, axes, make_patches, Inputs(inputs, input_kwargs), metric=metric, batch=batch, progress=progress,
+            backward=backward, checkpoint=checkpoint, executor=executor, recipe=recipe,
+        )  # fmt: skip
 
     def _notice_replaced_modules(self) -> None:
         called: CalledModules | None = self.__dict__["_called"]

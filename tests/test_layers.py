@@ -43,8 +43,8 @@ LAYERS = [
     "notebook",
     "__init__",
 ]
-# What the facade offers of a higher layer, by functions that import it when they are called: `pg.browse()`.
-DOORS = {("patchable_graph", "notebook")}
+# What the facade offers of a higher layer, by functions that import it when called: `pg.browse()`, `pg.sweep()`.
+DOORS = {("patchable_graph", "notebook"), ("patchable_graph", "experiments")}
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
 

@@ -1,0 +1,43 @@
+"""What an experiment runs the model on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphpatch_notebook.graph_modules.snapshots import copied
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a call of the model.
+
+    Attributes:
+        args: The positional ones.
+        kwargs: Those by keyword.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def fresh(self) -> Inputs:
+        """Returns copies for one run: a model may write into its inputs, or let a cache grow."""
+        args, kwargs = copied((self.args, self.kwargs))
+        return Inputs(args, kwargs)
+
+
+def inputs_of(given: Any) -> Inputs:
+    """Returns the inputs that a user gave as one: a tuple of arguments, a dict of keyword ones, or one value.
+
+    Example:
+        >>> inputs_of((1, 2)).args, inputs_of({"a": 1}).kwargs, inputs_of(3).args
+        ((1, 2), {'a': 1}, (3,))
+    """
+    if isinstance(given, Inputs):
+        return given
+    if isinstance(given, tuple):
+        return Inputs(given)
+    if isinstance(given, Mapping):  # the `BatchEncoding` of a tokenizer among them
+        return Inputs(kwargs={str(name): value for name, value in given.items()})
+    return Inputs((given,))

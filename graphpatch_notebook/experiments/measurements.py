@@ -1,0 +1,89 @@
+"""What a metric gave for one cell, as numbers that can be kept, sent and stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from graphpatch_notebook.errors import ExperimentError
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The numbers that a metric gave.
+
+    Attributes:
+        values: Of dtype float64 (which holds float32 exactly); without dimensions for a single number, `(names,)` for
+            a metric that gives several by name.
+        names: The names, of a metric that gives several numbers by name.
+    """
+
+    values: np.ndarray[Any, np.dtype[np.float64]]
+    names: tuple[str, ...] | None = None
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What all measurements of one sweep have in common: shape and names."""
+        return (self.values.shape, self.names)
+
+    def to_json(self) -> Any:
+        """Returns what `from_json` makes the same measurement of, bit for bit."""
+        return {"values": _listed(self.values.tolist()), "names": None if self.names is None else list(self.names)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Measurement:
+        """Returns the measurement that `to_json` wrote."""
+        names = None if data["names"] is None else tuple(data["names"])
+        return cls(np.array(_unlisted(data["values"]), dtype=np.float64), names)
+
+
+def measurement(value: Any) -> Measurement:
+    """Returns what a metric gave as a `Measurement`.
+
+    Args:
+        value: A number, a tensor or an array of any shape, or a dict from names to single numbers.
+
+    Raises:
+        ExperimentError: It is none of these.
+
+    Example:
+        >>> measurement({"a": 1, "b": 2.5})
+        Measurement(values=array([1. , 2.5]), names=('a', 'b'))
+    """
+    if isinstance(value, Mapping):
+        numbers = [_array(item) for item in value.values()]
+        if not numbers or any(number.ndim for number in numbers):
+            raise ExperimentError("a metric that gives a dict must give single numbers by name")
+        return Measurement(np.stack(numbers), tuple(map(str, value)))
+    return Measurement(_array(value))
+
+
+def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            raise ExperimentError("a metric gave complex numbers; take .real, .abs() or .angle() of them")
+        return np.array(value.detach().to("cpu").double().numpy())
+    try:
+        return np.array(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ExperimentError(
+            f"a metric must give a number, a tensor or a dict of numbers by name, not {type(value).__name__}"
+        ) from None
+
+
+def _listed(value: Any) -> Any:
+    # JSON has no NaN and no infinity.
+    if isinstance(value, list):
+        return [_listed(item) for item in value]
+    return value if math.isfinite(value) else str(value)
+
+
+def _unlisted(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unlisted(item) for item in value]
+    return float(value)
