@@ -1,3 +1,7 @@
 """Experiments: sweeps over thousands of patches, causal tracing, ablation, attribution, and their pictures."""
 
 from __future__ import annotations
+
+from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
+
+__all__ = ["KLDivergence", "LogProbability", "LogitDifference", "Loss", "Probability"]

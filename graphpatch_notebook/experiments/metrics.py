@@ -1,0 +1,288 @@
+"""Ready metrics of language models and classifiers: from the output of a model to one number.
+
+Each takes the whole output of the model, returns a tensor without dimensions, through which gradients flow, and can be
+pickled. Logits are computed with in float32 where the model gives them in less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from graphpatch_notebook.errors import ExperimentError
+
+Tokens: TypeAlias = "int | Sequence[int] | Tensor"
+"""One token for all sequences of the batch, or one for each, `(batch,)`."""
+
+IGNORED = -100  # labels that count for nothing, as in transformers
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """A metric, by what was given to it."""
+
+    @property
+    def name(self) -> str:
+        """What results are called by."""
+        return repr(self)
+
+
+@dataclass(frozen=True)
+class LogitDifference(_Metric):
+    """The logit of one token minus that of another, as a mean over the batch.
+
+    Args:
+        correct: The token whose logit counts for.
+        wrong: The token whose logit counts against.
+        position: Where in the sequence, negative numbers from its end; `None` where the logits are of shape
+            `(batch, classes)` and have no positions.
+
+    Raises:
+        ExperimentError: (when called) The output has no logits, no such position, or no such token.
+
+    Example:
+        >>> LogitDifference(2, 0)(torch.tensor([[[1.0, 2.0, 5.0]]]))
+        tensor(4.)
+    """
+
+    correct: Tokens
+    wrong: Tokens
+    position: int | None = -1
+
+    def __post_init__(self) -> None:
+        _keep_tokens(self, "correct", "wrong")
+
+    def __call__(self, output: Any) -> Tensor:
+        """Returns the difference, in logits."""
+        logits = _logits_at(output, self.position)
+        return (_of_tokens(logits, self.correct) - _of_tokens(logits, self.wrong)).mean()
+
+
+@dataclass(frozen=True)
+class Probability(_Metric):
+    """The probability of a token, as a mean over the batch.
+
+    Args:
+        token: The token.
+        position: As for `LogitDifference`.
+
+    Example:
+        >>> Probability(1)(torch.tensor([[[0.0, 0.0]]]))
+        tensor(0.5000)
+    """
+
+    token: Tokens
+    position: int | None = -1
+
+    def __post_init__(self) -> None:
+        _keep_tokens(self, "token")
+
+    def __call__(self, output: Any) -> Tensor:
+        """Returns the probability, between 0 and 1."""
+        return _of_tokens(_logits_at(output, self.position).softmax(-1), self.token).mean()
+
+
+@dataclass(frozen=True)
+class LogProbability(_Metric):
+    """The natural logarithm of the probability of a token, as a mean over the batch.
+
+    Args:
+        token: The token.
+        position: As for `LogitDifference`.
+
+    Example:
+        >>> LogProbability([1])(torch.tensor([[[0.0, 0.0]]]))
+        tensor(-0.6931)
+    """
+
+    token: Tokens
+    position: int | None = -1
+
+    def __post_init__(self) -> None:
+        _keep_tokens(self, "token")
+
+    def __call__(self, output: Any) -> Tensor:
+        """Returns the logarithm, in nats, at most 0."""
+        return _of_tokens(_logits_at(output, self.position).log_softmax(-1), self.token).mean()
+
+
+@dataclass(frozen=True, eq=False)
+class Loss(_Metric):
+    """The cross entropy of the next tokens, as language models of transformers compute it: a mean over tokens.
+
+    The logits at one position are compared with the label of the next.
+
+    Args:
+        labels: The right tokens, `(batch, seq)`: usually the `input_ids`. Those of -100 count for nothing.
+
+    Raises:
+        ExperimentError: There is no label to compare with; (when called) the logits are of another shape.
+
+    Example:
+        >>> Loss(torch.tensor([[0, 1]]))(torch.zeros(1, 2, 4))  # the logarithm of 4
+        tensor(1.3863)
+    """
+
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        labels = torch.as_tensor(self.labels).detach()
+        if labels.ndim != 2 or not (labels[:, 1:] != IGNORED).any():
+            raise ExperimentError(
+                f"labels are tokens of shape (batch, seq) with at least one that is not {IGNORED} after the first "
+                f"position; these are of shape {tuple(labels.shape)}"
+            )
+        object.__setattr__(self, "labels", labels)
+
+    def __call__(self, output: Any) -> Tensor:
+        """Returns the loss, in nats for each token."""
+        logits = _widened(_logits(output))
+        if logits.shape[:-1] != self.labels.shape:
+            raise ExperimentError(
+                f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(self.labels.shape)} are not those "
+                "of the same sequences; give labels of shape (batch, seq)"
+            )
+        labels = self.labels[:, 1:].to(logits.device, torch.long)
+        _check_tokens(labels[labels != IGNORED], logits.shape[-1])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+
+@dataclass(frozen=True, eq=False)
+class KLDivergence(_Metric):
+    """How far the prediction is from a reference: KL(reference || prediction), as a mean over the batch.
+
+    Args:
+        reference: What the model gave for the reference, or its logits. Its logarithmic probabilities are kept.
+        position: As for `LogitDifference`; `None` for the mean over all positions, if there are any.
+
+    Raises:
+        ExperimentError: (also when called) The output has no logits, or not those of as many sequences.
+
+    Example:
+        >>> reference = torch.tensor([[[0.0, 1.0]]])
+        >>> KLDivergence(reference)(reference)
+        tensor(0.)
+    """
+
+    reference: InitVar[Any]
+    position: int | None = -1
+    log_probabilities: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self, reference: Any) -> None:
+        object.__setattr__(self, "log_probabilities", self._log_probabilities(reference).detach())
+
+    def __call__(self, output: Any) -> Tensor:
+        """Returns the divergence, in nats, at least 0 within rounding."""
+        prediction = self._log_probabilities(output)
+        reference = self.log_probabilities.to(prediction.device, prediction.dtype)
+        if prediction.shape[1:] != reference.shape[1:]:
+            raise ExperimentError(
+                f"the reference gave logits of shape {tuple(reference.shape)} here, the output gives "
+                f"{tuple(prediction.shape)}; make the reference of inputs of the same shape"
+            )
+        if len(reference) not in (1, len(prediction)):
+            raise ExperimentError(
+                f"the reference has {len(reference)} sequences, the output {len(prediction)}; give as many, or one"
+            )
+        return F.kl_div(prediction, reference.expand_as(prediction), log_target=True, reduction="none").sum(-1).mean()
+
+    def _log_probabilities(self, output: Any) -> Tensor:
+        logits = _widened(_logits(output)) if self.position is None else _logits_at(output, self.position)
+        return logits.log_softmax(-1)
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}(position={self.position})"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Logits
+
+
+def _logits(output: Any) -> Tensor:
+    """Returns the logits in what a model returned."""
+    found = output
+    if isinstance(output, Mapping):  # a `ModelOutput` among them
+        found = output.get("logits")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "logits", output[0] if isinstance(output, (tuple, list)) and output else None)
+    if isinstance(found, Tensor) and found.ndim >= 1 and found.is_floating_point():
+        return found
+    raise ExperimentError(
+        f"there are no logits in the output, {_content(output)}; a metric may be any function of it: "
+        "metric=lambda output: ..."
+    )
+
+
+def _content(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} with {', '.join(map(repr, output)) or 'nothing'} in it"
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}, {output.dtype}"
+    if isinstance(output, (tuple, list)):
+        return f"a {type(output).__name__} of {', '.join(type(item).__name__ for item in output) or 'nothing'}"
+    return f"a {type(output).__name__}"
+
+
+def _logits_at(output: Any, position: int | None) -> Tensor:
+    """Returns the logits at a position, `(batch, classes)`."""
+    logits = _logits(output)
+    # Before anything else is asked of them: a sweep watches which positions are read, and leaves the others out.
+    try:
+        at = logits if position is None else logits[:, position]
+    except IndexError:
+        at = None
+    if at is not None and at.ndim == 2:
+        return _widened(at)
+    shape = tuple(logits.shape)
+    if logits.ndim == 3 and position is not None:
+        raise ExperimentError(
+            f"position {position} is out of range: the logits are of shape {shape}, (batch, seq, ...)"
+        )
+    if logits.ndim == 3:
+        raise ExperimentError(f"the logits are of shape {shape}, so say where: position=-1 for the last token")
+    if logits.ndim == 2:
+        raise ExperimentError(f"the logits are of shape {shape} and have no positions: give position=None")
+    raise ExperimentError(f"logits are of shape (batch, seq, vocabulary) or (batch, classes), these of {shape}")
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def _keep_tokens(metric: Any, *names: str) -> None:
+    """Makes numbers of what was given as tokens: tensors can neither be compared nor printed well."""
+    for name in names:
+        given = getattr(metric, name)
+        tokens = torch.as_tensor(given)
+        if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim > 1 or not tokens.numel():
+            raise ExperimentError(f"{name} is a token, or one for each sequence of the batch, not {given!r}")
+        object.__setattr__(metric, name, tokens.item() if tokens.ndim == 0 else tuple(tokens.tolist()))
+
+
+def _of_tokens(values: Tensor, tokens: Any) -> Tensor:
+    """Returns the value of each sequence's token, `(batch,)`."""
+    chosen = torch.tensor(tokens, device=values.device)
+    _check_tokens(chosen, values.shape[-1])
+    if chosen.ndim and len(chosen) != len(values):
+        raise ExperimentError(f"{len(chosen)} tokens were given, but the output has {len(values)} sequences")
+    return values.gather(-1, chosen.expand(len(values))[:, None])[:, 0]
+
+
+def _check_tokens(tokens: Tensor, count: int) -> None:
+    if ((tokens < 0) | (tokens >= count)).any():
+        bad = next(token for token in tokens.flatten().tolist() if not 0 <= token < count)
+        raise ExperimentError(f"there is no token {bad}: the logits are those of {count} tokens, counted from 0")
