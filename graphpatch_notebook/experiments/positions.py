@@ -1,0 +1,108 @@
+"""Positions in the sequence that a model works on, in the values of its nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution.positions import restriction_of, token_inputs
+from graphpatch_notebook.experiments.recordings import targets
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches import ProbePatch
+from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.values import TensorSpec
+
+Positions: TypeAlias = "int | Iterable[int] | None"
+"""A position or several, negative ones counted from the end of the sequence; `None` for all."""
+
+
+def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: int | None) -> dict[str, int]:
+    """Returns, for each path, which dimension of its value runs along the sequence.
+
+    Args:
+        pg: The graph.
+        paths: The paths.
+        position_dim: What the user says of all of them; needed for models that take no tokens.
+
+    Raises:
+        ExperimentError: It cannot be told, with all paths of which it cannot.
+    """
+    root = pg.nodes.root
+    root = pg.nodes.root
+    found = {path: _dim(root, target, position_dim) for path, target in targets(pg, paths).items()}
+    problems = [f"{path!r}: {dim}" for path, dim in found.items() if isinstance(dim, str)]
+    if problems:
+        raise ExperimentError("which dimension runs along the sequence cannot be told:\n  " + "\n  ".join(problems))
+    return {path: dim for path, dim in found.items() if isinstance(dim, int)}
+
+
+def _dim(root: Frame, target: Target, given: int | None) -> int | str:
+    """Returns the dimension, or why it cannot be told."""
+    if _takes_tokens(root):
+        try:
+            restriction = restriction_of(root, target, ProbePatch(positions=0, position_dim=given))
+        except ValueError as problem:
+            return str(problem)
+        return restriction.dim if restriction is not None else 0
+    if given is None:
+        return "the model takes no input_ids or inputs_embeds; say which it is, position_dim=1 or another"
+    if not isinstance(target.spec, TensorSpec):
+        return f"positions are those of a tensor, but this was {target.spec} when it was captured"
+    rank = len(target.spec.shape)
+    if not -rank <= given < rank:
+        return f"position_dim={given} is out of range for a value of shape {tuple(target.spec.shape)}"
+    return given % rank
+
+
+def _takes_tokens(root: Frame) -> bool:
+    specs = {node.target: node.spec for node in root.inputs()}
+    tokens = (specs.get(name) for name in token_inputs(root))
+    return any(isinstance(spec, TensorSpec) and len(spec.shape) >= 2 for spec in tokens)
+
+
+def chosen_positions(given: Positions, values: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[int]:
+    """Returns the positions that a user gave, counted from the start of the sequence.
+
+    Args:
+        given: A number or several, negative ones counted from the end; `None` for all.
+        values: What the paths hold.
+        dims: Which dimension of these runs along the sequence.
+
+    Raises:
+        ExperimentError: A position is out of range, or the values are those of sequences of different lengths.
+    """
+    lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
+    first, length = next(iter(lengths.items()))
+    for path, other in lengths.items():
+        if other != length:
+            raise ExperimentError(
+                f"{path!r} has {other} positions and {first!r} {length}: give paths of one sequence at a time"
+            )
+    if given is None:
+        return list(range(length))
+    several = _whole_numbers(given)
+    if bad := [position for position in several if not -length <= position < length]:
+        shape = tuple(values[first].shape)
+        raise ExperimentError(f"position {bad[0]} is out of range: {first!r} has {length} positions, shape {shape}")
+    return [position % length for position in several]
+
+
+def _whole_numbers(given: Any) -> list[int]:
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        several = [operator.index(number) for number in ([listed] if isinstance(listed, int) else listed)]
+    except TypeError:
+        raise ExperimentError(f"positions are whole numbers, or None for all, not {given!r}") from None
+    if not several:
+        raise ExperimentError("positions is empty: give at least one, or None for all")
+    return several
+
+
+def at_position(dim: int, position: Any) -> tuple[Any, ...]:
+    """Returns the index of a position, or of several in a list, along dimension `dim`."""
+    return (*(slice(None),) * dim, position)

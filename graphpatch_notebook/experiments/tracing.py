@@ -1,0 +1,235 @@
+"""Causal tracing: what putting one value of a clean run into a corrupted one restores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.cells import PatchMap
+from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.positions import Positions, at_position, chosen_positions, position_dims
+from graphpatch_notebook.experiments.recordings import Paths, check_same_shapes, record, several_paths
+from graphpatch_notebook.experiments.sweep import sweep
+from graphpatch_notebook.node_path import NodePath
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A corruption of the clean run itself: Gaussian noise, added at a path.
+
+    Args:
+        path: Where it is added: usually the output of the token embedding.
+        scale: The standard deviation of the noise, in the units of the value there.
+        deviations: The same in standard deviations of the clean value there, over all its entries. ROME takes 3, which
+            it is where neither is given.
+        positions: Where in the sequence: a number or several, negative ones counted from the end (ROME: the tokens of
+            the subject); `None` for everywhere.
+        samples: How often noise is drawn. All cells meet the same draws; metrics are means over these.
+        seed: What the draws are made from.
+
+    Raises:
+        ExperimentError: Both scales are given, or one that is no positive number; there are no samples.
+
+    Example:
+        >>> Noise("transformer.wte.output", positions=range(2, 5)).deviations
+        3.0
+    """
+
+    path: str | NodePath
+    _: KW_ONLY
+    scale: float | None = None
+    deviations: float | None = None
+    positions: Positions = None
+    samples: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scale is None and self.deviations is None:
+            object.__setattr__(self, "deviations", 3.0)
+        if self.scale is not None and self.deviations is not None:
+            raise ExperimentError("noise has one scale: give scale= (absolute) or deviations=, not both")
+        size = self.deviations if self.scale is None else self.scale
+        if size is None or not (size > 0 and math.isfinite(size)):
+            raise ExperimentError(f"the scale of noise is a positive number, not {size!r}")
+        if type(self.samples) is not int or self.samples < 1:
+            raise ExperimentError(f"samples is a whole number from 1 on, not {self.samples!r}")
+
+    def patches(self, clean: Tensor, dim: int, positions: Sequence[int]) -> list[AddPatch]:
+        """Returns a patch for each sample.
+
+        Args:
+            clean: The clean value at `path`.
+            dim: Which dimension of it runs along the sequence.
+            positions: Where noise is added.
+        """
+        if not clean.is_floating_point():
+            raise ExperimentError(
+                f"noise can be added to floating point numbers, but {str(self.path)!r} has {clean.dtype}"
+            )
+        scale = self.scale if self.scale is not None else (self.deviations or 0.0) * clean.double().std().item()
+        index = at_position(dim, list(positions))
+        # Drawn where every machine draws the same.
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = clean[index].shape
+        draws = [torch.randn(shape, generator=generator) * scale for _ in range(self.samples)]
+        return [AddPatch(value=draw.to(clean.device, clean.dtype), slice=index) for draw in draws]
+
+
+def causal_trace(
+    pg: PatchableGraph,
+    clean: Any,
+    corrupted: Any,
+    paths: Paths,
+    positions: Positions,
+    metric: Callable[[Any], Any],
+    *,
+    window: int = 1,
+    normalize: bool = False,
+    position_dim: int | None = None,
+    **options: Any,
+) -> DataArray:
+    """Returns what the metric gives on the corrupted inputs when one clean value at a time is restored.
+
+    The values at `paths` are recorded in a run on the clean inputs. Then, for each path and position, the model runs on
+    the corrupted inputs with the value of that path at that position replaced by the clean one.
+
+    Args:
+        pg: The graph.
+        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
+        corrupted: Other inputs of the same shapes, with some tokens changed; or `Noise`, for the clean inputs with
+            noise on the way.
+        paths: The paths to restore, such as the outputs of all layers, in order.
+        positions: Where in the sequence: a number or several, negative ones counted from the end; `None` for all.
+        metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
+        window: How many neighbouring paths of the list are restored at once, around that of the cell: ROME takes 10
+            for the outputs of MLPs and attention. Cut off at both ends of the list.
+        normalize: Return (value - corrupted) / (clean - corrupted): 0 where nothing is restored, 1 where all is.
+        position_dim: Which dimension of the values runs along the sequence. Only needed for models without `input_ids`
+            or `inputs_embeds`, and where it cannot be told: the error says so.
+        **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `executor`, `recipe`.
+
+    Returns:
+        An array with dimensions `path` and `position` (counted from the start). Its `attrs` have the metric without
+        restoring, `corrupted` (for `Noise` the mean over samples), and on the clean inputs, `clean`.
+
+    Raises:
+        ExperimentError: Before the sweep: values differ in shape between clean and corrupted inputs, positions are out
+            of range, or there is nothing to normalize by.
+        UnknownPathError: There are no such paths; the message names the nearest.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Flatten())
+        >>> clean, corrupted = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0]])
+        >>> pg = PatchableGraph(model, clean)
+        >>> causal_trace(pg, clean, corrupted, ["sub_0.output"], None, torch.sum, position_dim=1).values
+        array([[1., 2.]])
+
+    Source:
+        Meng et al., Locating and Editing Factual Associations in GPT, 2022.
+    """
+    names = several_paths(pg, paths)
+    inputs = inputs_of(clean)
+    noise = corrupted if isinstance(corrupted, Noise) else None
+    run = record(pg, inputs, names if noise is None else [*names, str(noise.path)], metric)
+    restoring = _Restoring({name: run.values[name] for name in names}, position_dims(pg, names, position_dim), window)
+    axes = {"path": names, "position": chosen_positions(positions, restoring.values, restoring.dims)}
+    if noise is None:
+        inputs = inputs_of(corrupted)
+        other = record(pg, inputs, names, metric)
+        check_same_shapes(restoring.values, other.values, ("clean", "corrupted"))
+        reference = other.measurement.values
+    else:
+        restoring.corruptions = _corruptions(pg, noise, run.values, position_dim)
+        axes = {"sample": range(noise.samples), **axes}
+        reference = restoring.corrupted(pg, inputs, metric)
+    ends = (run.measurement.values, reference)
+    scale = _scale(*ends) if normalize else None
+    result = sweep(pg, axes, restoring, inputs, metric=metric, **options)
+    return _finished(result, *ends, scale)
+
+
+class _Restoring:
+    """Makes the patch map of a cell: a callable from its labels.
+
+    Args:
+        values: The clean values, by path.
+        dims: Which dimension of these runs along the sequence.
+        window: How many neighbouring paths are restored at once.
+
+    Attributes:
+        corruptions: The patches that corrupt the clean run, for each sample.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], dims: Mapping[str, int], window: int) -> None:
+        if type(window) is not int or window < 1:
+            raise ExperimentError(f"window is a number of paths from 1 on, not {window!r}")
+        self.values = values
+        self.dims = dims
+        self.corruptions: list[dict[str, AddPatch]] = []
+        names = list(values)
+        self._windows = {
+            name: names[max(0, at - window // 2) : at - window // 2 + window] for at, name in enumerate(names)
+        }
+
+    def __call__(self, *labels: Any) -> PatchMap:
+        path, position = labels[-2:]
+        patches: dict[str, list[Patch[Any]]] = {}
+        if self.corruptions:
+            patches = {where: [patch] for where, patch in self.corruptions[labels[0]].items()}
+        for name in self._windows[path]:
+            # Copies: of a view, all that it is a view of would be sent to another process.
+            value = self.values[name].select(self.dims[name], position).clone()
+            patch = ReplacePatch(value=value, slice=at_position(self.dims[name], position))
+            patches[name] = [*patches.get(name, ()), patch]
+        return patches
+
+    def corrupted(self, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Array:
+        """Returns what the metric gives where nothing is restored, as a mean over the samples."""
+        axes = {"sample": range(len(self.corruptions))}
+        noisy = sweep(pg, axes, self.corruptions.__getitem__, inputs, metric=metric, progress=False)
+        return np.asarray(noisy.mean("sample", skipna=False).values)
+
+
+def _corruptions(
+    pg: PatchableGraph, noise: Noise, values: Mapping[str, Tensor], position_dim: int | None
+) -> list[dict[str, AddPatch]]:
+    path = str(noise.path)
+    dims = position_dims(pg, [path], position_dim)
+    positions = chosen_positions(noise.positions, {path: values[path]}, dims)
+    return [{path: patch} for patch in noise.patches(values[path], dims[path], positions)]
+
+
+def _scale(clean: Array, corrupted: Array) -> Array:
+    scale = clean - corrupted
+    if not np.all(np.isfinite(scale)) or np.any(scale == 0):
+        raise ExperimentError(
+            f"there is nothing to normalize by: the metric is {clean.tolist()} on the clean inputs and "
+            f"{corrupted.tolist()} on the corrupted ones; leave normalize out, or change the inputs"
+        )
+    return scale
+
+
+def _finished(swept: DataArray, clean: Array, corrupted: Array, scale: Array | None) -> DataArray:
+    # A cell that failed for one draw is no mean over the others.
+    result: DataArray = swept.mean("sample", skipna=False) if "sample" in swept.dims else swept
+    if scale is not None:
+        result = (result - corrupted) / scale
+    baseline = corrupted if scale is None else np.zeros_like(corrupted)
+    ends = {"clean": clean.tolist(), "corrupted": corrupted.tolist(), "baseline": baseline.tolist()}
+    result.attrs = swept.attrs | ends
+    return result

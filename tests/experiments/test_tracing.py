@@ -1,0 +1,247 @@
+"""Causal tracing against plain forward hooks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
+from graphpatch_notebook.experiments import LogitDifference, Noise, Probability, causal_trace
+from tests.experiments.hooked import edited, gpt2, llama, mixer, outputs, putting
+
+CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
+METRIC = LogitDifference(4, 8)
+HOSTS = {"gpt2": (gpt2, "transformer.h"), "llama": (llama, "model.layers")}
+
+
+def traced_by_hand(model: nn.Module, names: list[str], clean: Tensor, corrupted: Tensor, metric: Any) -> np.ndarray:
+    values = outputs(model, names, lambda: model(clean))
+    rows = []
+    for name, value in zip(names, values, strict=True):
+        for position in range(clean.shape[1]):
+            with torch.no_grad(), edited(model, {name: putting(value, (slice(None), position))}):
+                rows.append(metric(model(corrupted)).item())
+    return np.array(rows).reshape(len(names), -1)
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def host(request: pytest.FixtureRequest) -> tuple[nn.Module, PatchableGraph, str]:
+    make, layers = HOSTS[request.param]
+    model = make()
+    return model, PatchableGraph(model, CLEAN[:, :5]), layers
+
+
+@pytest.mark.parametrize(("batch", "tolerance"), [(None, 0.0), ("auto", 2e-6)])
+@pytest.mark.parametrize("part", ["", ".mlp"])
+def test_equals_hooks(host: Any, part: str, batch: Any, tolerance: float) -> None:
+    model, pg, layers = host
+    names = [f"{layers}.{number}{part}" for number in range(3)]
+    paths = [f"{layers}_{number}{part}.output" for number in range(3)]
+    found = causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC, batch=batch, progress=False)
+    assert found.dims == ("path", "position")
+    assert found.coords["path"].values.tolist() == paths
+    assert found.coords["position"].values.tolist() == list(range(7))
+    expected = traced_by_hand(model, names, CLEAN, CORRUPTED, METRIC)
+    np.testing.assert_allclose(found.values, expected, atol=tolerance, rtol=0)
+    assert np.ptp(expected) > 0.1
+    with torch.no_grad():
+        assert found.attrs["clean"] == METRIC(model(CLEAN)).item()
+        assert found.attrs["corrupted"] == METRIC(model(CORRUPTED)).item()
+    json.dumps(found.attrs)
+
+
+def test_a_batch_of_several_sequences_and_keywords(host: Any) -> None:
+    model, pg, layers = host
+    clean, corrupted = torch.randint(23, (2, 3, 6))
+    metric = Probability([1, 2, 3])
+    found = causal_trace(
+        pg, {"input_ids": clean}, {"input_ids": corrupted}, [f"{layers}_1.output"], None, metric, progress=False
+    )
+    expected = traced_by_hand(model, [f"{layers}.1"], clean, corrupted, metric)
+    np.testing.assert_allclose(found.values, expected, atol=2e-6, rtol=0)
+
+
+def test_positions_are_chosen_and_counted_from_the_end() -> None:
+    pg = PatchableGraph(gpt2(), CLEAN)
+    paths = [pg.graph.transformer.h_0.output, pg.graph.transformer.h_2.attn.c_proj.x]
+
+    def trace(positions: Any) -> Any:
+        return causal_trace(pg, CLEAN, CORRUPTED, paths, positions, METRIC, progress=False, batch=None)
+
+    whole = trace(None)
+    some = trace([-1, 2])
+    assert some.coords["position"].values.tolist() == [6, 2]
+    assert (some.values == whole.values[:, [6, 2]]).all()
+    assert (trace(range(1, 3)).values == whole.values[:, 1:3]).all()
+    assert (trace(torch.tensor([0])).values == trace(0).values).all()
+
+
+def test_everything_restored_at_the_changed_token_is_the_clean_run() -> None:
+    pg = PatchableGraph(gpt2(), CLEAN)
+    paths = ["transformer.wte.output", "transformer.h_2.output"]
+    found = causal_trace(pg, CLEAN, CORRUPTED, paths, [2, 6], METRIC, normalize=True, progress=False)
+    assert found.sel(path=paths[0], position=2) == pytest.approx(1, abs=1e-5)
+    assert found.sel(path=paths[0], position=6) == pytest.approx(0, abs=1e-5)
+    assert found.sel(path=paths[1], position=6) == pytest.approx(1, abs=1e-5)
+    assert found.sel(path=paths[1], position=2) == pytest.approx(0, abs=1e-5)
+    assert found.attrs["baseline"] == 0
+    raw = causal_trace(pg, CLEAN, CORRUPTED, paths, [2, 6], METRIC, progress=False)
+    clean, corrupted = raw.attrs["clean"], raw.attrs["corrupted"]
+    assert found.values == pytest.approx((raw.values - corrupted) / (clean - corrupted))
+    assert raw.attrs["baseline"] == corrupted
+
+
+@pytest.mark.parametrize("window", [2, 3, 10])
+def test_window_restores_neighbouring_layers_as_rome_does(window: int) -> None:
+    model = gpt2(layers=5)
+    names = [f"transformer.h.{number}.mlp" for number in range(5)]
+    paths = [f"transformer.h_{number}.mlp.output" for number in range(5)]
+    pg = PatchableGraph(model, CLEAN)
+    found = causal_trace(pg, CLEAN, CORRUPTED, paths, 2, METRIC, window=window, progress=False, batch=None).values[:, 0]
+    values = outputs(model, names, lambda: model(CLEAN))
+    for layer in range(5):
+        # As in ROME's own code.
+        near = range(max(0, layer - window // 2), min(5, layer - (-window // 2)))
+        edits = {names[i]: putting(values[i], (slice(None), 2)) for i in near}
+        with torch.no_grad(), edited(model, edits):
+            assert found[layer] == METRIC(model(CORRUPTED)).item()
+
+
+@pytest.mark.parametrize("settings", [{"scale": 0.5}, {"deviations": 2.0}, {}], ids=["scale", "deviations", "rome"])
+def test_noise_equals_hooks(settings: dict[str, float]) -> None:
+    model = gpt2()
+    pg = PatchableGraph(model, CLEAN)
+    paths, names = ["transformer.wte.output", "transformer.h_1.output"], ["transformer.wte", "transformer.h.1"]
+    noise = Noise(pg.graph.transformer.wte.output, positions=[1, -5], samples=3, seed=7, **settings)
+    found = causal_trace(pg, CLEAN, noise, paths, [2, 6], METRIC, progress=False)
+    assert found.dims == ("path", "position")
+
+    values = outputs(model, names, lambda: model(CLEAN))
+    deviation = values[0].std().item()
+    scale = settings.get("scale", settings.get("deviations", 3.0) * deviation)
+    generator = torch.Generator().manual_seed(7)
+    draws = [torch.randn(1, 2, 16, generator=generator) * scale for _ in range(3)]
+    expected, corrupted = np.zeros((3, 2, 2)), []
+    for sample, draw in enumerate(draws):
+        noisy = values[0].clone()
+        noisy[:, [1, 2]] += draw
+        with torch.no_grad(), edited(model, {"transformer.wte": putting(noisy)}):
+            corrupted.append(METRIC(model(CLEAN)).item())
+            for column, position in enumerate([2, 6]):
+                index = (slice(None), position)
+                with edited(model, {"transformer.wte": putting(values[0], index)}):  # after the noise
+                    expected[sample, 0, column] = METRIC(model(CLEAN)).item()
+                with edited(model, {"transformer.h.1": putting(values[1], index)}):
+                    expected[sample, 1, column] = METRIC(model(CLEAN)).item()
+    np.testing.assert_allclose(found.values, expected.mean(0), atol=2e-6, rtol=0)
+    assert found.attrs["corrupted"] == pytest.approx(np.mean(corrupted), abs=2e-6)
+    assert abs(found.attrs["corrupted"] - found.attrs["clean"]) > 0.01
+
+
+def test_noise_is_normalized_and_drawn_again_the_same() -> None:
+    pg = PatchableGraph(gpt2(), CLEAN)
+
+    def trace(seed: int) -> Any:
+        noise = Noise("transformer.wte.output", samples=2, seed=seed)
+        return causal_trace(
+            pg, CLEAN, noise, ["transformer.h_2.output"], None, METRIC, normalize=True, progress=False, batch=None
+        )
+
+    found = trace(0)
+    assert found.values[0, -1] == pytest.approx(1, abs=1e-5)
+    assert found.values[0, :-1] == pytest.approx(0, abs=1e-5)
+    assert (trace(0).values == found.values).all()
+    assert trace(1).attrs["corrupted"] != found.attrs["corrupted"]
+
+
+def test_a_model_without_tokens_is_told_where_the_sequence_lies() -> None:
+    model = mixer()
+    clean, corrupted = torch.randn(2, 5, 6)
+    pg = PatchableGraph(model, clean)
+    paths = [f"layers_{number}.output" for number in range(3)]
+    with pytest.raises(ExperimentError, match=r"'layers_0.output': the model takes no input_ids.*position_dim=1"):
+        causal_trace(pg, clean, corrupted, paths, None, torch.sum, progress=False)
+    found = causal_trace(pg, clean, corrupted, paths, None, torch.sum, position_dim=-2, progress=False, batch=None)
+    for number in range(3):
+        (value,) = outputs(model, [f"layers.{number}"], lambda: model(clean))
+        for position in range(5):
+            with torch.no_grad(), edited(model, {f"layers.{number}": putting(value, position)}):
+                assert found.values[number, position] == model(corrupted).sum().item()
+
+
+def test_metrics_with_several_numbers() -> None:
+    pg = PatchableGraph(gpt2(), CLEAN)
+
+    def metric(output: Any) -> dict[str, Tensor]:
+        return {"right": Probability(4)(output), "wrong": Probability(8)(output)}
+
+    found = causal_trace(pg, CLEAN, CORRUPTED, ["transformer.h_2.output"], [6], metric, normalize=True, progress=False)
+    assert found.dims == ("path", "position", "metric")
+    assert found.values.flatten() == pytest.approx([1, 1], abs=1e-4)
+    assert len(found.attrs["clean"]) == 2
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return PatchableGraph(gpt2(), CLEAN)
+
+
+PATH = "transformer.h_0.output"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"corrupted": CORRUPTED[:, :5]},
+            r"'transformer.h_0.output' is of shape \(1, 7, 16\) on the clean .* of \(1, 5, 16\) on the corrupted ones",
+        ),
+        ({"paths": PATH}, r"paths must be several, in a list: paths=\['transformer.h_0.output'\]"),
+        ({"paths": []}, "paths is empty"),
+        ({"paths": [PATH, PATH]}, "'transformer.h_0.output' more than once"),
+        ({"paths": ["transformer.h_0.mlp.c_fc.weight"]}, "a parameter has no positions"),
+        ({"positions": 7}, r"position 7 is out of range: 'transformer.h_0.output' has 7 positions"),
+        ({"positions": -8}, "position -8 is out of range"),
+        ({"positions": []}, "positions is empty"),
+        ({"positions": "all"}, "positions are whole numbers"),
+        ({"window": 0}, "window is a number of paths from 1 on"),
+        ({"corrupted": CLEAN, "normalize": True}, "nothing to normalize by: the metric is"),
+        ({"corrupted": Noise("transformer.emb.output")}, "no node 'emb' in transformer"),
+        ({"corrupted": Noise("input_ids", scale=1.0)}, "'input_ids' has torch.int64"),
+        ({"corrupted": Noise("transformer.wte.output", positions=9)}, "position 9 is out of range"),
+    ],
+)
+def test_what_cannot_be_traced_is_said(pg: PatchableGraph, changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "paths": [PATH], "positions": None}
+    with pytest.raises((ExperimentError, UnknownPathError), match=message):
+        causal_trace(pg, **(given | {"metric": METRIC, "progress": False} | changes))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scale": 1.0, "deviations": 1.0}, "not both"),
+        ({"scale": 0.0}, "a positive number, not 0.0"),
+        ({"deviations": float("nan")}, "a positive number, not nan"),
+        ({"samples": 0}, "samples is a whole number from 1 on"),
+    ],
+)
+def test_noise_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        Noise("x", **settings)
+
+
+def test_unknown_paths_are_named_together(pg: PatchableGraph) -> None:
+    with pytest.raises(UnknownPathError, match=r"2 problems"):
+        causal_trace(pg, CLEAN, CORRUPTED, ["transformer.h_7.output", "mlp"], None, METRIC, progress=False)
+
+
+def test_unknown_options_are_refused(pg: PatchableGraph) -> None:
+    with pytest.raises(TypeError, match="normalise"):
+        causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, METRIC, normalise=True)
