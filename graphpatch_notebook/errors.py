@@ -32,11 +32,15 @@ GraphPatchWarning(UserWarning)
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
 ├── UnstoredFrameWarning                  some frames were not stored in a file
 └── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
+
+KeyboardInterrupt
+└── SweepInterrupted                      a sweep was interrupted: what it has so far comes along
 """
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 _MARK = "graphpatch: "
 
@@ -132,6 +136,18 @@ class ExportError(SessionError):
 
 class ExperimentError(GraphPatchError, ValueError):
     """An experiment cannot be done like this, or its results cannot be kept or loaded."""
+
+
+class SweepInterrupted(KeyboardInterrupt):
+    """A sweep was interrupted.
+
+    Attributes:
+        result: The `xarray.DataArray` as far as it was done; NaN in cells that were not run.
+    """
+
+    def __init__(self, message: str, result: Any) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class SerializationError(GraphPatchError, ValueError):

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
 from graphpatch_notebook.experiments.tracing import Noise, causal_trace
 
-__all__ = ["KLDivergence", "LogProbability", "LogitDifference", "Loss", "Noise", "Probability", "causal_trace"]
+__all__ = [
+    "KLDivergence",
+    "LogProbability",
+    "LogitDifference",
+    "Loss",
+    "Noise",
+    "Probability",
+    "SweepInterrupted",
+    "causal_trace",
+]

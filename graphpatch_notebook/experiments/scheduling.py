@@ -2,16 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from graphpatch_notebook.experiments.cells import Cell, CellResult
+from graphpatch_notebook.experiments.checkpoint import Checkpoint
+from graphpatch_notebook.experiments.interrupts import interrupts_deferred
+from graphpatch_notebook.experiments.measurements import Measurement
+from graphpatch_notebook.experiments.progress import Progress
 from graphpatch_notebook.experiments.runner import CellRunner
 
+Chunks: TypeAlias = "Sequence[Sequence[Cell]]"
 
-def run_chunks(runner: CellRunner, chunks: Sequence[Sequence[Cell]]) -> dict[int, CellResult]:
-    """Returns the results of all cells, by number."""
-    results: dict[int, CellResult] = {}
+
+@dataclass
+class Ledger:
+    """What is done of a sweep.
+
+    Attributes:
+        baseline: What all measurements must look like.
+        checkpoint: The file in which it is kept, if there is one.
+        progress: Who is told.
+        results: By the number of the cell.
+    """
+
+    baseline: Measurement
+    checkpoint: Checkpoint | None
+    progress: Progress
+    results: dict[int, CellResult] = field(default_factory=dict)
+
+    def keep(self, results: Sequence[CellResult]) -> None:
+        """Keeps the results of a chunk; an interrupt comes before or after, never between memory and file."""
+        results = [self._checked(result) for result in results]
+        with interrupts_deferred():
+            self.results |= {result.number: result for result in results}
+            if self.checkpoint is not None:
+                self.checkpoint.append(results)
+        self.progress.update(len(results))
+
+    def _checked(self, result: CellResult) -> CellResult:
+        if result.measurement is None or result.measurement.form == self.baseline.form:
+            return result
+        return CellResult(
+            result.number,
+            None,
+            f"the metric gave numbers of shape {_form(result.measurement)} here, and {_form(self.baseline)} without "
+            "patches",
+        )
+
+
+def _form(measurement: Measurement) -> str:
+    shape, names = measurement.form
+    return f"{shape}" if names is None else f"{shape} named {', '.join(names)}"
+
+
+def remaining(chunks: Chunks, done: Mapping[int, CellResult]) -> Iterator[list[Cell]]:
+    """Yields what remains of the chunks; they are not put together anew, so that numbers stay the same bit for bit."""
     for chunk in chunks:
-        for result in runner.run([(cell.number, cell.patches) for cell in chunk]):
-            results[result.number] = result
-    return results
+        if rest := [cell for cell in chunk if cell.number not in done]:
+            yield rest
+
+
+def run_here(runner: CellRunner, chunks: Chunks, ledger: Ledger) -> None:
+    """Runs the chunks one after the other, and keeps what is done in `ledger`, also of a run that is interrupted."""
+    for chunk in chunks:
+        ledger.keep(runner.run([(cell.number, cell.patches) for cell in chunk]))

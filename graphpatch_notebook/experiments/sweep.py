@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap, axes_of, cells_of
+from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
+from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
+from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
+from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
+from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.measurements import Measurement
+from graphpatch_notebook.experiments.progress import shown_progress
 from graphpatch_notebook.experiments.runner import CellRunner
-from graphpatch_notebook.experiments.scheduling import run_chunks
+from graphpatch_notebook.experiments.scheduling import Ledger, remaining, run_here
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -29,67 +29,56 @@ def sweep(
     *,
     metric: Callable[[Any], Any],
     batch: int | str | None = "auto",
-    progress: bool = True,  # noqa: ARG001
+    progress: bool = True,
     backward: bool = False,
-    checkpoint: str | os.PathLike[str] | None = None,  # noqa: ARG001
-    executor: Any = None,  # noqa: ARG001
+    checkpoint: str | os.PathLike[str] | None = None,
+    executor: Any = None,
     recipe: Any = None,  # noqa: ARG001
 ) -> DataArray:
     """Returns what `metric` gives for each cell: see `PatchableGraph.sweep`."""
+    extra("xarray", "the result of a sweep")
+    _check_options(backward, checkpoint, executor)
     values = axes_of(axes)
     cells = cells_of(values, make_patches)
     paths = list(dict.fromkeys(str(path) for cell in cells for path in cell.patches))
     runner = CellRunner(pg, inputs, metric, paths, batch=batch, backward=backward)
-    results = run_chunks(runner, runner.chunks(cells))
-    return _data_array(values, cells, results, runner, metric)
+    metric_dims(runner.baseline, values)  # refuses names before anything is run
+    file = None
+    if checkpoint is not None:
+        file = Checkpoint(checkpoint, Identity.of(values, cells, metric, inputs, runner.baseline), cells)
+    chunks = runner.chunks(cells)
+    results = dict(file.done) if file is not None else {}
+    is_interrupted = False
+    try:
+        with shown_progress(len(cells), len(results), progress) as shown:
+            ledger = Ledger(runner.baseline, file, shown, results)
+            run_here(runner, list(remaining(chunks, results)), ledger)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    remarks = list(runner.remarks)
+    if is_interrupted:
+        remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
+    result = data_array(values, cells, results, runner.baseline, metric, remarks)
+    if is_interrupted:
+        raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
+    return result
 
 
-def _data_array(
-    axes: Mapping[str, Sequence[Any]],
-    cells: Sequence[Cell],
-    results: Mapping[int, CellResult],
-    runner: CellRunner,
-    metric: Callable[[Any], Any],
-) -> DataArray:
-    from xarray import DataArray
-
-    example: Measurement = runner.baseline
-    sizes = [len(values) for values in axes.values()]
-    data = np.full([len(cells), *example.values.shape], np.nan)
-    errors = []
-    for cell in cells:
-        result = results.get(cell.number)
-        if result is None:
-            continue
-        if result.measurement is None:
-            errors.append({"cell": str(cell), "error": result.error})
-        elif result.measurement.form != example.form:
-            raise ExperimentError(f"the metric gave {result.measurement.values.shape} numbers for {cell}")
-        else:
-            data[cell.number] = result.measurement.values
-    dims = [*axes, *_metric_dims(example)]
-    coords: dict[str, Any] = {name: _coordinate(name, values) for name, values in axes.items()}
-    if example.names is not None:
-        coords["metric"] = list(example.names)
-    name = getattr(metric, "__name__", type(metric).__name__)
-    array = DataArray(data.reshape([*sizes, *example.values.shape]), coords, dims, name=name)
-    array.attrs |= {"baseline": example.values.tolist(), "remarks": list(runner.remarks), "errors": errors}
-    if errors:
-        first = errors[0]
-        warn(
-            f"{len(errors)} of {len(cells)} cells failed: {first['cell']}: {first['error']}",
-            ExperimentWarning,
-            stacklevel=level_of_caller(),
+def _check_options(backward: bool, checkpoint: Any, executor: Any) -> None:
+    if backward and checkpoint is not None:
+        raise ExperimentError(
+            "backward=True accumulates gradients, which checkpoint= does not keep: they would lack the cells that were "
+            "done before; use one of the two"
         )
-    return array
+    if backward and executor is not None:
+        raise ExperimentError(
+            "backward=True accumulates gradients in this process, executor= runs cells in others; use one of the two"
+        )
 
 
-def _metric_dims(example: Measurement) -> list[str]:
-    if example.names is not None:
-        return ["metric"]
-    return [f"metric_{number}" for number in range(example.values.ndim)]
-
-
-def _coordinate(name: str, values: Sequence[Any]) -> Any:
-    plain = [value if isinstance(value, (bool, int, float, str)) else str(value) for value in values]
-    return (name, np.array(plain, dtype=object) if len({type(value) for value in plain}) > 1 else np.array(plain))
+def _stopped(done: int, total: int, checkpoint: str | os.PathLike[str] | None) -> str:
+    again = f"; the same call goes on from {os.fspath(checkpoint)!r}" if checkpoint is not None else ""
+    return (
+        f"stopped after {done} of {total} cells, which are in .result of this exception (at a prompt: "
+        f"import sys; sys.last_value.result){again}"
+    )
