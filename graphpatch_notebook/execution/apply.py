@@ -87,6 +87,24 @@ def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None)
     return value
 
 
+def apply_to_rows(entry: Entry, value: Tensor) -> Any:
+    """Returns some rows of the value that `entry` is for (what its path digs for, in a run that is step 0), patched.
+
+    Raises:
+        PatchShapeError: The value is not of the kind that was captured.
+        PatchValueError: A patch cannot be applied to it.
+    """
+    __tracebackhide__ = True
+    if entry.restriction is None or entry.restriction.positions is None:
+        return _apply(entry, value, None, None)
+    dim = entry.restriction.dim
+    indices = entry.restriction.positions.within(0, value.shape[dim])
+    if not indices:
+        return value
+    (patch,) = entry.patches
+    return _apply_patch_at(indices, dim, patch, entry.target, value)
+
+
 def _apply_patch_at(indices: list[int], dim: int, patch: Patch[Any], target: Target, value: Tensor) -> Tensor:
     """Applies a patch of which only what it does at some indices along `dim` is kept."""
     __tracebackhide__ = True

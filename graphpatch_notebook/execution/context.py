@@ -23,6 +23,7 @@ from graphpatch_notebook.capture.autograd_functions import visible_apply
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
+from graphpatch_notebook.execution.frame_results import new_run
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
@@ -98,6 +99,7 @@ class ActiveContext:
         self.has_direct_calls = False
         self.awaits_backward = False
         self.is_left = False
+        self.is_quiet = False
         self.after_call: tuple[Callable[[], None], ...] = ()
         self.origin = origin
         self.outer_observer = observer.get()
@@ -204,7 +206,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     __tracebackhide__ = True
     plan, is_direct = context.plan, function is context.root
     steps = Steps(plan.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
-    run = Run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
+    run = new_run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
     run.repetitions = context.repetitions
     context.has_runs = True
     outer = observer.get()
@@ -257,6 +259,8 @@ def _patches(unfired: list[tuple[Entry, str]]) -> str:
 
 
 def _report(what: str, unfired: list[tuple[Entry, str]], context: ActiveContext) -> None:
+    if context.is_quiet:
+        return
     message = f"{what}: " + "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
     if context.is_strict:
         raise PatchNotFiredError(message)

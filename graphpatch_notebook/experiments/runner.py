@@ -1,20 +1,45 @@
-"""Runs the cells of a sweep on one `PatchableGraph`, in one process."""
+"""Runs the cells of a sweep on one `PatchableGraph`, in one process, without computing what they have in common.
+
+    CellRunner
+    ├── alone      one cell in one forward, in which frames before its first patched value return recorded results
+    └── together   several cells in the rows of one forward, likewise; one row more has no patches, and is looked at
+
+Each cell has the numbers of `with pg.patch(...): metric(pg(...))`. Where it is not certain that one of the two gives
+them, cells run as in that loop, and a remark says why.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution.frame_effects import leaves_of
+from graphpatch_notebook.execution.frame_results import FrameNode, Replay, all_frames_seen, own_tensors, watching
+from graphpatch_notebook.execution.patch_map import entries_of
+from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
+from graphpatch_notebook.experiments.chunking import chunked
+from graphpatch_notebook.experiments.common_work import CommonWork, common_work
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
+from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, is_close, repeated, repeated_inputs, taken
+from graphpatch_notebook.experiments.survey import unreported
+from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
+from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.values import readable_children
+
+_FEW = 4
+_UNVERIFIED_RUNS = 2
 
 
 class CellRunner:
-    """What runs cells: made once for a sweep in each process that takes part.
+    """What runs cells: made once for a sweep in each thread that takes part.
 
     Args:
         pg: The graph.
@@ -27,6 +52,10 @@ class CellRunner:
     Attributes:
         baseline: What the metric gives without patches.
         remarks: What is to be known of how the cells are run, in words.
+
+    Raises:
+        UnknownPathError: Some paths do not exist.
+        ExperimentError: The metric gives no numbers, or `batch` is none that can be.
     """
 
     def __init__(
@@ -39,31 +68,241 @@ class CellRunner:
         batch: int | str | None = "auto",
         backward: bool = False,
     ) -> None:
+        if batch is not None and batch != "auto" and (type(batch) is not int or batch < 1):
+            raise ExperimentError(f'batch must be "auto", a number of cells, or None, not {batch!r}')
         self._pg = pg
-        self._inputs = inputs
         self._metric = metric
         self._backward = backward
-        self.remarks: list[str] = []
-        self.baseline: Measurement = self._measure({})
+        with self._modes():
+            self._common: CommonWork = common_work(
+                pg, inputs, metric, paths, batch=None if batch == 1 else batch, backward=backward
+            )
+        self.baseline: Measurement = self._common.baseline
+        self.remarks: list[str] = self._common.remarks
+        self._runs_until: dict[frozenset[FrameNode], int] = {}
+        self._checked_rows: set[tuple[frozenset[FrameNode], frozenset[str]]] = set()
 
     def chunks(self, cells: Sequence[Cell]) -> list[list[Cell]]:
         """Returns the cells in the portions in which they are best given to `run`, in the best order."""
-        return [[cell] for cell in cells]
+        common = self._common
+        if common.survey is None or len(cells) < _FEW:
+            return [[cell] for cell in cells]
+        entries = [self._entries(cell.patches) for cell in cells]
+        cuts = [self._cut(own) for own in entries]
+        if common.rows is None:
+            order = sorted(range(len(cells)), key=cuts.__getitem__)
+            return [[cells[number]] for number in order]
+        fitting = [number for number, own in enumerate(entries) if common.rows.problem(own) is None]
+        others = sorted(set(range(len(cells))) - set(fitting), key=cuts.__getitem__)
+        groups = chunked([cuts[n] for n in fitting], common.work, common.rows.most, common.rows.overhead)
+        return [*([cells[fitting[i]] for i in group] for group in groups), *([cells[number]] for number in others)]
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         """Returns a result for each cell (given by number and patch map); none keeps the others from theirs."""
-        results = []
-        for number, patches in cells:
-            try:
-                results.append(CellResult(number, self._measure(patches)))
-            except Exception as error:  # noqa: PERF203  # one failing cell does not lose the others
-                results.append(CellResult(number, None, f"{type(error).__name__}: {error}"))
-        return results
+        with self._modes():
+            if len(cells) > 1 and self._common.rows is not None:
+                try:
+                    return self._together(cells)
+                except ReadElsewhereError:
+                    self._give_up_trimming()
+                except RowsError as reason:
+                    self._give_up_rows(f"cells ran one by one: {reason}")
+                except torch.OutOfMemoryError:
+                    self._common.rows.most = max(1, len(cells) // 2)
+                    half = len(cells) // 2
+                    return [*self.run(cells[:half]), *self.run(cells[half:])]
+                except Exception as error:  # of one cell, perhaps
+                    self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
+            return [self._result(number, patches) for number, patches in cells]
 
-    def _measure(self, patches: PatchMap) -> Measurement:
-        inputs = self._inputs.fresh()
-        with torch.set_grad_enabled(self._backward), self._pg.patch(patches):
-            value = self._metric(self._pg(*inputs.args, **inputs.kwargs))
-            if self._backward and patches:
-                value.backward()
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        # Tensors of inference mode do not tell whether somebody writes into them.
+        with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
+            yield
+
+    def _entries(self, patches: PatchMap) -> list[Entry]:
+        return entries_of(self._pg._root_frame, patches, self._pg._current().targets)
+
+    def _cut(self, entries: Sequence[Entry]) -> float:
+        assert self._common.survey is not None
+        return self._common.survey.came_up([entry.target.path for entry in entries])
+
+    def _remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    def _give_up_rows(self, why: str) -> None:
+        self._common.rows = None
+        self._remark(why)
+
+    def _give_up_trimming(self) -> None:
+        """The metric reads now what it did not read of the output without patches."""
+        common = self._common
+        common.inputs, common.keeps_last_logits, common.survey = common.full_inputs, False, None
+        self._give_up_rows("cells ran one by one, each as a whole: the metric reads other positions for some of them")
+
+    # -- one cell ------------------------------------------------------------------------------------------------------
+
+    def _result(self, number: int, patches: PatchMap) -> CellResult:
+        try:
+            return CellResult(number, self._alone(patches))
+        except ReadElsewhereError:
+            self._give_up_trimming()
+            return self._result(number, patches)
+        except Exception as error:
+            return CellResult(number, None, f"{type(error).__name__}: {error}")
+
+    def _alone(self, patches: PatchMap) -> Measurement:
+        common = self._common
+        inputs = common.inputs.fresh()
+        with self._without(self._left_out(patches)), self._pg.patch(patches):
+            value = self._measured(self._pg(*inputs.args, **inputs.kwargs))
+            if self._backward:
+                _backward(value)
         return measurement(value)
+
+    def _measured(self, output: Any) -> Any:
+        """Returns what the metric gives for the output of a run, which may be one that leaves out earlier logits."""
+        return watched_metric(self._metric, output) if self._common.keeps_last_logits else self._metric(output)
+
+    def _left_out(self, patches: PatchMap) -> frozenset[FrameNode]:
+        """Returns the frames whose results a run under these patches can take from the record."""
+        survey = self._common.survey
+        if survey is None or not self._common.replays:
+            return frozenset()
+        frames = frozenset(survey.tree.replayable(self._cut(self._entries(patches))))
+        if not frames:
+            return frames
+        count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
+        if count <= _UNVERIFIED_RUNS:  # to compare costs a run: not where it would not pay
+            return frozenset()
+        if count == _UNVERIFIED_RUNS + 1 and not self._is_replay_equal(frames):
+            self._common.replays = False
+            self._remark("every cell ran as a whole: with recorded results the model does not return the same")
+            return frozenset()
+        return frames
+
+    def _is_replay_equal(self, frames: frozenset[FrameNode]) -> bool:
+        inputs = self._common.inputs.fresh()
+        assert self._common.survey is not None
+        with self._without(frames), unreported(self._pg, self._pg.patch({})):
+            output = self._pg(*inputs.args, **inputs.kwargs)
+        expected, found = list(_tensors_inside(self._common.survey.output)), list(_tensors_inside(output))
+        return len(expected) == len(found) and all(
+            difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
+        )
+
+    @contextmanager
+    def _without(self, frames: frozenset[FrameNode], count: int | None = None) -> Iterator[None]:
+        """Leaves frames out of the run in the block, which is one of `count` interventions."""
+        if not frames:
+            yield
+            return
+        survey, rows = self._common.survey, self._common.rows
+        assert survey is not None
+        values = {}
+        for frame in frames:
+            if count is not None and rows is not None:
+                values[frame] = repeated(frame.value, rows.layouts[frame], count)
+            else:
+                values[frame] = own_tensors(frame.value) if frame.is_written_later else frame.value
+        with all_frames_seen(self._pg._module), watching(Replay(survey.tree, values)):
+            yield
+
+    # -- several cells in rows -----------------------------------------------------------------------------------------
+
+    def _together(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
+        common = self._common
+        rows, survey = common.rows, common.survey
+        assert rows is not None
+        assert survey is not None
+        entries = [self._entries(patches) for _, patches in cells]
+        for own in entries:
+            if (problem := rows.problem(own)) is not None:
+                raise RowsError(problem)
+        paths = list(dict.fromkeys(entry.target.path for own in entries for entry in own))
+        frames = frozenset(survey.tree.replayable(survey.came_up(paths), rows.layouts) if common.replays else ())
+        key = (frames, frozenset(paths))
+        with_control = key not in self._checked_rows
+        count = len(cells) + with_control
+        patches: PatchMap = {
+            path: RowsPatch(
+                [*([e for e in own if e.target.path == path] for own in entries), *([[]] if with_control else [])],
+                rows.of_paths[path],
+            )
+            for path in paths
+        }
+        inputs = repeated_inputs(common.inputs.fresh(), rows.inputs, count)
+        with self._without(frames, count), self._pg.patch(patches):
+            output = self._pg(*inputs.args, **inputs.kwargs)
+            self._check(output, count)
+            if with_control:
+                self._check_control(taken(output, rows.output, count - 1))
+                self._checked_rows.add(key)
+            return self._results(cells, output)
+
+    def _check(self, output: Any, count: int) -> None:
+        """Raises a `RowsError` unless the output has the rows of `count` interventions."""
+        rows = self._common.rows
+        assert rows is not None
+        leaves = list(leaves_of(output))
+        if len(leaves) != len(rows.output):
+            raise RowsError("the model returned a value of another structure")
+        for leaf, place in zip(leaves, rows.output, strict=True):
+            if place is not None and place.dim is not None and leaf.shape[place.dim] != place.size * count:
+                raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} interventions")
+
+    def _check_control(self, output: Any) -> None:
+        """Raises a `RowsError` unless the row without patches is what the model returns without patches."""
+        assert self._common.survey is not None
+        expected = [leaf for leaf in leaves_of(self._common.survey.output) if isinstance(leaf, Tensor)]
+        found = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+        if not all(is_close(a, b) for a, b in zip(found, expected, strict=True) if b.is_floating_point()):
+            raise RowsError("in one forward, patches of one cell reach the rows of another")
+
+    def _results(self, cells: Sequence[tuple[int, PatchMap]], output: Any) -> list[CellResult]:
+        rows = self._common.rows
+        assert rows is not None
+        pairs = [self._row_result(number, taken(output, rows.output, place)) for place, (number, _) in enumerate(cells)]
+        if self._backward:
+            values = [_number(value) for result, value in pairs if result.error is None]
+            if values:
+                _backward(torch.stack(values).sum())
+        return [result for result, _ in pairs]
+
+    def _row_result(self, number: int, output: Any) -> tuple[CellResult, Any]:
+        try:
+            value = self._measured(output)
+            return CellResult(number, measurement(value)), value
+        except (RowsError, ReadElsewhereError):
+            raise
+        except Exception as error:
+            return CellResult(number, None, f"{type(error).__name__}: {error}"), None
+
+
+def _tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yields the tensors in an output, those in objects such as caches too."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    seen = set() if seen is None else seen
+    if id(value) in seen or callable(value) or isinstance(value, type):
+        return
+    seen.add(id(value))
+    inside = readable_children(value)
+    children = getattr(value, "__dict__", {}).values() if inside is None else [child for _, child in inside]
+    for child in children:
+        yield from _tensors_inside(child, seen)
+
+
+def _number(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
+    return value.reshape(())
+
+
+def _backward(value: Any) -> None:
+    number = _number(value)
+    if number.requires_grad:
+        number.backward()

@@ -1,0 +1,197 @@
+"""What a frame does besides returning its result: only frames that do nothing else can be left out of a run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.graph_modules.snapshots import version_of
+from graphpatch_notebook.values import readable_children
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+    slice, range, type, type(Ellipsis),
+)  # fmt: skip
+# Swapped by this package, or account that accelerate keeps; and what `nn.Module` has of its own besides the registries.
+_NOT_STATE = {"forward", "_old_forward", "_hf_hook", *torch.nn.Module().__dict__} - {"training"}
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set, deque)
+_MANY = 1000
+_INERT_HOOKS = ("transformers.utils.output_capturing", "graphpatch_notebook.")
+
+
+class ModuleLook:
+    """What a module holds, at one moment: a light look, as every frame of a recording is looked at twice.
+
+    Args:
+        module: The module.
+        objects: Gets the plain objects that it holds, by id, with what they hold: they are looked at once in a run.
+    """
+
+    def __init__(self, module: Module, objects: dict[int, tuple[Any, dict[str, Any]]]) -> None:
+        self._module = module
+        self._registries = () if "_hf_hook" in module.__dict__ else _REGISTRIES  # accelerate moves weights in and out
+        self._attributes: list[Any] = []
+        for value in self._held():
+            self._attributes.append(value)
+            if not isinstance(value, _LOOKED_THROUGH) and not callable(value) and id(value) not in objects:
+                objects[id(value)] = (value, dict(getattr(value, "__dict__", ())))
+        # The kernel of a batch norm does not count what it writes.
+        self._contents = [b.detach().clone() for b in self._buffers()] if module.training else []
+
+    def change(self) -> str | None:
+        """Returns what is different now, in words."""
+        name = type(self._module).__name__
+        now = list(self._held())
+        if len(now) != len(self._attributes):
+            return f"{name} changes its attributes"
+        if not all(a is b or _is_same(a, b) for a, b in zip(self._attributes, now, strict=True)):
+            return f"{name} changes its attributes, or writes into its weights or buffers"
+        if self._contents and not all(map(_is_equal, self._contents, self._buffers())):
+            return f"{name} updates its buffers"
+        return None
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self._module._buffers.values() if buffer is not None]
+
+    def _held(self) -> Iterator[Any]:
+        """Yields the attributes, what is in their containers, and how often tensors were written into."""
+        state = self._module.__dict__
+        for registry in self._registries:
+            for value in state[registry].values():
+                yield value
+                if registry != "_modules" and value is not None:
+                    yield version_of(value)
+        for name, value in state.items():
+            if name in _NOT_STATE:
+                continue
+            yield value
+            if isinstance(value, Tensor):
+                yield version_of(value)
+            elif type(value) in _CONTAINERS and len(value) <= _MANY:
+                yield from value.values() if isinstance(value, dict) else value
+
+
+_LOOKED_THROUGH = (Module, Tensor, *_CONTAINERS, *_PLAIN)
+
+
+def changed_object(objects: dict[int, tuple[Any, dict[str, Any]]]) -> str | None:
+    """Returns in words which of the objects that modules hold has changed since it was seen first."""
+    for value, before in objects.values():
+        now = getattr(value, "__dict__", {})
+        if len(before) != len(now) or not all(
+            item is now.get(key) or _is_same(item, now.get(key)) for key, item in before.items()
+        ):
+            return f"a {type(value).__name__} that the model holds changes"
+    return None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+class GivenValues:
+    """What a frame was given."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[tuple[Tensor, int]] = []
+        self._containers: list[tuple[Any, list[tuple[Any, Any]]]] = []
+        self.unknown: str | None = None
+        self._look(args)
+        self._look(kwargs)
+
+    def _look(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.tensors.append((value, version_of(value)))
+            if value.is_inference():
+                self.unknown = "a tensor of inference mode, of which it cannot be told whether it is written into"
+        elif not isinstance(value, _PLAIN):
+            inside = readable_children(value)
+            if inside is None:
+                if not callable(value):
+                    self.unknown = f"an object of type {type(value).__name__}, which it may change"
+                return
+            self._containers.append((value, inside))
+            for _, child in inside:
+                self._look(child)
+
+    def change(self) -> str | None:
+        """Returns why the frame may have changed what it was given, in words."""
+        if self.unknown is not None:
+            return f"it is given {self.unknown}"
+        if any(version_of(tensor) != version for tensor, version in self.tensors):
+            return "it writes into a tensor that it is given"
+        for container, before in self._containers:
+            now = readable_children(container)
+            if now is None or len(now) != len(before):
+                return "it changes a container that it is given"
+            if any(a[0] != b[0] or a[1] is not b[1] for a, b in zip(before, now, strict=True)):
+                return "it changes a container that it is given"
+        return None
+
+
+def problem_of_result(module: Module, given: GivenValues, output: Any, *, with_gradients: bool) -> str | None:
+    """Returns why a frame cannot be left out of a run that has its result, in words; `None` where it can.
+
+    Args:
+        module: Its module.
+        given: What it was given.
+        output: What it returned.
+        with_gradients: Whether gradients are to flow.
+    """
+    if (change := given.change()) is not None:
+        return change
+    if _has_hooks_inside(module):
+        return "there are hooks on modules inside it"
+    storages = {_storage(tensor) for tensor, _ in given.tensors}
+    for leaf in leaves_of(output):
+        if isinstance(leaf, Tensor):
+            if with_gradients and leaf.requires_grad:
+                return "gradients flow through it"
+            if leaf.is_inference() or _storage(leaf) in storages:
+                return "it returns what it is given"
+        elif not isinstance(leaf, _PLAIN):
+            return f"it returns an object of type {type(leaf).__name__}"
+    return None
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yields what a value made of containers holds: tensors, and all else that is no container."""
+    inside = None if isinstance(value, (Tensor, *_PLAIN)) else readable_children(value)
+    if inside is None:
+        yield value
+        return
+    for _, child in inside:
+        yield from leaves_of(child)
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, some subclasses
+        return id(tensor)
+
+
+def _has_hooks_inside(module: Module) -> bool:
+    """Whether there are hooks on modules below `module` that would not run with it; those on itself do."""
+    for inner in module.modules():
+        if inner is module:
+            continue
+        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
+            if any(not _is_inert(hook) for hook in hooks.values()):
+                return True
+    return False
+
+
+def _is_inert(hook: Any) -> bool:
+    # transformers hangs hooks on all layers that do nothing unless the hidden states are asked for.
+    return str(getattr(hook, "__module__", "")).startswith(_INERT_HOOKS)

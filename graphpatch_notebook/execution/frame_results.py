@@ -1,0 +1,309 @@
+"""What the frames of a run returned, kept so that later runs need not compute it again.
+
+    FrameTree        all frames that were ever seen, each told by its caller, its module and its number there
+    ├── Recording     a run that notes when each frame ended, and keeps what some of them returned
+    └── Replay        a run in which some frames return what was kept, and do not run
+
+A frame is told at run time, not by the capture: on other inputs a model may call its modules otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture.forward_swap import Swaps
+from graphpatch_notebook.execution.frame_effects import (
+    GivenValues,
+    ModuleLook,
+    changed_object,
+    leaves_of,
+    problem_of_result,
+)
+from graphpatch_notebook.execution.live import Run
+from graphpatch_notebook.execution.module_hooks import takes_hooks
+from graphpatch_notebook.graph_modules.snapshots import version_of
+from graphpatch_notebook.values import mapped, readable_children, rebuilt
+
+NEVER = float("inf")
+
+
+@dataclass(eq=False, slots=True)
+class FrameNode:
+    """One frame, the same one in all runs.
+
+    Attributes:
+        module: Its module.
+        parent: The frame that called it; `None` for the one above the model.
+        children: The frames that it calls, by module (its id) and number.
+        is_open: Whether what it calls is to be told apart: it holds a value that will be patched.
+        ended: When its `forward` returned, by the clock of the recording; `NEVER` for one that was not seen to.
+        value: What it returned, if that was kept.
+        problem: Why it cannot be left out of a run, in words; `None` where it can.
+        is_written_later: Whether somebody writes into what it returned: each run needs a copy of its own.
+    """
+
+    module: Module | None
+    parent: FrameNode | None
+    children: dict[tuple[int, int], FrameNode] = field(default_factory=dict)
+    is_open: bool = False
+    ended: float = NEVER
+    value: Any = None
+    problem: str | None = "it was not recorded"
+    is_written_later: bool = False
+
+    def child(self, module: Module, number: int) -> FrameNode:
+        """Returns the frame of the call of `module` with that number in this frame."""
+        key = (id(module), number)
+        found = self.children.get(key)
+        if found is None:
+            found = self.children[key] = FrameNode(module, self)
+        return found
+
+    def walk(self) -> Iterator[FrameNode]:
+        """Yields this frame and all below it."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+
+class FrameTree:
+    """All frames of a model that were seen.
+
+    Attributes:
+        root: The frame above the model.
+        clock: Counts what happens in a recording.
+    """
+
+    def __init__(self) -> None:
+        self.root = FrameNode(None, None, is_open=True)
+        self.clock = 0
+
+    def tick(self) -> int:
+        """Returns the time, which never comes twice."""
+        self.clock += 1
+        return self.clock
+
+    def replayable(self, until: float, among: Container[FrameNode] | None = None) -> list[FrameNode]:
+        """Returns the outermost frames that had ended by a time, and may be left out of a run (of those `among`)."""
+        found: list[FrameNode] = []
+        frames = list(self.root.children.values())
+        while frames:
+            frame = frames.pop()
+            is_wanted = among is None or frame in among
+            if frame.problem is None and frame.ended < until and is_wanted:
+                found.append(frame)
+            elif frame.is_open:
+                frames += frame.children.values()
+        return found
+
+
+class FrameWatch(Protocol):
+    """Sees every frame of a run."""
+
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """A frame begins; returns what runs in place of its `forward`, if anything does."""
+
+    def returned(self, output: Any) -> None:
+        """The `forward` of the innermost frame returned; patches on its output come after this."""
+
+    def end(self) -> None:
+        """The innermost frame is over, also after an error."""
+
+
+@dataclass(eq=False, slots=True)
+class RunningFrame:
+    node: FrameNode
+    counts: dict[int, int] = field(default_factory=dict)
+    look: ModuleLook | None = None
+    given: GivenValues | None = None
+    change: str | None = None
+    has_returned: bool = False
+
+
+class FrameStack:
+    """The frames that run, innermost last."""
+
+    def __init__(self, tree: FrameTree) -> None:
+        self.tree = tree
+        self.running = [RunningFrame(tree.root)]
+
+    def push(self, module: Module) -> RunningFrame:
+        caller = self.running[-1]
+        number = caller.counts.get(id(module), 0)
+        caller.counts[id(module)] = number + 1
+        running = RunningFrame(caller.node.child(module, number))
+        self.running.append(running)
+        return running
+
+
+class Recording:
+    """Notes when each frame ends, what it changes, and what frames return that are called by an open one.
+
+    Args:
+        tree: Where it is written to; the frames that are open must be so already.
+        with_gradients: Whether gradients are to flow: what requires some cannot be replayed.
+
+    Attributes:
+        state_change: What the run changes in the model, in words; `None` for nothing.
+    """
+
+    def __init__(self, tree: FrameTree, *, with_gradients: bool = False) -> None:
+        self._tree = tree
+        self._stack = FrameStack(tree)
+        self._with_gradients = with_gradients
+        self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
+        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.state_change: str | None = None
+
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_kept = self._stack.running[-1].node.is_open
+        running = self._stack.push(module)
+        running.look = ModuleLook(module, self._objects)
+        if is_kept:
+            running.given = GivenValues(args, kwargs)
+
+    def returned(self, output: Any) -> None:
+        running = self._stack.running[-1]
+        if running.has_returned:
+            return
+        running.has_returned = True
+        node = running.node
+        assert running.look is not None
+        assert node.module is not None
+        change = running.change = running.change or running.look.change()
+        self.state_change = self.state_change or change
+        node.ended = self._tree.tick()
+        node.problem = change
+        if running.given is None or change is not None:
+            return
+        node.problem = problem_of_result(node.module, running.given, output, with_gradients=self._with_gradients)
+        if node.problem is None:
+            node.value = with_own_containers(own_tensors(output) if node.is_written_later else output)
+            self._kept.append((node, [(tensor, version_of(tensor)) for tensor in tensors_in(output)]))
+
+    def end(self) -> None:
+        running = self._stack.running.pop()
+        caller = self._stack.running[-1]
+        caller.change = caller.change or running.change
+
+    def close(self) -> bool:
+        """Ends the recording; says whether somebody wrote into what a frame had returned: then record once more."""
+        is_spoilt = False
+        self.state_change = self.state_change or changed_object(self._objects)
+        for node, marks in self._kept:
+            if not node.is_written_later and any(version_of(tensor) != version for tensor, version in marks):
+                node.is_written_later = is_spoilt = True
+        return is_spoilt
+
+
+class Replay:
+    """Leaves frames out: they return what is given for them.
+
+    Args:
+        tree: The frames.
+        values: What each frame that is left out returns.
+    """
+
+    def __init__(self, tree: FrameTree, values: Mapping[FrameNode, Any]) -> None:
+        self._stack = FrameStack(tree)
+        self._values = values
+
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        node = self._stack.push(module).node
+        if node not in self._values:
+            return None
+        # The caller may put more into a list that it is given, or write into a dict.
+        value = with_own_containers(self._values[node])
+        return lambda *_args, **_kwargs: value
+
+    def returned(self, output: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        self._stack.running.pop()
+
+
+watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", default=None)
+"""Who sees the frames of the patched runs that begin in this context."""
+
+
+@contextmanager
+def watching(frame_watch: FrameWatch) -> Iterator[None]:
+    """Has the frames of the patched run that is made in the block seen by `frame_watch`."""
+    token = watch.set(frame_watch)
+    try:
+        yield
+    finally:
+        watch.reset(token)
+
+
+@contextmanager
+def all_frames_seen(model: Module) -> Iterator[None]:
+    """Has all module calls seen in the block, not only those of patched modules."""
+    swaps = Swaps()
+    try:
+        swaps.hold(module for module in model.modules() if takes_hooks(module))
+        yield
+    finally:
+        swaps.let_go()
+
+
+class WatchedRun(Run):
+    """A patched run whose frames are all seen by a `FrameWatch`."""
+
+    frames: FrameWatch
+
+    def on_forward(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        instead = self.frames.begin(module, args, kwargs)
+        try:
+            output = super().on_forward(module, instead or forward, args, kwargs)
+            self.frames.returned(output)
+            return output
+        finally:
+            self.frames.end()
+
+    def _run(
+        self, module: Module, plan: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        output = super()._run(module, plan, forward, args, kwargs)
+        self.frames.returned(output)  # before the patches on the output
+        return output
+
+
+def new_run(*args: Any) -> Run:
+    """Returns a patched run, whose frames are seen where somebody in this context wants to."""
+    frames = watch.get()
+    if frames is None:
+        return Run(*args)
+    run = WatchedRun(*args)
+    run.frames = frames
+    return run
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a value made of containers."""
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
+
+
+def own_tensors(value: Any) -> Any:
+    """Returns a value made of containers with copies of its tensors."""
+    return mapped(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
+def with_own_containers(value: Any) -> Any:
+    """Returns a value with copies of the containers that it is made of, and the very tensors in them."""
+    inside = None if isinstance(value, Tensor) else readable_children(value)
+    if inside is None:
+        return value
+    return rebuilt(type(value), [key for key, _ in inside], [with_own_containers(child) for _, child in inside])

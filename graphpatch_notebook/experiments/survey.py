@@ -1,0 +1,114 @@
+"""What a run without patches tells: when each patched value comes up, and what the frames before it return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.execution import context as contexts
+from graphpatch_notebook.execution.frame_results import (
+    NEVER,
+    FrameTree,
+    FrameWatch,
+    Recording,
+    all_frames_seen,
+    watching,
+)
+from graphpatch_notebook.experiments.cells import PatchMap
+from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.resolution import Target
+
+
+@dataclass(kw_only=True, eq=False)
+class Mark(Patch[Any]):
+    """Notes when its node comes up first, and the value."""
+
+    observes_only: ClassVar[bool] = True
+    tree: FrameTree
+    any_shape: bool = True
+    came_up: float = field(default=NEVER, init=False)
+    value: Any = field(default=None, init=False)
+
+    def op(self, original_output: Any) -> Any:
+        if self.came_up == NEVER:
+            self.came_up = self.tree.tick()
+            self.value = original_output
+        return original_output
+
+
+@dataclass
+class Survey:
+    """What one run told.
+
+    Attributes:
+        output: What the model returned.
+        tree: The frames, with what some of them returned.
+        marks: When each path came up, and what value.
+        state_change: What the run changed in the model, in words; `None` for nothing.
+    """
+
+    output: Any
+    tree: FrameTree
+    marks: dict[str, Mark]
+    state_change: str | None
+
+    def came_up(self, paths: Sequence[str]) -> float:
+        """Returns when the first of `paths` came up."""
+        return min((self.marks[path].came_up for path in paths), default=NEVER)
+
+
+def survey(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target], *, with_gradients: bool) -> Survey:
+    """Runs the model without patches, and returns what that told; gradients are as the caller has them."""
+    tree = FrameTree()
+    for target in targets:
+        _open(tree, target)
+    while True:
+        recording = Recording(tree, with_gradients=with_gradients)
+        marks, output = watched_run(pg, inputs, targets, tree, recording)
+        if not recording.close():
+            return Survey(output, tree, marks, recording.state_change)
+
+
+def watched_run(
+    pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target], tree: FrameTree, watch: FrameWatch
+) -> tuple[dict[str, Mark], Any]:
+    """Returns the marks of a run without patches, and its output."""
+    marks = {target.path: Mark(tree=tree) for target in targets}
+    patches: PatchMap = marks
+    fresh = inputs.fresh()
+    with all_frames_seen(pg._module), watching(watch), unreported(pg, pg.patch(patches)):
+        return marks, pg(*fresh.args, **fresh.kwargs)
+
+
+@contextmanager
+def unreported(pg: PatchableGraph, patched: contexts.PatchContext) -> Iterator[None]:
+    """Enters a patch context in which patches that never fire are not reported."""
+    with patched:
+        context = contexts.innermost(pg)
+        assert context is not None
+        context.is_quiet = True
+        yield
+
+
+def _open(tree: FrameTree, target: Target) -> None:
+    """Opens the frames on the way to a value, so that what they call is kept."""
+    frame: Frame | None = target.frame
+    chain: list[Frame] = []
+    while frame is not None:
+        chain.append(frame)
+        frame = frame.parent
+    node = tree.root
+    for frame in reversed(chain):
+        node = node.child(frame.module, 0 if frame.call is None else frame.call.call_index)
+        node.is_open = node.is_open or frame is not target.frame or target.node.kind != "output"
+
+
+def without_values(marks: dict[str, Mark]) -> None:
+    """Lets go of the values that marks hold."""
+    for mark in marks.values():
+        mark.value = None
