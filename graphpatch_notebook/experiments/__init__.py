@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from graphpatch_notebook.errors import SweepInterrupted
+from graphpatch_notebook.experiments.figures import save_figure
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
+from graphpatch_notebook.experiments.plots import plot_heads, plot_heatmap, plot_scores
 from graphpatch_notebook.experiments.tracing import Noise, causal_trace
 
 __all__ = [
@@ -15,4 +17,8 @@ __all__ = [
     "Probability",
     "SweepInterrupted",
     "causal_trace",
+    "plot_heads",
+    "plot_heatmap",
+    "plot_scores",
+    "save_figure",
 ]

@@ -1,0 +1,421 @@
+"""Pictures of results: what is drawn is what the numbers say, and nothing is cut off or misread."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import itertools
+
+import numpy as np
+import pytest
+import xarray as xr
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.image import imread
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments import plot_heads, plot_heatmap, plot_scores, save_figure
+
+PATHS = [f"transformer.h_{layer}.mlp.output" for layer in range(3)]
+TOKENS = ["The", " cat", "\n", "$x$$y$"]
+
+
+@pytest.fixture(autouse=True)
+def figures() -> Iterator[None]:
+    before = matplotlib.rcParams.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a font without a character, a layout that cannot be
+        yield
+    assert dict(matplotlib.rcParams) == dict(before)
+    pyplot.close("all")
+
+
+def a_result(**attrs: Any) -> xr.DataArray:
+    values = np.arange(12.0).reshape(3, 4)
+    return xr.DataArray(values, {"path": PATHS}, ["path", "position"], name="score", attrs=attrs)
+
+
+def ticks(ax: Axes) -> tuple[list[str], list[str]]:
+    """Returns the labels beside the rows, and below the columns."""
+    ax.figure.canvas.draw()
+    return ([tick.get_text() for tick in ax.get_yticklabels()], [tick.get_text() for tick in ax.get_xticklabels()])
+
+
+def bar_of(ax: Axes) -> Axes:
+    return ax.collections[0].colorbar.ax
+
+
+def legend_of(ax: Axes) -> list[str]:
+    legend = ax.get_legend()
+    return [] if legend is None else [text.get_text() for text in legend.get_texts()]
+
+
+def pixels_of(ax: Axes) -> np.ndarray:
+    """Returns the colour at the middle of each cell, as it is drawn, of shape (rows, columns, 3)."""
+    ax.figure.canvas.draw()
+    image = np.asarray(ax.figure.canvas.buffer_rgba())
+    rows, columns = ax.collections[0].get_array().shape
+    places = np.array([[(column + 0.25, row + 0.25) for column in range(columns)] for row in range(rows)])
+    x, y = ax.transData.transform(places.reshape(-1, 2)).T
+    return image[image.shape[0] - 1 - y.astype(int), x.astype(int), :3].reshape(rows, columns, 3)
+
+
+def cut_labels(ax: Axes) -> list[str]:
+    """Returns the texts that reach beyond the figure."""
+    figure = ax.figure
+    figure.canvas.draw()
+    beyond = {
+        id(label)  # of ticks that are not drawn, as they are not in view
+        for axis in figure.findobj(matplotlib.axis.Axis)
+        for tick in axis.get_major_ticks()
+        for label in (tick.label1, tick.label2)
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
+    texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text() and id(text) not in beyond]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    return [
+        text
+        for text, box in boxes
+        if box.x0 < -1 or box.y0 < -1 or box.x1 > figure.bbox.x1 + 1 or box.y1 > figure.bbox.y1 + 1
+    ]
+
+
+# -- heatmaps ----------------------------------------------------------------------------------------------------------
+
+
+def test_cells_ticks_and_names() -> None:
+    ax = plot_heatmap(a_result(), tokens=TOKENS, title="Restored")
+    assert np.array_equal(ax.collections[0].get_array(), a_result().values)
+    assert ticks(ax) == (["h_0", "h_1", "h_2"], ["The", "␣cat", "⏎", "$x$$y$"])
+    assert (ax.get_ylabel().split(), ax.get_xlabel()) == (["path:", "transformer.*.mlp.output"], "position")
+    assert bar_of(ax).get_ylabel() == "score"
+    assert ax.get_title("left") == "Restored"
+
+
+def test_layers_go_up_and_tokens_down() -> None:
+    up = plot_heatmap(a_result())
+    assert up.get_ylim() == (-0.5, 2.5)
+    down = plot_heatmap(a_result(), rows="position", tokens=TOKENS)
+    assert down.get_ylim() == (3.5, -0.5)
+    assert np.array_equal(down.collections[0].get_array(), a_result().values.T)
+    assert plot_heatmap(a_result(), origin="upper").get_ylim() == (2.5, -0.5)
+
+
+def test_colours_are_where_the_numbers_are() -> None:
+    result = a_result()
+    colours = pixels_of(plot_heatmap(result, center=None, colormap="gray")).mean(-1)
+    assert np.array_equal(colours.ravel().argsort(), np.arange(12))
+    assert colours[0, 0] == 0
+    assert colours[-1, -1] == 255
+
+
+@pytest.mark.parametrize(
+    ("attrs", "options", "limits", "words"),
+    [
+        (
+            {"corrupted": 2.0, "clean": 9.0, "baseline": 2.0},
+            {},
+            (-7.0, 11.0),
+            "score\n(no colour: corrupted 2)",
+        ),
+        ({"baseline": 10.0}, {}, (0.0, 20.0), "score\n(no colour: baseline 10)"),
+        ({"baseline": [1.0, 2.0]}, {}, (0.0, 11.0), "score"),
+        (
+            {"corrupted": 2.0, "clean": 9.0, "baseline": 0.0},
+            {},
+            (-11.0, 11.0),
+            "score\n(no colour: corrupted 0)",
+        ),
+        ({"baseline": 2.0, "method": "attribution"}, {}, (-11.0, 11.0), "score"),
+        ({"baseline": 2.0}, {"center": 5}, (-1.0, 11.0), "score"),
+        ({"baseline": 2.0}, {"center": None}, (0.0, 11.0), "score"),
+        ({"corrupted": 2.0}, {"relative_to": "corrupted"}, (-9.0, 9.0), "score − corrupted 2"),
+        ({}, {"relative_to": 1}, (-10.0, 10.0), "score − 1"),
+        (
+            {"corrupted": 2.0, "baseline": 2.0},
+            {"limits": (0, 4)},
+            (0.0, 4.0),
+            "score\n(no colour: corrupted 2)",
+        ),
+        ({}, {"labels": {"score": "logits"}}, (0.0, 11.0), "logits"),
+    ],
+)
+def test_what_colours_mean(attrs: dict, options: dict, limits: tuple[float, float], words: str) -> None:
+    ax = plot_heatmap(a_result(**attrs), **options)
+    assert ax.collections[0].get_clim() == limits
+    assert bar_of(ax).get_ylabel() == words
+
+
+def test_zero_is_the_centre_of_numbers_on_both_sides_of_it() -> None:
+    assert plot_heatmap(a_result() - 3).collections[0].get_clim() == (-8.0, 8.0)
+
+
+def test_the_colour_bar_shows_the_part_that_occurs() -> None:
+    low, high = bar_of(plot_heatmap(a_result(baseline=2.0))).get_ylim()
+    assert low == 0.0
+    assert high == 11.0
+
+
+def test_relative_numbers_are_drawn() -> None:
+    ax = plot_heatmap(a_result(baseline=1.5), relative_to="baseline")
+    assert np.array_equal(ax.collections[0].get_array(), a_result().values - 1.5)
+
+
+def test_cells_without_a_number_are_hatched() -> None:
+    result = a_result(errors=[{"cell": "path=...", "error": "ValueError"}])
+    result.values[1, 2] = np.nan
+    ax = plot_heatmap(result, colormap="viridis")
+    assert ax.collections[0].get_array().mask.tolist() == np.isnan(result.values).tolist()
+    assert legend_of(ax) == ["failed"]
+    grey = np.ptp(pixels_of(ax).astype(int), axis=-1) == 0
+    assert grey[1, 2]
+    assert np.array_equal(grey.nonzero(), ([1], [2]))
+    result.values[0, 0] = np.inf
+    assert legend_of(plot_heatmap(result)) == ["no finite value"]
+
+
+def test_no_number_at_all() -> None:
+    ax = plot_heatmap(a_result() * np.nan, tokens=TOKENS)
+    assert ax.collections[0].get_array().mask.all()
+    assert legend_of(ax) == ["no value"]
+    assert not cut_labels(ax)
+
+
+def test_marks_tell_sides_apart_without_colours() -> None:
+    ax = plot_heatmap(a_result(baseline=6.0))
+    marked = sorted((y, x) for line in ax.lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True))
+    assert marked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    assert legend_of(ax) == ["below baseline 6"]
+    assert not legend_of(plot_heatmap(a_result(baseline=0.0)))
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 1), (1, 1), (12, 16), (80, 100), (2, 300)])
+def test_no_label_is_cut_and_none_lies_on_another(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    values = np.random.default_rng(0).standard_normal(shape)
+    paths = [f"transformer.h_{layer}.a_module_with_a_long_name.output" for layer in range(rows)]
+    result = xr.DataArray(values, {"path": paths}, ["path", "position"], name="a long name of a metric " * 4)
+    result.values[0, 0] = np.nan
+    ax = plot_heatmap(result, tokens=["<|endoftext|>", *[" token"] * (columns - 1)], title="A title")
+    assert not cut_labels(ax)
+    for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
+        boxes = [label.get_window_extent() for label in labels if label.get_text()]
+        assert boxes
+        assert not any(one.shrunk(0.9, 0.9).overlaps(two.shrunk(0.9, 0.9)) for one, two in itertools.pairwise(boxes))
+
+
+def test_thousands_of_rows_keep_few_ticks() -> None:
+    result = xr.DataArray(np.zeros((3000, 5)), dims=["path", "position"])
+    ax = plot_heatmap(result)
+    rows = ticks(ax)[0]
+    assert rows[:3] == ["0", "50", "100"]
+    assert len(rows) == 60
+    assert ax.collections[0].get_array().shape == (3000, 5)
+
+
+def test_tokens_of_the_whole_sequence_are_picked_by_position() -> None:
+    result = a_result().isel(position=[1, 3]).assign_coords(position=[1, 3])
+    assert ticks(plot_heatmap(result, tokens=TOKENS))[1] == ["␣cat", "$x$$y$"]
+    assert ticks(plot_heatmap(result, tokens=["a", "b"]))[1] == ["a", "b"]
+    assert ticks(plot_heatmap(result.assign_coords(position=[-2, -1]), tokens=TOKENS))[1] == ["⏎", "$x$$y$"]
+
+
+def test_repeated_tokens_keep_their_places() -> None:
+    ax = plot_heatmap(a_result(), tokens=["a", "a", "b", "a"])
+    assert ticks(ax)[1] == ["a", "a", "b", "a"]
+    assert ax.get_xticks().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("token", "label"),
+    [
+        ("Ġthe", "Ġthe"),
+        ("▁the", "▁the"),
+        ("\t", "⇥"),
+        ("", "(empty)"),
+        ("\x00", "\\x00"),
+        ("\u200b", "\\u200b"),
+        ("\u4f60\u597d", "\\u4f60\\u597d"),
+        ("\U0001f9ff", "\\U0001f9ff"),
+        ("\u0301e", "◌\u0301e"),
+        ("\\alpha", "\\alpha"),
+        ("_" * 40, "_" * 17 + "…"),
+    ],
+)
+def test_any_character_of_a_token_can_be_drawn(token: str, label: str) -> None:
+    ax = plot_heatmap(a_result(), tokens=[token, "b", "c", "d"])
+    assert ticks(ax)[1][0] == label
+
+
+def test_dollars_are_no_mathematics() -> None:
+    widths = []
+    for token in ("$x^2$", "xx^22"):
+        ax = plot_heatmap(a_result(), tokens=[token, "b", "c", "d"])
+        ax.figure.canvas.draw()
+        widths.append(ax.get_xticklabels()[0].get_window_extent().height)
+    assert widths[0] == pytest.approx(widths[1], rel=0.2)
+    assert not cut_labels(plot_heatmap(a_result().rename({"position": "$a_b$"})))
+
+
+def test_given_axes_are_drawn_on() -> None:
+    figure, (left, right) = pyplot.subplots(1, 2, layout="constrained")
+    assert plot_heatmap(a_result(), ax=right, colorbar=False) is right
+    assert not left.collections
+    assert len(figure.axes) == 2
+    plot_heatmap(a_result(), ax=left)
+    assert len(pyplot.get_fignums()) == 1
+
+
+def test_paths_that_differ_in_several_places() -> None:
+    paths = ["a.h_0.mlp", "a.h_0.attn", "a.h_1.mlp"]
+    ax = plot_heatmap(a_result().assign_coords(path=paths), labels={"position": "token"})
+    assert ticks(ax)[0] == ["h_0.mlp", "h_0.attn", "h_1.mlp"]
+    assert (ax.get_ylabel(), ax.get_xlabel()) == ("path: a.*", "token")
+    whole = plot_heatmap(a_result().assign_coords(path=["lm_head", "a.h_0.attn", "a"]))
+    assert ticks(whole)[0] == ["lm_head", "a.h_0.attn", "a"]
+    dug = plot_heatmap(a_result().assign_coords(path=["a.output|logits", "a.output|loss", "a.output|x.y"]))
+    assert ticks(dug)[0] == ["logits", "loss", "x.y"]
+    assert dug.get_ylabel() == "path: a.output|*"
+
+
+@pytest.mark.parametrize(
+    ("result", "options", "message"),
+    [
+        (np.zeros((2, 2)), {}, r"xarray\.DataArray\(values, dims=\['path', 'position'\]\)"),
+        (a_result().to_dataset(), {}, "give one of them, result.name.; it has 'score'"),
+        (a_result()[0], {}, r"1 dimensions, position: 4; .* needs 2: result\.expand_dims\('path'\)"),
+        (a_result().expand_dims(head=[5]), {}, r"result\.sel\(head=5\), or take result\.mean\('head'\).*plot_heads"),
+        (a_result()[:0], {}, "empty"),
+        (a_result() * 1j, {}, "not real numbers"),
+        (a_result(), {"tokens": ["a", "b"]}, "2 tokens do not fit the result, which has 4 along 'position'"),
+        (a_result(), {"tokens": [1, 2, 3, 4]}, "decode numbers first"),
+        (a_result(), {"rows": "layer"}, "rows='layer' is no dimension .* path: 3, position: 4"),
+        (a_result(), {"origin": "top"}, "'lower' or 'upper'"),
+        (a_result(), {"center": "mean"}, "'auto'"),
+        (a_result(), {"center": float("nan")}, "finite"),
+        (a_result(), {"limits": (2, 1)}, "the smaller one first"),
+        (a_result(baseline=0.0, clean=5.0, corrupted=1.0), {"relative_to": "clean"}, "normalized already"),
+        (a_result(baseline=1.0), {"relative_to": "clean"}, "it has 'baseline'"),
+    ],
+)
+def test_what_cannot_be_drawn(result: Any, options: dict, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        plot_heatmap(result, **options)
+    assert not pyplot.get_fignums()
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+def heads() -> xr.DataArray:
+    values = np.arange(24.0).reshape(2, 4, 3)
+    return xr.DataArray(values, dims=["layer", "head", "position"], name="effect")
+
+
+def test_heads_are_columns() -> None:
+    ax = plot_heads(heads().isel(position=1).transpose("head", "layer"))
+    assert np.array_equal(ax.collections[0].get_array(), heads().values[:, :, 1])
+    assert ticks(ax) == (["0", "1"], ["0", "1", "2", "3"])
+    assert (ax.get_ylabel(), ax.get_xlabel()) == ("layer", "head")
+
+
+def test_facets_have_the_same_colours() -> None:
+    array = heads()
+    array.values[0, 0, 2] = np.nan
+    axes = plot_heads(array, facet="position", tokens=["a", " b", "c"], title="Heads")
+    assert len(axes) == 3
+    for position, ax in enumerate(axes):
+        drawn = ax.collections[0].get_array().filled(np.nan)
+        assert np.array_equal(drawn, array.values[:, :, position], equal_nan=True)
+        assert ax.collections[0].get_clim() == (0.0, 23.0)
+    assert [ax.get_title() for ax in axes] == ["position 0: a", "position 1: ␣b", "position 2: c"]
+    assert [text.get_text() for text in axes[0].figure.legends[0].get_texts()] == ["no value"]
+    assert not cut_labels(axes[0])
+
+
+@pytest.mark.parametrize(
+    ("result", "options", "message"),
+    [
+        (heads(), {}, r"3 dimensions.*give facet="),
+        (heads(), {"facet": "head"}, "leaves no heads"),
+        (heads(), {"facet": "path"}, "no dimension"),
+        (a_result(), {}, "a dimension 'head'; the result has path, position"),
+    ],
+)
+def test_what_are_no_heads(result: Any, options: dict, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        plot_heads(result, **options)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_scores_farthest_from_zero_are_on_top() -> None:
+    values = np.array([0.1, -0.7, 0.3, np.nan, 0.0])
+    result = xr.DataArray(values, {"path": [f"a.b_{i}.output" for i in range(5)]}, ["path"], name="attribution")
+    ax = plot_scores(result, top=3)
+    assert [bar.get_width() for bar in ax.patches] == [-0.7, 0.3, 0.1]
+    assert ticks(ax)[0] == ["b_1", "b_2", "b_0"]
+    assert [bar.get_hatch() for bar in ax.patches] == ["////", None, None]
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]
+    assert ax.get_xlabel() == "attribution"
+    assert " ".join(ax.get_ylabel().split()) == "path: a.*.output (3 of 5, 1 without a finite number)"
+    assert not cut_labels(ax)
+    assert len(plot_scores(result, top=None).patches) == 4
+
+
+@pytest.mark.parametrize(
+    ("result", "top", "message"),
+    [
+        (a_result(), 3, r"result\.sel\(path='transformer.h_0.mlp.output'\).*plot_heatmap"),
+        (a_result()[0] * np.nan, 3, "none of the 4 scores is finite"),
+        (a_result()[0], 0, "top=0"),
+    ],
+)
+def test_what_are_no_scores(result: Any, top: int, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        plot_scores(result, top=top)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_saved_figures_have_fonts_that_journals_take(tmp_path: Path) -> None:
+    ax = plot_heatmap(a_result(), tokens=["Ġa", "b", "c", "d"])
+    for suffix in ("pdf", "svg", "png"):
+        save_figure(ax, tmp_path / f"trace.{suffix}")
+    pdf = (tmp_path / "trace.pdf").read_bytes()
+    assert re.search(rb"/Subtype /(TrueType|CIDFontType2)", pdf)
+    assert b"/Subtype /Type3" not in pdf
+    svg = (tmp_path / "trace.svg").read_text("utf8")
+    assert "<text" not in svg
+    assert svg.count("<image") == 1  # that of the colour bar: cells are vectors
+    assert imread(tmp_path / "trace.png").shape[1] > 900
+
+
+def test_saving_asks_for_a_figure_and_a_known_format(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"'trace\.txt' must end with a format of matplotlib: .*\.pdf"):
+        save_figure(plot_heatmap(a_result()), "trace.txt")
+    with pytest.raises(ExperimentError, match="not dict"):
+        save_figure({}, tmp_path / "trace.pdf")
+    axes = plot_heads(heads(), facet="position")
+    save_figure(axes, tmp_path / "heads.png")
+    save_figure(axes[0].figure, tmp_path / "figure.png")
+    assert imread(tmp_path / "heads.png").shape[2] == imread(tmp_path / "figure.png").shape[2] == 4
+
+
+@pytest.mark.parametrize("package", ["xarray", "matplotlib.pyplot"])
+def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch: Any, package: str) -> None:
+    result = a_result()
+    monkeypatch.setitem(sys.modules, package, None)  # what Python takes for "cannot be imported"
+    with pytest.raises(ExperimentError, match=r"a plot needs .*: pip install 'graphpatch-notebook\[experiments\]'"):
+        plot_heatmap(result)
