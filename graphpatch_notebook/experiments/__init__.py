@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphpatch_notebook.errors import SweepInterrupted
+from graphpatch_notebook.experiments.ablation import ablate
 from graphpatch_notebook.experiments.figures import save_figure
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
 from graphpatch_notebook.experiments.plots import plot_heads, plot_heatmap, plot_scores
@@ -16,6 +17,7 @@ __all__ = [
     "Noise",
     "Probability",
     "SweepInterrupted",
+    "ablate",
     "causal_trace",
     "plot_heads",
     "plot_heatmap",

@@ -209,7 +209,7 @@ PATH = "transformer.h_0.output"
         ({"positions": 7}, r"position 7 is out of range: 'transformer.h_0.output' has 7 positions"),
         ({"positions": -8}, "position -8 is out of range"),
         ({"positions": []}, "positions is empty"),
-        ({"positions": "all"}, "positions are whole numbers"),
+        ({"positions": "last"}, "positions are whole numbers, or 'all', not 'last'"),
         ({"window": 0}, "window is a number of paths from 1 on"),
         ({"corrupted": CLEAN, "normalize": True}, "nothing to normalize by: the metric is"),
         ({"corrupted": Noise("transformer.emb.output")}, "no node 'emb' in transformer"),

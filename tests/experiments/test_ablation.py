@@ -1,0 +1,208 @@
+"""Ablations against plain forward hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
+from graphpatch_notebook.experiments import LogitDifference, Loss, ablate
+from tests.experiments.hooked import Edit, edited, gpt2, llama, mixer, outputs, putting
+
+HOSTS = {
+    "gpt2": (gpt2, "transformer.h_{}.attn.c_proj.x", "transformer.h.{}.attn.c_proj"),
+    "llama": (llama, "model.layers_{}.self_attn.o_proj.input", "model.layers.{}.self_attn.o_proj"),
+}
+METRIC = LogitDifference([1, 2, 3], 5)
+torch.manual_seed(1)
+IDS = torch.randint(23, (3, 6))
+REFERENCE = torch.randint(23, (4, 6))
+BATCHES = pytest.mark.parametrize(("batch", "tolerance"), [(None, 0.0), ("auto", 2e-6)])
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def host(request: pytest.FixtureRequest) -> tuple[nn.Module, PatchableGraph, list[str], list[str]]:
+    make, path, name = HOSTS[request.param]
+    model = make()
+    pg = PatchableGraph(model, IDS[:1, :5])
+    return model, pg, [path.format(layer) for layer in range(3)], [name.format(layer) for layer in range(3)]
+
+
+def without(model: nn.Module, name: str, edit: Edit) -> float:
+    with torch.no_grad(), edited(model, {name: edit}, of_inputs=True):
+        return METRIC(model(IDS)).item()
+
+
+@BATCHES
+def test_zero_by_head_and_position(host: Any, batch: Any, tolerance: float) -> None:
+    model, pg, paths, names = host
+    found = ablate(pg, paths, IDS, metric=METRIC, heads=4, positions=[0, -1], batch=batch, progress=False)
+    assert found.dims == ("path", "head", "position")
+    assert found.coords["position"].values.tolist() == [0, 5]
+    assert found.attrs["method"] == "zero"
+    nothing = torch.zeros(3, 6, 16)
+    for layer, name in enumerate(names):
+        for head in range(4):
+            for column, position in enumerate([0, 5]):
+                index = (slice(None), position, slice(4 * head, 4 * head + 4))
+                expected = without(model, name, putting(nothing, index))
+                assert found.values[layer, head, column] == pytest.approx(expected, abs=tolerance, rel=0)
+    assert np.ptp(found.values) > 0.01
+    with torch.no_grad():
+        assert found.attrs["baseline"] == METRIC(model(IDS)).item()
+
+
+@BATCHES
+def test_mean_over_the_batch_at_each_position(host: Any, batch: Any, tolerance: float) -> None:
+    model, pg, paths, names = host
+    found = ablate(
+        pg, paths, IDS, metric=METRIC, method="mean", reference=REFERENCE, heads=4, batch=batch, progress=False
+    )
+    assert found.dims == ("path", "head")
+    values = outputs(model, names, lambda: model(REFERENCE), of_inputs=True)
+    for layer, name in enumerate(names):
+        mean = values[layer].mean(0, keepdim=True).expand(3, -1, -1)
+        for head in range(4):
+            expected = without(model, name, putting(mean, (..., slice(4 * head, 4 * head + 4))))
+            assert found.values[layer, head] == pytest.approx(expected, abs=tolerance, rel=0)
+
+
+@BATCHES
+def test_mean_over_all_positions_of_a_reference_of_another_length(host: Any, batch: Any, tolerance: float) -> None:
+    model, pg, paths, names = host
+    reference = {"input_ids": torch.randint(23, (2, 9))}
+    settings: dict[str, Any] = {"method": "mean", "reference": reference, "mean_over": "batch and positions"}
+    found = ablate(pg, paths, IDS, metric=METRIC, **settings, positions="all", batch=batch, progress=False)
+    assert found.dims == ("path", "position")
+    values = outputs(model, names, lambda: model(**reference), of_inputs=True)
+    for layer, name in enumerate(names):
+        mean = values[layer].mean((0, 1), keepdim=True).expand(3, 6, -1)
+        for position in range(6):
+            expected = without(model, name, putting(mean, (slice(None), position)))
+            assert found.values[layer, position] == pytest.approx(expected, abs=tolerance, rel=0)
+
+
+@BATCHES
+@pytest.mark.parametrize("seed", [None, 3])
+def test_resample_takes_rows_of_the_reference(host: Any, seed: int | None, batch: Any, tolerance: float) -> None:
+    model, pg, paths, names = host
+    reference = REFERENCE if seed is not None else REFERENCE[:3]
+    found = ablate(
+        pg, paths, IDS, metric=METRIC, method="resample", reference=reference, seed=seed, batch=batch, progress=False
+    )
+    assert found.dims == ("path",)
+    rows = list(range(3))
+    if seed is not None:
+        rows = torch.randperm(4, generator=torch.Generator().manual_seed(seed))[:3].tolist()
+    values = outputs(model, names, lambda: model(reference), of_inputs=True)
+    for layer, name in enumerate(names):
+        expected = without(model, name, putting(values[layer][rows]))
+        assert found.values[layer] == pytest.approx(expected, abs=tolerance, rel=0)
+
+
+def test_resampling_from_fewer_rows_draws_some_again() -> None:
+    pg = PatchableGraph(gpt2(), IDS)
+    path = ["transformer.h_0.output"]
+    found = ablate(
+        pg, path, IDS, metric=METRIC, method="resample", reference=REFERENCE[:2], seed=0, progress=False, batch=None
+    )
+    rows = torch.randint(2, (3,), generator=torch.Generator().manual_seed(0))
+    again = ablate(
+        pg, path, IDS, metric=METRIC, method="resample", reference=REFERENCE[rows], progress=False, batch=None
+    )
+    assert found.values == again.values
+
+
+def test_resampling_from_the_inputs_themselves_changes_nothing() -> None:
+    pg = PatchableGraph(llama(), IDS)
+    paths = ["model.layers_0.output", "model.layers_1.mlp.output"]
+    found = ablate(pg, paths, IDS, metric=Loss(IDS), method="resample", reference=IDS, progress=False, batch=None)
+    assert (found.values == found.attrs["baseline"]).all()
+
+
+def test_parameters_can_be_set_to_zero_and_no_more() -> None:
+    model = gpt2()
+    pg = PatchableGraph(model, IDS)
+    path = "transformer.h_0.mlp.c_fc.weight"
+    found = ablate(pg, [path], input_ids=IDS, metric=METRIC, progress=False)
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight.zero_()
+        assert found.item() == METRIC(model(IDS)).item()
+    with pytest.raises(ExperimentError, match=r"c_fc.weight' is of shape \(16, 64\) on the inputs, which have 3 rows"):
+        ablate(pg, [path], IDS, metric=METRIC, method="mean", reference=IDS, progress=False)
+
+
+def test_a_model_without_tokens() -> None:
+    model, x = mixer(), torch.randn(5, 6)
+    pg = PatchableGraph(model, x)
+    found = ablate(pg, ["layers_1.output"], x, metric=torch.sum, positions="all", position_dim=0, progress=False)
+
+    def zero(position: int) -> Edit:
+        return putting(torch.zeros(5, 6), position)
+
+    for position in range(5):
+        with torch.no_grad(), edited(model, {"layers.1": zero(position)}):
+            assert found.values[0, position] == pytest.approx(model(x).sum().item(), abs=2e-6)
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return PatchableGraph(gpt2(), IDS)
+
+
+MEAN: dict[str, Any] = {"method": "mean", "reference": REFERENCE}
+POOLED = MEAN | {"mean_over": "batch and positions"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "median"}, "method must be 'zero', 'mean' or 'resample', not 'median'"),
+        ({"method": "mean"}, r"method='mean' needs other inputs to take values from: reference="),
+        ({"reference": IDS}, "method='zero' takes no reference"),
+        (MEAN | {"mean_over": "all"}, "mean_over must be 'batch' or 'batch and positions', not 'all'"),
+        (MEAN | {"seed": 1}, "seed is for method='resample'"),
+        (
+            {"method": "resample", "reference": IDS, "mean_over": "batch and positions"},
+            "mean_over is for method='mean'",
+        ),
+        ({"method": "resample", "reference": REFERENCE}, "the reference has 4 rows and the inputs have 3: .* seed=0"),
+        (MEAN | {"reference": REFERENCE[:, :4]}, r"\(3, 6, 16\) on the inputs and of \(4, 4, 16\) on the reference"),
+        (MEAN | {"reference": {"x": 3}}, "no tensor in reference whose first dimension could be the batch"),
+        (MEAN | {"paths": ["transformer.wpe.output"]}, r"\(1, 6, 16\) on the inputs, which have 3 rows"),
+        (MEAN | {"paths": ["transformer.wte.input"]}, "torch.int64; what is no floating point number can only be set"),
+        (POOLED | {"paths": ["transformer.h_0.mlp.c_fc.weight"]}, "a parameter has no positions"),
+        ({"heads": 3}, r"\(3, 6, 16\): its last dimension cannot be split into 3 heads"),
+        ({"heads": 0}, "heads is a number from 1 on, not 0"),
+        (
+            {"heads": 4, "paths": ["transformer.h_0.attn.query_states_1"]},
+            r"\(3, 4, 6, 4\), where heads have a dimension",
+        ),
+        ({"heads": 6, "paths": ["transformer.wte.input"], "positions": 0}, "runs along the sequence: no heads"),
+        ({"positions": 6}, "position 6 is out of range"),
+        ({"paths": "transformer.h_0.output"}, r"paths must be several"),
+    ],
+)
+def test_what_cannot_be_ablated_is_said(pg: PatchableGraph, settings: dict[str, Any], message: str) -> None:
+    given = {"paths": ["transformer.h_0.output"], "metric": METRIC, "progress": False} | settings
+    with pytest.raises(ExperimentError, match=message):
+        ablate(pg, given.pop("paths"), IDS, **given)
+
+
+def test_unknown_paths(pg: PatchableGraph) -> None:
+    with pytest.raises(UnknownPathError, match="transformer.h_0.output"):
+        ablate(pg, ["transformer.h_0.outptu"], IDS, metric=METRIC)
+
+
+def test_a_sequence_first_value_has_no_rows() -> None:
+    x: Tensor = torch.randn(5, 6)
+    pg = PatchableGraph(mixer(), x)
+    with pytest.raises(ExperimentError, match="the first dimension of 'layers_0.output' runs along the sequence"):
+        ablate(
+            pg, ["layers_0.output"], x, metric=torch.sum, method="mean", reference=x, position_dim=0,
+            mean_over="batch and positions",
+        )  # fmt: skip
