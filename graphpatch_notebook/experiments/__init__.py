@@ -6,6 +6,7 @@ from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.ablation import ablate
 from graphpatch_notebook.experiments.figures import save_figure
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
+from graphpatch_notebook.experiments.path_patching import path_patch
 from graphpatch_notebook.experiments.plots import plot_heads, plot_heatmap, plot_scores
 from graphpatch_notebook.experiments.tracing import Noise, causal_trace
 
@@ -19,6 +20,7 @@ __all__ = [
     "SweepInterrupted",
     "ablate",
     "causal_trace",
+    "path_patch",
     "plot_heads",
     "plot_heatmap",
     "plot_scores",

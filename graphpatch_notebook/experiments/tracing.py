@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.cells import PatchMap
+from graphpatch_notebook.experiments.comparisons import Array, Comparison
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import Positions, at_position, chosen_positions, position_dims
 from graphpatch_notebook.experiments.recordings import Paths, check_same_shapes, record, several_paths
@@ -23,8 +24,6 @@ from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch
 
 if TYPE_CHECKING:
     from xarray import DataArray
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True)
@@ -158,10 +157,8 @@ def causal_trace(
         restoring.corruptions = _corruptions(pg, noise, run.values, position_dim)
         axes = {"sample": range(noise.samples), **axes}
         reference = restoring.corrupted(pg, inputs, metric)
-    ends = (run.measurement.values, reference)
-    scale = _scale(*ends) if normalize else None
-    result = sweep(pg, axes, restoring, inputs, metric=metric, **options)
-    return _finished(result, *ends, scale)
+    comparison = Comparison(run.measurement.values, reference, normalize)
+    return comparison.result_of(lambda: sweep(pg, axes, restoring, inputs, metric=metric, **options), _mean_of_samples)
 
 
 class _Restoring:
@@ -203,7 +200,7 @@ class _Restoring:
         """Returns what the metric gives where nothing is restored, as a mean over the samples."""
         axes = {"sample": range(len(self.corruptions))}
         noisy = sweep(pg, axes, self.corruptions.__getitem__, inputs, metric=metric, progress=False)
-        return np.asarray(noisy.mean("sample", skipna=False).values)
+        return np.asarray(_mean_of_samples(noisy).values)
 
 
 def _corruptions(
@@ -215,22 +212,6 @@ def _corruptions(
     return [{path: patch} for patch in noise.patches(values[path], dims[path], positions)]
 
 
-def _scale(clean: Array, corrupted: Array) -> Array:
-    scale = clean - corrupted
-    if not np.all(np.isfinite(scale)) or np.any(scale == 0):
-        raise ExperimentError(
-            f"there is nothing to normalize by: the metric is {clean.tolist()} on the clean inputs and "
-            f"{corrupted.tolist()} on the corrupted ones; leave normalize out, or change the inputs"
-        )
-    return scale
-
-
-def _finished(swept: DataArray, clean: Array, corrupted: Array, scale: Array | None) -> DataArray:
+def _mean_of_samples(swept: DataArray) -> DataArray:
     # A cell that failed for one draw is no mean over the others.
-    result: DataArray = swept.mean("sample", skipna=False) if "sample" in swept.dims else swept
-    if scale is not None:
-        result = (result - corrupted) / scale
-    baseline = corrupted if scale is None else np.zeros_like(corrupted)
-    ends = {"clean": clean.tolist(), "corrupted": corrupted.tolist(), "baseline": baseline.tolist()}
-    result.attrs = swept.attrs | ends
-    return result
+    return swept.mean("sample", skipna=False, keep_attrs=True) if "sample" in swept.dims else swept
