@@ -1,0 +1,248 @@
+"""A run with gradients: where it begins to differ from the clean one, and the gradients of the metric from there on.
+
+    root     a floating-point value that differs between the runs, though nothing differs that it is a function of
+    slot     a difference (clean value - corrupted value) and the gradient edge of the value: what one score is made of
+
+At a root a new leaf takes the place of the value: so autograd never comes to the weights, whether these require
+gradients or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from graphpatch_notebook.experiments.clean_values import CleanValue, CleanValues
+from graphpatch_notebook.experiments.scored_nodes import ScoredNode
+
+Occurrence: TypeAlias = "tuple[str, int]"
+"""A path, and how often it came up before in the same run."""
+
+_NO_GRADIENT = "computed without gradients (torch.no_grad, or the state of a module), from something that differs"
+
+
+class Roots:
+    """Where the runs begin to differ.
+
+    Attributes:
+        clean: The clean values there.
+    """
+
+    def __init__(self) -> None:
+        self.clean: dict[Occurrence, Tensor] = {}
+
+
+class Differences:
+    """The differences of the values of a group of nodes, each tensor once.
+
+    Attributes:
+        tensors: Clean value - corrupted value; half-precision values in float32.
+        by_path: For each path the numbers of its differences, each time that it came up; `None` where the values are
+            the same in both runs, bit for bit.
+        problems: Paths that can have no score, with the reason.
+        rewritten: Paths whose clean value the model has written into later, without a mark of that in the records.
+    """
+
+    def __init__(self, clean: CleanValues, is_careful: bool) -> None:
+        self.clean = clean
+        self.is_careful = is_careful
+        self.tensors: list[Tensor] = []
+        self.by_path: dict[str, list[int | None]] = {}
+        self.problems: dict[str, str] = {}
+        self.rewritten: set[str] = set()
+        self._known: dict[tuple[int, Any, int], int] = {}
+
+    def add(self, clean: CleanValue, value: Tensor, edge: GradientEdge) -> int:
+        """Returns the number of the difference; the same where both values came up before under another name."""
+        key = (id(clean), edge.node, edge.output_nr)
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = len(self.tensors)
+            self.tensors.append(self._difference(clean.tensor.detach(), value.detach()))
+        return number
+
+    def forget_graph(self) -> None:
+        """Lets the graph of the corrupted run go."""
+        self._known.clear()
+
+    def _difference(self, clean: Tensor, value: Tensor) -> Tensor:
+        if clean.element_size() < 4:
+            clean, value = clean.float(), value.float()
+        difference = clean - value
+        # Infinities that both runs have (of masked scores) are no difference.
+        return torch.where(clean == value, 0, difference) if self.is_careful else difference
+
+
+class GradientRun:
+    """What watches one run with gradients.
+
+    Args:
+        differences: Filled if `is_first`, else only read.
+        roots: Where the runs begin to differ: added to if `is_first`.
+        fraction: What is put at the roots: 0 for the corrupted value, 1 for the clean one.
+        is_first: Whether this is the run whose values are compared with the clean ones.
+
+    Attributes:
+        counts: How often each path came up.
+        edges: The gradient edges of the values.
+        slots: For each edge, the difference that its gradient is for.
+        by_path: For each path the numbers of its slots, each time that it came up; `None` where it has no gradient, or
+            needs none.
+    """
+
+    def __init__(self, differences: Differences, roots: Roots, fraction: float = 0.0, *, is_first: bool = True) -> None:
+        self._differences = differences
+        self._clean: Mapping[str, list[CleanValue]] = differences.clean.by_path
+        self._roots = roots
+        self._fraction = fraction
+        self._is_first = is_first
+        self.counts: dict[str, int] = {}
+        self._depends: dict[Any, bool] = {None: False}
+        self._kept_alive: list[Tensor] = []
+        self.is_over = False
+        self._slots: dict[tuple[Any, int, int], int] = {}
+        self.edges: list[GradientEdge] = []
+        self.slots: list[int] = []
+        self.by_path: dict[str, list[int | None]] = {}
+
+    def __call__(self, node: ScoredNode, value: Any) -> Any:
+        path = node.path
+        occurrence = self.counts.get(path, 0)
+        is_root = (path, occurrence) in self._roots.clean
+        if not is_root and (path not in self._clean or path in self._differences.problems):
+            return value
+        if self.is_over:  # recomputed in backward
+            return _written_into_at_will(value.detach()) if is_root else value
+        self.counts[path] = occurrence + 1
+        problem = node.problem(value)
+        if problem is not None:
+            self._differences.problems.setdefault(path, problem)
+            return value
+        if is_root:
+            value, edge = self._cut(value, self._roots.clean[path, occurrence])
+            self._note(path, occurrence, value, edge)
+            return value
+        return self._compared(node, occurrence, value)
+
+    def finish(self) -> None:
+        """Says that the forward is over: what comes up from now on is recomputed in backward."""
+        self.is_over = True
+        self._depends.clear()
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _compared(self, node: ScoredNode, occurrence: int, value: Tensor) -> Tensor:
+        path, differences = node.path, self._differences
+        if not self._is_first:
+            if value.requires_grad and self._depends_on_root(value):
+                self._note(path, occurrence, value, self._edge(value))
+            else:
+                self.by_path.setdefault(path, []).append(None)
+            return value
+        clean = self._clean[path]
+        if occurrence >= len(clean):
+            return value
+        problem = _unlike(clean[occurrence], value)
+        if problem is not None:
+            differences.problems[path] = problem
+            return value
+        if not clean[occurrence].is_current:
+            differences.rewritten.add(path)
+        if value.requires_grad and self._depends_on_root(value):
+            self._note(path, occurrence, value, self._edge(value))
+        elif torch.equal(clean[occurrence].tensor, value):
+            differences.by_path.setdefault(path, []).append(None)
+            self.by_path.setdefault(path, []).append(None)
+        elif path in differences.rewritten:
+            pass  # which of the two it is will be known when the value is copied in time
+        elif node.can_be_cut and torch.is_grad_enabled():
+            self._roots.clean[path, occurrence] = clean[occurrence].tensor.detach()
+            value, edge = self._cut(value, clean[occurrence].tensor)
+            self._note(path, occurrence, value, edge)
+        else:
+            differences.problems[path] = _NO_GRADIENT
+        return value
+
+    def _cut(self, value: Tensor, clean: Tensor) -> tuple[Tensor, GradientEdge]:
+        """Returns a tensor that depends on a new leaf only, and the leaf's edge."""
+        start = value.detach()
+        if self._fraction:
+            start = torch.where(start == clean, start, torch.lerp(start, clean.detach(), self._fraction))
+        copied = _written_into_at_will(start)
+        edge = GradientEdge(_node_of(copied), copied.output_nr)
+        self._depends[copied.grad_fn] = True
+        return copied, edge
+
+    def _edge(self, value: Tensor) -> GradientEdge:
+        node = _node_of(value)
+        if isinstance(node, BackwardCFunction):
+            # The Python object of such a node does not keep it alive; a view of the value does.
+            self._kept_alive.append(value.view_as(value))
+        return GradientEdge(node, value.output_nr)
+
+    def _note(self, path: str, occurrence: int, value: Tensor, edge: GradientEdge) -> None:
+        differences = self._differences
+        if self._is_first:
+            clean = self._clean.get(path)
+            if clean is None or occurrence >= len(clean):  # a root of an earlier group
+                return
+            number: int | None = differences.add(clean[occurrence], value, edge)
+            differences.by_path.setdefault(path, []).append(number)
+        else:
+            numbers = differences.by_path.get(path)
+            if numbers is None:
+                return
+            number = numbers[occurrence] if occurrence < len(numbers) else None
+        slot = None if number is None else self._slot(edge, number)
+        self.by_path.setdefault(path, []).append(slot)
+
+    def _slot(self, edge: GradientEdge, number: int) -> int:
+        key = (edge.node, edge.output_nr, number)
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = len(self.slots)
+            self.edges.append(edge)
+            self.slots.append(number)
+        return slot
+
+    def _depends_on_root(self, value: Tensor) -> bool:
+        """Whether autograd leads from a value to a root. Each node of its graph is looked at once."""
+        known = self._depends
+        waiting: list[Any] = [value.grad_fn]
+        while waiting:
+            node = waiting[-1]
+            if node in known:
+                waiting.pop()
+                continue
+            inner = [other for other, _ in node.next_functions]
+            if any(known.get(other, False) for other in inner):
+                known[node] = True
+            elif all(other in known for other in inner):
+                known[node] = False
+            else:
+                waiting += [other for other in inner if other not in known]
+        return known[value.grad_fn]
+
+
+def _node_of(value: Tensor) -> Node:
+    assert value.grad_fn is not None
+    return value.grad_fn
+
+
+def _written_into_at_will(value: Tensor) -> Tensor:
+    """Returns a copy of a leaf with this value: the model may write into it, which it may not into a leaf."""
+    return value.requires_grad_().clone()
+
+
+def _unlike(clean: CleanValue, value: Tensor) -> str | None:
+    mine = clean.tensor
+    if mine.shape != value.shape:
+        return f"of shape {tuple(mine.shape)} in the clean run, of shape {tuple(value.shape)} in the corrupted one"
+    if mine.dtype != value.dtype or mine.device != value.device:
+        return f"{mine.dtype} on {mine.device} in the clean run, {value.dtype} on {value.device} in the corrupted one"
+    return None

@@ -1,0 +1,97 @@
+"""From gradients to scores: the metric is differentiated once, for all values that a run has noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.gradient_run import Differences, GradientRun
+
+Scores = np.ndarray[Any, np.dtype[np.float64]]
+Part = tuple[int, int | None]
+"""The number of a slot, and the dimension of its value that is kept."""
+
+_UNREACHED = "no gradient reaches it: the metric does not depend on it, or not in a way that can be differentiated"
+
+
+def scores_of(
+    metric: Tensor, run: GradientRun, differences: Differences, dims: Mapping[str, int], problems: dict[str, str]
+) -> dict[str, Scores]:
+    """Returns the scores of one run by path, for its gradients alone; adds to `problems` what has none."""
+    wanted = {path: slots for path, slots in run.by_path.items() if path not in differences.problems}
+    parts = dict.fromkeys(
+        (slot, dims.get(path)) for path, slots in wanted.items() for slot in slots if slot is not None
+    )
+    by_part = _by_part(metric, run, differences, parts)
+    scores: dict[str, Scores] = {}
+    for path, slots in wanted.items():
+        found = []
+        for slot, number in zip(slots, differences.by_path[path], strict=True):
+            if number is None:
+                found.append(np.zeros(()))
+            elif slot is None or (score := by_part[slot, dims.get(path)]) is None:
+                problems[path] = _UNREACHED
+            else:
+                found.append(score)
+        if path not in problems:
+            scores[path] = np.sum(np.broadcast_arrays(*found), axis=0)
+    return scores
+
+
+def _by_part(
+    metric: Tensor, run: GradientRun, differences: Differences, parts: Iterable[Part]
+) -> dict[Part, Scores | None]:
+    """Returns the score of each part; `None` for one that differs between the runs, but has no gradient."""
+    if not run.edges:
+        return {}
+    gradients = _gradients(metric, run)
+    tensors: dict[Part, Tensor | None] = {}
+    for slot, dim in parts:
+        difference, gradient = differences.tensors[run.slots[slot]], gradients[slot]
+        if gradient is not None:
+            tensors[slot, dim] = _reduced(difference, gradient, dim, differences.is_careful)
+        else:
+            tensors[slot, dim] = None if bool(difference.any()) else difference.new_zeros(())
+    return _as_arrays(tensors)
+
+
+def _gradients(metric: Tensor, run: GradientRun) -> list[Tensor | None]:
+    try:
+        return list(torch.autograd.grad(metric, run.edges, allow_unused=True))
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ExperimentError(f"the gradients of the metric cannot be computed: {error}") from error
+
+
+def _reduced(difference: Tensor, gradient: Tensor, dim: int | None, is_careful: bool) -> Tensor:
+    gradient = gradient.to(difference.dtype)
+    if is_careful:
+        gradient = torch.where(difference == 0, 0, gradient)  # an infinite one, times nothing
+    if dim is None:
+        return torch.dot(difference.reshape(-1), gradient.reshape(-1))
+    others = [other for other in range(difference.dim()) if other != dim]
+    product = difference * gradient
+    return product.sum(others) if others else product
+
+
+def _as_arrays(tensors: Mapping[Part, Tensor | None]) -> dict[Part, Scores | None]:
+    """Returns the numbers of all tensors: one transfer for each device."""
+    arrays: dict[Part, Scores | None] = dict.fromkeys(tensors)
+    by_device: dict[torch.device, list[Part]] = {}
+    for part, tensor in tensors.items():
+        if tensor is not None:
+            by_device.setdefault(tensor.device, []).append(part)
+    for parts in by_device.values():
+        present = [tensor for part in parts if (tensor := tensors[part]) is not None]
+        flat = torch.cat([tensor.reshape(-1) for tensor in present]).to("cpu").double().numpy()
+        end = 0
+        for part, tensor in zip(parts, present, strict=True):
+            start, end = end, end + tensor.numel()
+            arrays[part] = flat[start:end].reshape(tuple(tensor.shape))
+    return arrays
