@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphpatch_notebook.errors import SweepInterrupted
 from graphpatch_notebook.experiments.ablation import ablate
+from graphpatch_notebook.experiments.attribution import attribute, top_scores
 from graphpatch_notebook.experiments.figures import save_figure
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
 from graphpatch_notebook.experiments.path_patching import path_patch
@@ -19,10 +20,12 @@ __all__ = [
     "Probability",
     "SweepInterrupted",
     "ablate",
+    "attribute",
     "causal_trace",
     "path_patch",
     "plot_heads",
     "plot_heatmap",
     "plot_scores",
     "save_figure",
+    "top_scores",
 ]

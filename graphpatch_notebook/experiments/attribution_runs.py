@@ -98,7 +98,7 @@ class AttributionRuns:
         metric: From the output to a single number.
         clean: The clean inputs.
         corrupted: The corrupted ones.
-        nodes: The nodes to look at, in order of execution.
+        nodes: All nodes that hold floating-point tensors, in order of execution.
         dims: For paths with positions, the dimension of the value that these are.
         fractions: Where, on the way from corrupted to clean, gradients are taken: `[0.0]` for the corrupted run.
         max_bytes: How many bytes the values that are kept, and their gradients, may take.
@@ -148,7 +148,7 @@ class AttributionRuns:
         return self._found
 
     def _run_all(self, state: ModuleState) -> None:
-        remaining = {node.path for node in self._nodes}
+        remaining = {node.path for node in self._nodes if node.is_compared}
         is_integrated = list(self._fractions) != [0.0]
         compared = self._compared(remaining, state)
         if is_integrated and compared.left:
@@ -183,7 +183,9 @@ class AttributionRuns:
         self._copied |= differences.rewritten
         left = clean.left | differences.rewritten
         for path in wanted - left:
-            problem = clean.problems.get(path) or _uneven(len(clean.by_path.get(path, ())), run.counts.get(path, 0))
+            problem = clean.problems.get(path) or _uneven(
+                len(clean.by_path.get(path, ())), run.counts.get(path, -1) + 1
+            )
             if problem is not None:
                 differences.problems.setdefault(path, problem)
         for path in differences.rewritten:

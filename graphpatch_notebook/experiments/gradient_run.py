@@ -23,7 +23,7 @@ from graphpatch_notebook.experiments.scored_nodes import ScoredNode
 Occurrence: TypeAlias = "tuple[str, int]"
 """A path, and how often it came up before in the same run."""
 
-_NO_GRADIENT = "computed without gradients (torch.no_grad, or the state of a module), from something that differs"
+_NO_GRADIENT = "it differs between the runs, but was computed without gradients (under torch.no_grad, say)"
 
 
 class Roots:
@@ -55,11 +55,17 @@ class Differences:
         self.by_path: dict[str, list[int | None]] = {}
         self.problems: dict[str, str] = {}
         self.rewritten: set[str] = set()
-        self._known: dict[tuple[int, Any, int], int] = {}
+        self._known: dict[tuple[int, Any], int] = {}
 
-    def add(self, clean: CleanValue, value: Tensor, edge: GradientEdge) -> int:
-        """Returns the number of the difference; the same where both values came up before under another name."""
-        key = (id(clean), edge.node, edge.output_nr)
+    def add(self, clean: CleanValue, value: Tensor, origin: Any) -> int:
+        """Returns the number of the difference; the same where both values came up before under another name.
+
+        Args:
+            clean: The value of the clean run.
+            value: The value of the corrupted run.
+            origin: The same object for all names of that value.
+        """
+        key = (id(clean), origin)
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.tensors)
@@ -103,6 +109,7 @@ class GradientRun:
         self._is_first = is_first
         self.counts: dict[str, int] = {}
         self._depends: dict[Any, bool] = {None: False}
+        self._origins: dict[tuple[Any, int], tuple[Any, int]] = {}
         self._kept_alive: list[Tensor] = []
         self.is_over = False
         self._slots: dict[tuple[Any, int, int], int] = {}
@@ -112,13 +119,15 @@ class GradientRun:
 
     def __call__(self, node: ScoredNode, value: Any) -> Any:
         path = node.path
-        occurrence = self.counts.get(path, 0)
+        if self.is_over:  # recomputed in backward
+            is_root = (path, 0) in self._roots.clean
+            return _written_into_at_will(value.detach()) if is_root else value
+        occurrence = self.counts[path] = self.counts.get(path, -1) + 1
+        if isinstance(value, Tensor) and value.requires_grad:
+            value = self._under_own_name(node, value)
         is_root = (path, occurrence) in self._roots.clean
         if not is_root and (path not in self._clean or path in self._differences.problems):
             return value
-        if self.is_over:  # recomputed in backward
-            return _written_into_at_will(value.detach()) if is_root else value
-        self.counts[path] = occurrence + 1
         problem = node.problem(value)
         if problem is not None:
             self._differences.problems.setdefault(path, problem)
@@ -133,8 +142,25 @@ class GradientRun:
         """Says that the forward is over: what comes up from now on is recomputed in backward."""
         self.is_over = True
         self._depends.clear()
+        self._origins.clear()
 
     # -- values --------------------------------------------------------------------------------------------------------
+
+    def _under_own_name(self, node: ScoredNode, value: Tensor) -> Tensor:
+        """Returns the value, or a view of it where the same tensor came up before under another name.
+
+        What a module is given may be used by others, too (the residual stream): a patch on the module's input would
+        change it for the module only, and so its gradient is to be that of this one use.
+        """
+        edge = (value.grad_fn, value.output_nr)
+        if edge[0] is None or edge not in self._origins:
+            self._origins[edge] = edge
+            return value
+        if not node.can_be_cut or node.node.is_mutated_later or node.node.is_in_place or not torch.is_grad_enabled():
+            return value
+        alias = value.view_as(value)
+        self._origins[alias.grad_fn, alias.output_nr] = self._origins[edge]
+        return alias
 
     def _compared(self, node: ScoredNode, occurrence: int, value: Tensor) -> Tensor:
         path, differences = node.path, self._differences
@@ -176,11 +202,12 @@ class GradientRun:
         copied = _written_into_at_will(start)
         edge = GradientEdge(_node_of(copied), copied.output_nr)
         self._depends[copied.grad_fn] = True
+        self._origins[edge.node, edge.output_nr] = (edge.node, edge.output_nr)
         return copied, edge
 
     def _edge(self, value: Tensor) -> GradientEdge:
         node = _node_of(value)
-        if isinstance(node, BackwardCFunction):
+        if BackwardCFunction in type(node).__mro__:
             # The Python object of such a node does not keep it alive; a view of the value does.
             self._kept_alive.append(value.view_as(value))
         return GradientEdge(node, value.output_nr)
@@ -191,7 +218,8 @@ class GradientRun:
             clean = self._clean.get(path)
             if clean is None or occurrence >= len(clean):  # a root of an earlier group
                 return
-            number: int | None = differences.add(clean[occurrence], value, edge)
+            key = (edge.node, edge.output_nr)
+            number: int | None = differences.add(clean[occurrence], value, self._origins.get(key, key))
             differences.by_path.setdefault(path, []).append(number)
         else:
             numbers = differences.by_path.get(path)

@@ -16,7 +16,10 @@ Scores = np.ndarray[Any, np.dtype[np.float64]]
 Part = tuple[int, int | None]
 """The number of a slot, and the dimension of its value that is kept."""
 
-_UNREACHED = "no gradient reaches it: the metric does not depend on it, or not in a way that can be differentiated"
+_UNREACHED = (
+    "no gradient reaches it: the metric does not depend on it, or not in a way that can be differentiated, or the "
+    "model writes into a tensor of which it is a view"
+)
 
 
 def scores_of(
@@ -71,12 +74,14 @@ def _gradients(metric: Tensor, run: GradientRun) -> list[Tensor | None]:
 
 def _reduced(difference: Tensor, gradient: Tensor, dim: int | None, is_careful: bool) -> Tensor:
     gradient = gradient.to(difference.dtype)
-    if is_careful:
-        gradient = torch.where(difference == 0, 0, gradient)  # an infinite one, times nothing
-    if dim is None:
+    if dim is None and not is_careful:
         return torch.dot(difference.reshape(-1), gradient.reshape(-1))
-    others = [other for other in range(difference.dim()) if other != dim]
     product = difference * gradient
+    if is_careful:  # infinite differences that do not matter, and infinite gradients of what does not differ
+        product = torch.where((difference == 0) | (gradient == 0), 0, product)
+    if dim is None:
+        return product.sum()
+    others = [other for other in range(difference.dim()) if other != dim]
     return product.sum(others) if others else product
 
 

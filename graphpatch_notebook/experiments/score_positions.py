@@ -67,13 +67,9 @@ class PositionAxis:
         self._places: dict[str, _Place] = {}
         self._by_tokens = bool(token_inputs(root))
         for node in nodes:
-            try:
-                self._places[node.path] = self._place(node)
-            except ExperimentError:
-                raise
-            except ValueError as problem:
-                # The repairs are for patches with positions.
-                self.problems[node.path] = re.sub("; (drop|choose|use) .*", "", str(problem))
+            place = self._place_or_problem(node)
+            if place is not None:
+                self._places[node.path] = place
         self.dims = {path: place.dim for path, place in self._places.items()}
         self._step = self._step_of(inputs)
         total = (self._step.past or 0) + (self._step.length or 0)
@@ -97,6 +93,16 @@ class PositionAxis:
         return row
 
     # -- dimensions ----------------------------------------------------------------------------------------------------
+
+    def _place_or_problem(self, node: ScoredNode) -> _Place | None:
+        try:
+            return self._place(node)
+        except ExperimentError:
+            raise
+        except ValueError as problem:
+            # Its repairs are for patches with positions.
+            self.problems[node.path] = re.sub("; (drop|choose|use) .*", "", str(problem))
+            return None
 
     def _place(self, node: ScoredNode) -> _Place:
         target = Target(node.path, node.frame, node.node, (), (), node.spec)

@@ -28,7 +28,9 @@ class ScoredNode:
         node: The node.
         frame: The frame that the node is in.
         spec: What was recorded of the value.
-        is_wanted: Whether it gets a score; else it is only looked at to see where the runs begin to differ.
+        is_wanted: Whether it gets a score.
+        is_compared: Whether its values are compared between the runs: it gets a score, or the runs may begin to differ
+            there. Others are only looked at, to tell tensors that come up under several names.
     """
 
     path: str
@@ -36,6 +38,7 @@ class ScoredNode:
     frame: Frame
     spec: TensorSpec
     is_wanted: bool = True
+    is_compared: bool = True
 
     @property
     def is_parameter(self) -> bool:
@@ -49,8 +52,13 @@ class ScoredNode:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether another tensor may take the place of the value in a run: the state of a module is left alone."""
-        return not self.is_state and not (self.frame.has_own_graph and self.node.kind == "input")
+        """Whether another tensor may take the place of the value in a run.
+
+        The state of a module is left alone, and so is a view through which the model fills in another tensor.
+        """
+        if self.is_state or self.node.is_view_filled_later:
+            return False
+        return not (self.frame.has_own_graph and self.node.kind == "input")
 
     def problem(self, value: Any) -> str | None:
         """Returns in words why the value that came up is none that can have a score, or `None`."""
@@ -77,8 +85,7 @@ class Selected:
 
     Attributes:
         paths: The paths that the result has, in order.
-        nodes: The nodes to be looked at, in order of execution: those of the paths, and those where runs may begin to
-            differ.
+        nodes: All nodes that hold floating-point tensors, in order of execution.
         skipped: Paths that can have no score, with the reason.
     """
 
@@ -98,11 +105,11 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
     for path, node, frame, spec in _rows(nodes.root):
-        is_wanted = (wanted is None and not node.is_plumbing) or path in of_interest
-        if not is_wanted and (wanted is None or not _is_source(node, frame)):
+        is_wanted = path in of_interest if wanted is not None else not node.is_plumbing
+        if not is_wanted and node.is_plumbing:
             continue
         if isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
-            found.append(ScoredNode(path, node, frame, spec, is_wanted))
+            found.append(ScoredNode(path, node, frame, spec, is_wanted, is_wanted or _is_source(node, frame)))
         elif path in of_interest or (isinstance(spec, TensorSpec) and spec.dtype.is_complex and is_wanted):
             skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"no tensor, but {spec}"
     if wanted is None:

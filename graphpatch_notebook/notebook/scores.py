@@ -16,19 +16,21 @@ from graphpatch_notebook.notebook.skeleton import Skeleton
 _LARGEST = 3.4028234663852886e38  # of a float32
 
 
-def scores_by_path(scores: Mapping[str | NodePath, Any], skeleton: Skeleton) -> dict[str, float]:
+def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleton) -> dict[str, float]:
     """Returns scores by the paths of their rows.
 
     Args:
         scores: From paths of nodes, of values in containers, or of graphs to numbers: Python's, numpy's, or tensors
-            without dimensions. NaN stands for no score.
+            without dimensions. NaN stands for no score. Or an `xarray.DataArray` with the one dimension `path`.
         skeleton: The rows.
 
     Raises:
         UnknownPathError: Some paths do not exist; the message names the nearest.
         TypeError: A score is no number, or they are no mapping.
-        ValueError: A score is infinite, or too large to be shown.
+        ValueError: A score is infinite, or too large to be shown, or an array has other dimensions.
     """
+    if _is_data_array(scores):
+        scores = _mapping_of(scores)
     if not isinstance(scores, Mapping):
         raise TypeError(f"scores must be a dict from paths to numbers, not {type(scores).__name__}: {{'PATH': 0.5}}")
     found: dict[str, float] = {}
@@ -55,6 +57,30 @@ def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
         if (row := skeleton.find(path)) is not None:
             column[row] = number
     return struct.pack(f"<{len(column)}f", *column)
+
+
+def _is_data_array(scores: Any) -> bool:
+    # By what it has: xarray need not be installed, and who has no such array need not wait for its import.
+    return all(hasattr(scores, name) for name in ("dims", "coords", "values", "attrs")) and not callable(scores.values)
+
+
+def _mapping_of(array: Any) -> dict[Any, Any]:
+    """Returns an `xarray.DataArray` of scores as a dict by path."""
+    dims = tuple(array.dims)
+    others = [dim for dim in dims if dim != "path"]
+    if "path" not in dims and len(dims) == 1:
+        raise ValueError(
+            f"these scores are by {dims[0]!r}, not by path; if these are paths, say so: .rename({{{dims[0]!r}: 'path'}})"
+        )
+    if others:
+        shown = ", ".join(map(repr, others))
+        raise ValueError(
+            f"these scores have dimensions {dims}, and a row has one number only: reduce the others, say by "
+            f".sum({shown if len(others) == 1 else f'[{shown}]'}) or .sel({others[0]}=...)"
+        )
+    if "path" not in array.coords:
+        raise ValueError("these scores have no dimension 'path', with the paths as its coordinate")
+    return dict(zip(array.coords["path"].values.tolist(), array.values.tolist(), strict=True))
 
 
 def _text(path: Any, skeleton: Skeleton) -> str:

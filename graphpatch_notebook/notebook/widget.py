@@ -12,7 +12,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
@@ -33,6 +33,9 @@ from graphpatch_notebook.notebook.skeleton import HIDDEN, PLUMBING, Skeleton, sk
 from graphpatch_notebook.notebook.static_tree import StaticTree, entry_of
 from graphpatch_notebook.notebook.workspace import Workspace
 from graphpatch_notebook.patchable_graph import PatchableGraph
+
+if TYPE_CHECKING:
+    from xarray import DataArray
 
 _LONGEST_QUERY = 10_000
 
@@ -127,23 +130,24 @@ class Browser(anywidget.AnyWidget):
             self.set_trait(name, value)
         self.selected = row
 
-    def set_scores(self, scores: Mapping[str | NodePath, Any], name: str = "score") -> None:
+    def set_scores(self, scores: Mapping[str | NodePath, Any] | DataArray, name: str | None = None) -> None:
         """Colours rows by a number each, instead of whatever scores there were.
 
         Args:
             scores: From paths of nodes, of values in containers, or of graphs to numbers: Python's, numpy's, or tensors
-                without dimensions. NaN stands for no score.
-            name: What the numbers are.
+                without dimensions. Or an `xarray.DataArray` with the one dimension `path`, as `attribute` gives it. NaN
+                stands for no score.
+            name: What the numbers are; by default the name of the array, or "score".
 
         Raises:
             UnknownPathError: Some paths do not exist; nothing was changed, and the message names the nearest.
             TypeError: A score is no number.
-            ValueError: A score is infinite.
+            ValueError: A score is infinite, or an array has other dimensions than `path`.
         """
         skeleton = self._skeleton()
         self._scores = scores_by_path(scores, skeleton)
         with self.hold_sync():
-            self.set_trait("scores_name", str(name))
+            self.set_trait("scores_name", str(name or getattr(scores, "name", None) or "score"))
             self.renew("scores")
 
     def clear_scores(self) -> None:

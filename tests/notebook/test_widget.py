@@ -29,9 +29,11 @@ from comm.base_comm import BaseComm
 from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 from torch import nn
+from xarray import DataArray
 
 from graphpatch_notebook import PatchableGraph, UnknownPathError
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.notebook import front_end
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.session import session_of
@@ -423,6 +425,45 @@ def test_scores(graph: PatchableGraph) -> None:
     assert browser.scores_name == "score"
     browser.clear_scores()
     assert (browser.scores, browser.scores_name) == (b"", "")
+
+
+def test_scores_in_an_array(graph: PatchableGraph) -> None:
+    """What `attribute` gives, and the array of a sweep over paths."""
+    x = torch.ones_like(torch.empty(graph.nodes["input"].shape))
+    result = attribute(graph, torch.sum, x, x * 2)
+    browser = graph.browse()
+    browser.set_scores(result)
+    skeleton = skeleton_of(graph)
+    shown = {skeleton.row(path): float(result.sel(path=path)) for path in result.coords["path"].values.tolist()}
+    found = {row: number for row, number in enumerate(unpacked(browser)) if not math.isnan(number)}
+    assert found == pytest.approx(shown)
+    assert browser.scores_name == "score"
+
+    browser.set_scores(DataArray([1.0, math.nan], {"path": ["sub_0.linear", "output"]}, ["path"]), name="effect")
+    assert [number for number in unpacked(browser) if not math.isnan(number)] == [1.0]
+    assert browser.scores_name == "effect"
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (
+            DataArray([[1.0]], {"path": ["output"], "position": [0]}, ["path", "position"]),
+            r"a row has one number only: .*\.sum\('position'\) or \.sel\(position=\.\.\.\)",
+        ),
+        (DataArray([1.0], {"layer": ["output"]}, ["layer"]), r"\.rename\(\{'layer': 'path'\}\)"),
+        (DataArray([1.0], dims=["path"]), "with the paths as its coordinate"),
+        (DataArray(1.0), "no dimension 'path'"),
+        (DataArray([math.inf], {"path": ["output"]}, ["path"]), "finite"),
+    ],
+)
+def test_arrays_that_are_no_scores(graph: PatchableGraph, array: DataArray, message: str) -> None:
+    browser = graph.browse()
+    browser.set_scores({"input": 1.0})
+    before = browser.scores
+    with pytest.raises(ValueError, match=message):
+        browser.set_scores(array)
+    assert browser.scores == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,395 @@
+"""`attribute`: the scores of all nodes, against plain torch, exact patching and finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import CustomPatch, PatchableGraph, ReplacePatch, UnknownPathError, ZeroPatch
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.experiments import attribute, top_scores
+from tests.zoo import case_by_name
+from tests.zoo.values import same_state, snapshot
+
+
+class Linear(nn.Module):
+    """Linear in every one of its values, with views, values of several uses, and writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(self.first(x))
+        left, right = hidden.split(3, dim=-1)
+        hidden = torch.cat([right * 2.0, left + right], dim=-1)
+        hidden += self.first(x)
+        hidden[:, 0] *= 3.0
+        out = self.second(hidden) + x
+        return out.contiguous().view(-1)
+
+
+def exact(pg: PatchableGraph, metric: Callable[[Any], Tensor], clean: Tensor, corrupted: Tensor, path: str) -> float:
+    """Returns what putting the clean value into the corrupted run really does."""
+    values: list[Tensor] = []
+
+    def kept(value: Tensor) -> Tensor:
+        values.append(value.clone())
+        return value
+
+    with torch.no_grad():
+        with pg.patch({path: CustomPatch(custom_op=kept)}):
+            pg(clean)
+        base = metric(pg(corrupted))
+        with pg.patch({path: ReplacePatch(value=values[0])}):
+            return float(metric(pg(corrupted)) - base)
+
+
+def test_linear_models_are_attributed_exactly() -> None:
+    torch.manual_seed(0)
+    model = Linear().double().eval()
+    clean, corrupted = torch.randn(2, 4).double(), torch.randn(2, 4).double()
+    weights = torch.randn(8).double()
+
+    def metric(output: Tensor) -> Tensor:
+        return output @ weights
+
+    pg = PatchableGraph(model, clean)
+
+    scores = attribute(pg, metric, clean, corrupted)
+
+    # The view in `hidden[:, 0] *= 3.0`: what is written into it goes to `hidden` itself.
+    assert list(scores.attrs["skipped"]) == ["getitem"]
+    assert scores.sizes["path"] == len(
+        [node for node in pg.nodes.values() if node.dtype == torch.float64 and not node.is_plumbing]
+    )
+    scores = scores.dropna("path")
+    expected = [exact(pg, metric, clean, corrupted, path) for path in scores.coords["path"].values.tolist()]
+    assert np.allclose(scores.values, expected, rtol=1e-10, atol=1e-12)
+    assert np.count_nonzero(scores.values) > 15
+    assert scores.attrs["clean"] == pytest.approx(metric(model(clean)).item())
+    assert scores.attrs["corrupted"] == pytest.approx(metric(model(corrupted)).item())
+
+
+def test_scores_are_the_slope_from_corrupted_to_clean() -> None:
+    """Finite differences of exact patching, a small part of the way, at every node of a transformer."""
+    case = case_by_name("gpt2-eager")
+    model = case.build().double()
+    clean = torch.tensor([[5, 17, 40, 61, 23]])
+    corrupted = torch.tensor([[5, 17, 41, 61, 23]])
+    pg = PatchableGraph(model, clean)
+
+    def metric(output: Any) -> Tensor:
+        return output.logits[:, -1, 7].mean() - output.logits[:, -1, 11].mean()
+
+    scores = attribute(pg, metric, clean, corrupted)
+
+    chosen = [path for path in scores.coords["path"].values.tolist() if abs(scores.sel(path=path).item()) > 1e-9][::9]
+    assert len(chosen) > 15
+    values = {inputs: kept(pg, chosen, inputs) for inputs in (clean, corrupted)}
+    for path in chosen:
+        step = 1e-5 * (values[clean][path] - values[corrupted][path])
+        with torch.no_grad():
+            shifted = []
+            for sign in (1, -1):
+                with pg.patch({path: ReplacePatch(value=values[corrupted][path] + sign * step)}):
+                    shifted.append(metric(pg(corrupted)))
+        slope = float(shifted[0] - shifted[1]) / 2e-5
+        assert scores.sel(path=path).item() == pytest.approx(slope, rel=1e-4, abs=1e-8), path
+
+
+def kept(pg: PatchableGraph, paths: list[str], inputs: Tensor) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+
+    def keeping(path: str) -> CustomPatch:
+        return CustomPatch(custom_op=lambda value: values.setdefault(path, value.clone()))
+
+    with torch.no_grad(), pg.patch({path: keeping(path) for path in paths}):
+        pg(inputs)
+    return values
+
+
+@pytest.fixture
+def tiny() -> tuple[nn.Module, PatchableGraph, Tensor, Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    clean, corrupted = torch.randn(2, 3), torch.randn(2, 3)
+    return model, PatchableGraph(model, clean), clean, corrupted
+
+
+def test_the_model_is_left_as_it_was(tiny: Any) -> None:
+    model, pg, clean, corrupted = tiny
+    model(clean).sum().backward()
+    model[0].weight.requires_grad_(False)
+    gradients = {name: (p.grad, p.grad.clone(), p.requires_grad) for name, p in model.named_parameters()}
+    before, random = snapshot(model), torch.get_rng_state()
+
+    attribute(pg, torch.sum, clean, corrupted)
+
+    assert same_state(model, before) is None
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, parameter in model.named_parameters():
+        gradient, values, required = gradients[name]
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, values)
+        assert parameter.requires_grad is required
+    assert clean.grad is None
+    assert not corrupted.requires_grad
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_need_not_be_switched_on(tiny: Any, frozen: bool, around: Any) -> None:
+    model, pg, clean, corrupted = tiny
+    expected = attribute(pg, torch.sum, clean, corrupted)
+    model.requires_grad_(not frozen)
+
+    with around():
+        found = attribute(pg, torch.sum, clean * 1, corrupted * 1)
+
+    assert found.attrs["skipped"] == {}
+    assert found.equals(expected)
+
+
+def test_an_error_in_a_run_leaves_the_model_as_it_was(tiny: Any) -> None:
+    model, pg, clean, corrupted = tiny
+    before = snapshot(model)
+    calls = []
+
+    def failing(output: Tensor) -> Tensor:
+        calls.append(output)
+        if len(calls) == 2:
+            raise ArithmeticError("the second run")
+        return output.sum()
+
+    with pytest.raises(ArithmeticError):
+        attribute(pg, failing, clean, corrupted)
+
+    assert same_state(model, before) is None
+    assert torch.is_grad_enabled()
+    assert attribute(pg, torch.sum, clean, corrupted).notnull().all()
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda output: output.argmax(), r"dtype torch\.int64"),
+        (lambda output: output.sum().item(), r"of type float: .*no \.item\(\)"),
+        (lambda output: output.detach().sum(), r"no gradient: .*argmax, \.item\(\), \.detach\(\)"),
+        (lambda output: output.sum(-1), r"shape \(2,\): .*single number, say its \.mean\(\)"),
+    ],
+)
+def test_metrics_that_have_no_gradient(tiny: Any, metric: Any, message: str) -> None:
+    _, pg, clean, corrupted = tiny
+    with pytest.raises(ExperimentError, match=message):
+        attribute(pg, metric, clean, corrupted)
+
+
+def test_arguments_that_cannot_be(tiny: Any) -> None:
+    _, pg, clean, corrupted = tiny
+    with pytest.raises(ExperimentError, match="method must be one of 'attribution', 'integrated', not 'exact'"):
+        attribute(pg, torch.sum, clean, corrupted, method="exact")  # type: ignore[arg-type]
+    with pytest.raises(ExperimentError, match="steps must be a whole number from 1 on, not 0"):
+        attribute(pg, torch.sum, clean, corrupted, method="integrated", steps=0)
+    with pytest.raises(ExperimentError, match="max_bytes must be a number of bytes"):
+        attribute(pg, torch.sum, clean, corrupted, max_bytes=0)
+    with pytest.raises(UnknownPathError, match="sub_0"):
+        attribute(pg, torch.sum, clean, corrupted, paths=["sub_0.outptu"])
+    with pytest.raises(ExperimentError, match=r"position_dim=1"):
+        attribute(pg, torch.sum, clean, corrupted, positions=True)
+
+
+def test_paths_and_the_top_scores(tiny: Any) -> None:
+    _, pg, clean, corrupted = tiny
+    everything = attribute(pg, torch.sum, clean, corrupted)
+    paths = ["output", pg.graph.sub_0.output, "sub_2.weight"]
+
+    some = attribute(pg, torch.sum, clean, corrupted, paths=paths)
+
+    assert some.coords["path"].values.tolist() == ["output", "sub_0.output", "sub_2.weight"]
+    assert some.equals(everything.sel(path=some.coords["path"]))
+    top = top_scores(everything, 3)
+    assert len(top) == 3
+    assert top.abs().max() == abs(everything).max()
+    assert everything.to_series().sort_values().iloc[0] == everything.min()
+
+
+def test_equal_inputs_score_zero(tiny: Any) -> None:
+    _, pg, clean, _ = tiny
+    scores = attribute(pg, torch.sum, clean, clean)
+    assert (scores == 0).all()
+    assert scores.attrs["roots"] == []
+
+
+def test_integrated_scores_add_up() -> None:
+    """The values at which the runs begin to differ account for all of the difference (completeness)."""
+    case = case_by_name("gpt2-sdpa")
+    clean, corrupted = torch.tensor([[5, 17, 40, 61]]), torch.tensor([[5, 33, 40, 12]])
+    pg = PatchableGraph(case.build().double(), clean)
+
+    def metric(output: Any) -> Tensor:
+        return output.logits[:, -1, 7].mean().exp()
+
+    plain = attribute(pg, metric, clean, corrupted)
+    integrated = attribute(pg, metric, clean, corrupted, method="integrated", steps=32)
+
+    (root,) = integrated.attrs["roots"]
+    difference = integrated.clean - integrated.corrupted
+    assert abs(integrated.sel(path=root) - difference) < 1e-3 * abs(difference)
+    assert abs(plain.sel(path=root) - difference) > 1e-2 * abs(difference)
+    assert (integrated.attrs["method"], integrated.attrs["steps"]) == ("integrated", 32)
+
+
+@pytest.mark.parametrize("method", ["attribution", "integrated"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_groups_that_fit_in_memory_give_the_same_scores(method: Any, frozen: bool) -> None:
+    case = case_by_name("llama-sdpa")
+    model = case.build().requires_grad_(not frozen)
+    clean, corrupted = torch.tensor([[5, 17, 40, 61]]), torch.tensor([[5, 33, 40, 12]])
+    pg = PatchableGraph(model, clean)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+
+    def metric(output: Any) -> Tensor:
+        return output.logits[:, -1, 7].mean()
+
+    expected = attribute(pg, metric, clean, corrupted, method=method, steps=2)
+    in_one_go, calls[:] = len(calls), []
+    found = attribute(pg, metric, clean, corrupted, method=method, steps=2, max_bytes=20_000)
+
+    assert in_one_go == (2 if method == "attribution" else 4)
+    assert len(calls) > 2 * in_one_go
+    assert found.equals(expected)
+
+
+def test_what_has_no_score_is_said() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor, is_long: bool = False) -> Tensor:
+            rotated = torch.fft.fft(x)
+            unused = x * 5.0
+            with torch.no_grad():
+                constant = x.sum()
+            counted = x.relu().count_nonzero()
+            long = x.new_zeros(int(counted) + 1) + x.mean()
+            if not is_long:
+                short = x * 3.0
+                x = short + 1.0
+            masked = torch.where(x > 0, x, -torch.inf).softmax(-1)
+            return masked.sum() * rotated.real.sum() + long.mean() + constant.detach() + unused.detach().sum()
+
+    clean, corrupted = torch.tensor([[1.0, 2.0]]), torch.tensor([[-1.0, 3.0]])
+    pg = PatchableGraph(Odd(), clean)
+    chosen = ["rotated", "counted", "unused", "constant", "long", "short", "masked", "x"]
+
+    scores = attribute(pg, torch.sum, clean, corrupted, paths=chosen)
+    skipped = scores.attrs["skipped"]
+
+    assert list(skipped) == ["rotated", "counted", "unused", "constant", "long"]
+    assert skipped["rotated"] == "of dtype complex64: scores are of floating-point values"
+    assert skipped["counted"].startswith("of dtype int64")
+    assert "no gradient reaches it" in skipped["unused"]
+    assert "computed without gradients" in skipped["constant"]
+    assert "of shape (3,) in the clean run, of shape (2,) in the corrupted one" in skipped["long"]
+    assert scores.isnull().values.tolist() == [path in skipped for path in chosen]
+
+    for is_long, why in (((True, True), "never came up"), ((False, True), "in the clean run only")):
+        inputs = [{"x": x, "is_long": long} for x, long in zip((clean, corrupted), is_long, strict=True)]
+        assert why in attribute(pg, torch.sum, *inputs).attrs["skipped"]["short"]
+
+
+def test_infinities_of_both_runs_are_no_difference() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            masked = x.masked_fill(torch.tensor([False, False, True]), -torch.inf)
+            return (masked.softmax(-1) * torch.tensor([1.0, 2.0, 3.0])).sum()
+
+    clean, corrupted = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, 3.0, 0.0])
+    pg = PatchableGraph(Masked(), clean)
+
+    scores = attribute(pg, torch.sum, clean, corrupted)
+
+    assert scores.attrs["skipped"] == {}
+    assert scores.sel(path="masked").item() == pytest.approx(scores.sel(path="x").item())
+    assert scores.sel(path="x").item() != 0
+
+
+def test_overflows_are_left_out_with_a_warning() -> None:
+    model = nn.Linear(2, 2, bias=False).half()
+    clean, corrupted = torch.ones(1, 2).half(), torch.zeros(1, 2).half()
+    pg = PatchableGraph(model, clean)
+
+    with pytest.warns(ExperimentWarning, match=r"scores are not finite and left out \(NaN\): .*overflow"):
+        scores = attribute(pg, lambda output: (output * 60000).sum() * 60000, clean, corrupted)
+
+    assert all("not finite" in why for why in scores.attrs["skipped"].values())
+    assert scores.sel(path="input").isnull()
+
+
+def test_dropout_draws_the_same_in_both_runs() -> None:
+    model = nn.Sequential(nn.Linear(4, 40), nn.Dropout(0.5), nn.Linear(40, 1)).double()
+    x = torch.randn(1, 4).double()
+    pg = PatchableGraph(model, x)
+    torch.manual_seed(3)
+    scores = attribute(pg, torch.sum, x, x + 1)
+    assert scores.sel(path="output").item() == pytest.approx(scores.clean - scores.corrupted)
+    assert scores.sel(path="input").item() == pytest.approx(scores.clean - scores.corrupted)
+
+
+def test_runs_see_the_same_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    clean, corrupted = torch.randn(6, 3), torch.randn(6, 3)
+    pg = PatchableGraph(model, clean)
+    before = snapshot(model)
+    scores = attribute(pg, torch.sum, clean, corrupted)
+    assert same_state(model, before) is None
+    assert (scores.sel(path=["sub_1.running_mean", "sub_1.running_var"]) == 0).all()
+
+
+def test_inputs_are_left_alone_by_models_that_write_into_them() -> None:
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2.0)
+            view = x[:, 1:]
+            view += 1.0
+            return (x**2).sum()
+
+    clean, corrupted = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.5, -1.0]])
+    pg = PatchableGraph(Writing(), clean.clone())
+    scores = attribute(pg, torch.sum, clean, corrupted)
+    assert clean.tolist() == [[1.0, 2.0]]
+    leaf = corrupted.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(Writing()(leaf.clone()), leaf)
+    assert list(scores.attrs["skipped"]) == ["view", "view_1"]  # part of `mul_`, which has a score
+    assert scores.sel(path="x").item() == pytest.approx(((clean - corrupted) * gradient).sum().item())
+    # After the write: half the gradient by twice the difference.
+    assert scores.sel(path="mul").item() == pytest.approx(scores.sel(path="x").item())
+
+
+def test_values_that_are_written_into_through_another_tensor() -> None:
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            base = x * 2.0
+            first = base * 3.0
+            base.view(-1)[0] = 0.0
+            return first.sum() + base.sum()
+
+    clean, corrupted = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.5, -1.0]])
+    scores = attribute(PatchableGraph(Hidden(), clean), torch.sum, clean, corrupted)
+    assert list(scores.attrs["skipped"]) == ["view", "setitem"]
+    expected = ((2 * clean - 2 * corrupted) * (3 + torch.tensor([[0.0, 1.0]]))).sum().item()
+    assert scores.sel(path="base").item() == pytest.approx(expected)
+
+
+def test_patches_that_are_active_belong_to_both_runs(tiny: Any) -> None:
+    _, pg, clean, corrupted = tiny
+    with pg.patch({"sub_1.output": ZeroPatch(slice=(slice(None), 0))}):
+        scores = attribute(pg, torch.sum, clean, corrupted)
+        assert scores.attrs["clean"] == pytest.approx(pg(clean).sum().item())
+    free = attribute(pg, torch.sum, clean, corrupted)
+    assert scores.sel(path="sub_0.output") != free.sel(path="sub_0.output")
