@@ -70,7 +70,7 @@ def _mapping_of(array: Any) -> dict[Any, Any]:
     others = [dim for dim in dims if dim != "path"]
     if "path" not in dims and len(dims) == 1:
         raise ValueError(
-            f"these scores are by {dims[0]!r}, not by path; if these are paths, say so: .rename({{{dims[0]!r}: 'path'}})"
+            f"these scores are by {dims[0]!r}, not by 'path'; if these are paths: .rename({{{dims[0]!r}: 'path'}})"
         )
     if others:
         shown = ", ".join(map(repr, others))
