@@ -62,7 +62,7 @@ def ablate(
             taking them in order.
         heads: Ablate each of so many equal parts of the last dimension by itself.
         positions: Ablate each of these positions by itself: a number or several, negative ones counted from the end, or
-            `"all"`.
+            `True` for each of the sequence.
         position_dim: As for `causal_trace`.
         batch: As for `pg.sweep`.
         progress: As for `pg.sweep`.

@@ -1,8 +1,8 @@
 """The components of a model whose outputs are held fixed in path patching, found where that can be told.
 
-They are the submodules that the layers of a stack call and that have matrices: attention and MLP, not norms. What they
-give must be new: a submodule that adds its own input to its result (the residual stream) hands on what came before it,
-and holding it would cut edges that do not lead through it.
+They are the submodules that the layers of a stack call, that have matrices and that return what could be added to the
+residual stream: attention and MLP, not norms. What they give must be new: a submodule that adds its own input to its
+result hands on what came before it, and holding it would cut edges that do not lead through it.
 """
 
 from __future__ import annotations
@@ -57,16 +57,21 @@ def _components(layer: Frame) -> list[str]:
     own = [node.name for node in layer.nodes if node.kind == "parameter" and _is_matrix(node)]
     if own or layer.opaque_reason is not None:
         raise ExperimentError(f"the parts of layer {where!r} cannot be told: it computes by itself; {_HOW_TO_GIVE}")
+    _, stream = _output_of(layer)
     found = []
     for call in layer.calls():
         if call.frame is None or not _has_matrices(call.frame.module):
             continue
         path, shape = _output_of(call.frame)
+        if (shape[-1:], shape.numel()) != (stream[-1:], stream.numel()):
+            continue  # the first half of an MLP, which is not added to the stream
         if _hands_on(call.frame, shape):
             raise ExperimentError(
                 f"{path!r} holds more than what its module adds: its input is handed on in it; {_HOW_TO_GIVE}"
             )
         found.append(path)
+    if not found and _has_matrices(layer.module):
+        raise ExperimentError(f"no submodule of layer {where!r} adds to what the layer returns; {_HOW_TO_GIVE}")
     return found
 
 

@@ -17,8 +17,8 @@ from graphpatch_notebook.patches import ProbePatch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import TensorSpec
 
-Positions: TypeAlias = "int | Iterable[int] | str | None"
-"""A position or several, negative ones counted from the end of the sequence; `"all"` for all."""
+Positions: TypeAlias = "bool | int | Iterable[int] | None"
+"""A position or several, negative ones counted from the end of the sequence; `True` for all."""
 
 
 def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: int | None) -> dict[str, int]:
@@ -69,7 +69,7 @@ def chosen_positions(given: Positions, values: Mapping[str, Tensor], dims: Mappi
     """Returns the positions that a user gave, counted from the start of the sequence.
 
     Args:
-        given: A number or several, negative ones counted from the end; `"all"` or `None` for all.
+        given: A number or several, negative ones counted from the end; `True` or `None` for all.
         values: What the paths hold.
         dims: Which dimension of these runs along the sequence.
 
@@ -83,7 +83,7 @@ def chosen_positions(given: Positions, values: Mapping[str, Tensor], dims: Mappi
             raise ExperimentError(
                 f"{path!r} has {other} positions and {first!r} {length}: give paths of one sequence at a time"
             )
-    if given is None or (isinstance(given, str) and given == "all"):
+    if given is None or given is True:
         return list(range(length))
     several = _whole_numbers(given)
     if bad := [position for position in several if not -length <= position < length]:
@@ -94,13 +94,15 @@ def chosen_positions(given: Positions, values: Mapping[str, Tensor], dims: Mappi
 
 def _whole_numbers(given: Any) -> list[int]:
     listed = given.tolist() if hasattr(given, "tolist") else given
+    several = [listed] if isinstance(listed, int) else listed
     try:
-        several = [operator.index(number) for number in ([listed] if isinstance(listed, int) else listed)]
+        if not isinstance(listed, bool):
+            if numbers := [operator.index(number) for number in several]:
+                return numbers
+            raise ExperimentError("positions is empty: give at least one, or True for all")
     except TypeError:
-        raise ExperimentError(f"positions are whole numbers, or 'all', not {given!r}") from None
-    if not several:
-        raise ExperimentError("positions is empty: give at least one, or 'all'")
-    return several
+        pass
+    raise ExperimentError(f"positions are whole numbers, or True for all, not {given!r}")
 
 
 def at_position(dim: int, position: Any) -> tuple[Any, ...]:

@@ -112,7 +112,7 @@ def causal_trace(
         corrupted: Other inputs of the same shapes, with some tokens changed; or `Noise`, for the clean inputs with
             noise on the way.
         paths: The paths to restore, such as the outputs of all layers, in order.
-        positions: Where in the sequence: a number or several, negative ones counted from the end; `"all"` or `None`
+        positions: Where in the sequence: a number or several, negative ones counted from the end; `None` (or `True`)
             for all.
         metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
         window: How many neighbouring paths of the list are restored at once, around that of the cell: ROME takes 10

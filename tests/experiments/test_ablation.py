@@ -76,7 +76,7 @@ def test_mean_over_all_positions_of_a_reference_of_another_length(host: Any, bat
     model, pg, paths, names = host
     reference = {"input_ids": torch.randint(23, (2, 9))}
     settings: dict[str, Any] = {"method": "mean", "reference": reference, "mean_over": "batch and positions"}
-    found = ablate(pg, paths, IDS, metric=METRIC, **settings, positions="all", batch=batch, progress=False)
+    found = ablate(pg, paths, IDS, metric=METRIC, **settings, positions=True, batch=batch, progress=False)
     assert found.dims == ("path", "position")
     values = outputs(model, names, lambda: model(**reference), of_inputs=True)
     for layer, name in enumerate(names):
@@ -139,7 +139,7 @@ def test_parameters_can_be_set_to_zero_and_no_more() -> None:
 def test_a_model_without_tokens() -> None:
     model, x = mixer(), torch.randn(5, 6)
     pg = PatchableGraph(model, x)
-    found = ablate(pg, ["layers_1.output"], x, metric=torch.sum, positions="all", position_dim=0, progress=False)
+    found = ablate(pg, ["layers_1.output"], x, metric=torch.sum, positions=True, position_dim=0, progress=False)
 
     def zero(position: int) -> Edit:
         return putting(torch.zeros(5, 6), position)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import LogitDifference, path_patch
@@ -225,6 +225,17 @@ def test_components_are_attentions_and_mlps() -> None:
     ]  # fmt: skip
     pg = PatchableGraph(llama(), CLEAN)
     assert default_components(pg)[:2] == ["model.layers_0.self_attn.output|sub_0", "model.layers_0.mlp.output"]
+
+
+def opt() -> nn.Module:
+    sizes = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 23}
+    return OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, pad_token_id=1, bos_token_id=2, eos_token_id=2))
+
+
+def test_components_of_layers_whose_mlp_is_no_module() -> None:
+    found = default_components(PatchableGraph(opt().eval(), CLEAN))
+    assert [path.partition("layers_0.")[2] for path in found[:2]] == ["self_attn.output|sub_0", "fc2.output"]
+    assert len(found) == 4
 
 
 def bert() -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
-from graphpatch_notebook.experiments import LogitDifference, Noise, Probability, causal_trace
+from graphpatch_notebook.experiments import LogitDifference, Noise, Probability, SweepInterrupted, causal_trace
 from tests.experiments.hooked import edited, gpt2, llama, mixer, outputs, putting
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
@@ -209,7 +209,9 @@ PATH = "transformer.h_0.output"
         ({"positions": 7}, r"position 7 is out of range: 'transformer.h_0.output' has 7 positions"),
         ({"positions": -8}, "position -8 is out of range"),
         ({"positions": []}, "positions is empty"),
-        ({"positions": "last"}, "positions are whole numbers, or 'all', not 'last'"),
+        ({"positions": "last"}, "positions are whole numbers, or True for all, not 'last'"),
+        ({"positions": False}, "positions are whole numbers, or True for all, not False"),
+        ({"positions": [0.5]}, r"positions are whole numbers, or True for all, not \[0.5\]"),
         ({"window": 0}, "window is a number of paths from 1 on"),
         ({"corrupted": CLEAN, "normalize": True}, "nothing to normalize by: the metric is"),
         ({"corrupted": Noise("transformer.emb.output")}, "no node 'emb' in transformer"),
@@ -245,3 +247,47 @@ def test_unknown_paths_are_named_together(pg: PatchableGraph) -> None:
 def test_unknown_options_are_refused(pg: PatchableGraph) -> None:
     with pytest.raises(TypeError, match="normalise"):
         causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, METRIC, normalise=True)
+
+
+@pytest.mark.parametrize("corrupted", [CORRUPTED, Noise("transformer.wte.output", samples=2)], ids=["tokens", "noise"])
+def test_what_an_interrupt_leaves_is_told_as_the_whole_would_be(pg: PatchableGraph, corrupted: Any) -> None:
+    left = 10
+
+    def metric(output: Any) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return METRIC(output)
+
+    paths = ["transformer.wte.output", "transformer.h_2.output"]
+    settings: dict[str, Any] = {"normalize": True, "progress": False, "batch": None}
+    whole = causal_trace(pg, CLEAN, corrupted, paths, [2, 5, 6], METRIC, **settings)
+    with pytest.raises(SweepInterrupted) as stopped:
+        causal_trace(pg, CLEAN, corrupted, paths, [2, 5, 6], metric, **settings)
+    found = stopped.value.result
+    assert found.dims == whole.dims
+    assert found.attrs["clean"] == whole.attrs["clean"]
+    is_done = ~np.isnan(found.values)
+    assert is_done.any() == (corrupted is CORRUPTED)
+    assert not is_done.all()
+    assert (found.values[is_done] == whole.values[is_done]).all()
+
+
+def test_a_trace_goes_on_from_its_file(pg: PatchableGraph, tmp_path: Any) -> None:
+    calls = 0
+
+    class Counted:
+        name = "counted"
+
+        def __call__(self, output: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return METRIC(output)
+
+    settings: dict[str, Any] = {"progress": False, "batch": None, "checkpoint": tmp_path / "trace"}
+    first = causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, Counted(), **settings)
+    calls, before = 0, calls
+    again = causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, Counted(), **settings)
+    assert before - calls == 7
+    assert (again.values == first.values).all()
