@@ -2,79 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
-from graphpatch_notebook.execution.frame_effects import leaves_of
-from graphpatch_notebook.execution.frame_results import NEVER, FrameNode
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.experiments.chunking import Work, overhead, rows_at_once
+from graphpatch_notebook.execution.frame_results import NEVER
+from graphpatch_notebook.experiments.chunking import Work
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
-from graphpatch_notebook.experiments.rows import (
-    Layout,
-    Rows,
-    RowsError,
-    RowsRecording,
-    is_close,
-    layout_of,
-    repeated_inputs,
-    row_inputs,
-    rows_of,
-)
-from graphpatch_notebook.experiments.survey import Survey, survey, watched_run
-from graphpatch_notebook.experiments.trimming import reads_last_position, trims, watched_metric
+from graphpatch_notebook.experiments.row_work import RowWork, row_work
+from graphpatch_notebook.experiments.rows import RowsError
+from graphpatch_notebook.experiments.survey import Survey, survey
+from graphpatch_notebook.experiments.trimming import reads_last_position, trims
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-
-@dataclass
-class RowWork:
-    """How interventions share a forward.
-
-    Attributes:
-        inputs: Where the rows are in the inputs.
-        output: Where the rows are in the output.
-        layouts: Where the rows are in what frames returned.
-        of_paths: Where the rows are in the values that are patched.
-        problems: For paths whose values have no rows, why.
-        most: How many interventions one forward holds.
-        overhead: What a run costs besides computing, in rows.
-    """
-
-    inputs: Layout
-    output: Layout
-    layouts: Mapping[FrameNode, Layout]
-    of_paths: Mapping[str, Rows]
-    problems: Mapping[str, str]
-    most: int
-    overhead: float
-
-    def problem(self, entries: Sequence[Entry]) -> str | None:
-        """Returns why a cell cannot share a forward, in words."""
-        nodes: dict[int, str] = {}
-        for entry in entries:
-            path = entry.target.path
-            if path in self.problems:
-                return f"{path!r}: {self.problems[path]}"
-            if nodes.setdefault(id(entry.target.node), path) != path:
-                return f"{path!r}: other patches of the cell are on parts of the same value"
-            where = entry.restriction
-            if where is not None and (
-                (where.steps is not None and 0 not in where.steps)
-                or (where.positions is not None and where.dim == self.of_paths[path].dim)
-            ):
-                return f"{path!r}: the patch is for some steps, or for rows"
-        return None
 
 
 @dataclass
@@ -95,7 +43,7 @@ class CommonWork:
 
     full_inputs: Inputs
     inputs: Inputs
-    baseline: Measurement
+    baseline: Measurement = field(init=False)
     survey: Survey | None = None
     work: Work = field(default_factory=lambda: Work((), 1, 0))
     rows: RowWork | None = None
@@ -117,9 +65,12 @@ def common_work(
     targets = _targets(pg, paths)
     state = KeptState(pg._module)
     try:
-        return _looked_at(pg, inputs, metric, targets, state, batch, backward)
+        common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
     finally:
         state.restore()
+    if backward and common.baseline.values.size != 1:
+        raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
+    return common
 
 
 def _targets(pg: PatchableGraph, paths: Sequence[str]) -> list[Target]:
@@ -142,33 +93,32 @@ def _looked_at(
     batch: int | str | None,
     backward: bool,
 ) -> CommonWork:
-    fresh = inputs.fresh()
-    output = pg(*fresh.args, **fresh.kwargs)
-    baseline = measurement(metric(output))
-    common = CommonWork(inputs, inputs, baseline)
-    reason = _why_plain(pg) or state.change()
-    if reason is None:
-        only_last = batch is not None and reads_last_position(metric, output)
-        reason = _survey(pg, common, metric, targets, batch, backward, only_last, state)
+    common = CommonWork(inputs, inputs)
+    reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch, backward) or state.change()
     if reason is not None:
-        common.survey = None
+        state.restore()
+        common.inputs, common.keeps_last_logits, common.survey = inputs, False, None
+        common.baseline = _baseline(pg, inputs, metric)
         common.remarks.append(f"cells ran one by one, each as a whole: {reason}")
         return common
     assert common.survey is not None
     common.work = Work.of(common.survey.tree)
     if batch is not None:
         try:
-            common.rows = _rows(pg, common, targets, batch)
-        except Exception as error:
-            why = (
-                str(error) if isinstance(error, RowsError) else f"on two rows it raises {type(error).__name__}: {error}"
-            )
-            common.remarks.append(f"cells ran one by one: {why}")
-        if common.rows is None and common.inputs is not inputs:
-            # Alone, each cell has the very bits of the loop: nothing is left out of its run.
-            common.inputs, common.keeps_last_logits = inputs, False
-            common.survey = survey(pg, inputs, targets, with_gradients=backward)
+            common.rows = row_work(pg, common.inputs, common.survey, targets, batch)
+        except RowsError as reason:
+            common.remarks.append(f"cells ran one by one: {reason}")
+            if common.inputs is not inputs:
+                # Alone, each cell has the very bits of the loop: nothing is left out of its run.
+                common.inputs, common.keeps_last_logits = inputs, False
+                common.survey = survey(pg, inputs, targets, with_gradients=backward)
+                common.baseline = measurement(metric(common.survey.output))
     return common
+
+
+def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Measurement:
+    fresh = inputs.fresh()
+    return measurement(metric(pg(*fresh.args, **fresh.kwargs)))
 
 
 def _why_plain(pg: PatchableGraph) -> str | None:
@@ -188,79 +138,39 @@ def _survey(
     targets: Sequence[Target],
     batch: int | str | None,
     backward: bool,
-    only_last: bool,
-    state: KeptState,
 ) -> str | None:
     """Surveys a run that leaves out as much as can be; returns why cells must run as in a plain loop, if they must."""
     inputs = common.full_inputs
-    more = trims(pg._root_frame, inputs, targets, only_last=only_last) if batch is not None else []
-    for extra in [*more, {}]:
+    is_fused = _is_fused(pg, targets)
+    full = _baseline(pg, inputs, metric) if is_fused else None
+    for extra in [*(trims(pg._root_frame, inputs, targets) if batch is not None else []), {}]:
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         found = survey(pg, trimmed, targets, with_gradients=backward)
-        common.keeps_last_logits = extra.get("logits_to_keep") == 1
-        is_same = _gives(metric, found.output, common.baseline, last=common.keeps_last_logits)
-        if is_same and (not extra or all(mark.came_up != NEVER for mark in found.marks.values())):
-            common.inputs, common.survey = trimmed, found
-            common.replays = not _is_fused(pg, targets)
-            return found.state_change or state.change()
-    return state.change() or "two runs of the model without patches do not give the same"
+        if extra and any(mark.came_up == NEVER for mark in found.marks.values()):
+            continue
+        if keeps_last := "logits_to_keep" in extra:
+            if not reads_last_position(metric, found.output):
+                continue
+        elif extra:
+            full = full or _baseline(pg, inputs, metric)
+            if not _gives(metric, found.output, full):
+                continue
+        common.inputs, common.survey, common.keeps_last_logits = trimmed, found, keeps_last
+        common.baseline = full or measurement(metric(found.output))
+        common.replays = not is_fused
+        break
+    assert common.survey is not None
+    return common.survey.state_change
 
 
-def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement, *, last: bool) -> bool:
+def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> bool:
     try:
-        found = measurement(watched_metric(metric, output) if last else metric(output))
+        return measurement(metric(output)).is_close(expected)
     except Exception:  # it looks at what was left out
         return False
-    return found.form == expected.form and is_close(
-        torch.from_numpy(found.values).float(), torch.from_numpy(expected.values).float()
-    )
 
 
 def _is_fused(pg: PatchableGraph, targets: Sequence[Target]) -> bool:
     """Whether frames may have run by torch's fused kernels in one run and without them in another."""
     sees_ops = any(target.node.kind == "op" for target in targets)
     return sees_ops and any(isinstance(module, _FUSED) for module in pg._module.modules())
-
-
-def _rows(pg: PatchableGraph, common: CommonWork, targets: Sequence[Target], batch: int | str) -> RowWork:
-    survey = common.survey
-    assert survey is not None
-    inputs = row_inputs(common.inputs)
-    tokens, device = _size(common.inputs)
-    most = rows_at_once(tokens, device) if batch == "auto" else int(batch)
-    if most < 2:
-        raise RowsError(f"one forward has {tokens:,} tokens already")
-    recording = RowsRecording(survey.tree)
-    doubled = repeated_inputs(common.inputs, inputs, 2)
-    marks, output = watched_run(pg, doubled, targets, survey.tree, recording)
-    layout = layout_of(survey.output, output)
-    for leaf, place in zip(leaves_of(output), layout, strict=True):
-        if place is not None and place.dim is None and leaf.numel() > 0:
-            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} that is one for all rows")
-    of_paths: dict[str, Rows] = {}
-    problems: dict[str, str] = {}
-    for path, mark in survey.marks.items():
-        try:
-            of_paths[path] = _rows_of_mark(mark.value, marks[path].value)
-        except RowsError as problem:
-            problems[path] = str(problem)
-        mark.value = None
-    return RowWork(
-        inputs, layout, recording.layouts, of_paths, problems, most, overhead(Work.of(survey.tree), tokens, device)
-    )
-
-
-def _rows_of_mark(single: Any, double: Any) -> Rows:
-    if not isinstance(single, Tensor) or not isinstance(double, Tensor):
-        raise RowsError("it is no tensor")
-    rows = rows_of(single, double)
-    if rows.dim is None:
-        raise RowsError("its value is one for all rows")
-    return rows
-
-
-def _size(inputs: Inputs) -> tuple[int, str]:
-    """Returns how many tokens the inputs have, or what is like a token, and the type of the device."""
-    first = next(leaf for leaf in leaves_of((inputs.args, inputs.kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
-    is_vectors = first.is_floating_point() and first.dim() > 1
-    return first.numel() // (first.shape[-1] or 1 if is_vectors else 1), first.device.type

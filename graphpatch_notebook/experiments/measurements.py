@@ -31,6 +31,20 @@ class Measurement:
         """What all measurements of one sweep have in common: shape and names."""
         return (self.values.shape, self.names)
 
+    def is_close(self, other: Measurement) -> bool:
+        """Whether both are the same numbers, but for rounding."""
+        if self.form != other.form:
+            return False
+        finite = np.abs(other.values[np.isfinite(other.values)])
+        scale = float(finite.max()) if finite.size else 0.0
+        return bool(np.allclose(self.values, other.values, rtol=1e-4, atol=1e-4 * scale, equal_nan=True))
+
+    def distance(self, other: Measurement) -> float:
+        """Returns how far the numbers are from those of another measurement of the same form."""
+        if self.form != other.form:
+            return 0.0
+        return float(np.nan_to_num(np.abs(self.values - other.values)).sum())
+
     def to_json(self) -> Any:
         """Returns what `from_json` makes the same measurement of, bit for bit."""
         return {"values": _listed(self.values.tolist()), "names": None if self.names is None else list(self.names)}

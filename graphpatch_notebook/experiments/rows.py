@@ -6,7 +6,7 @@ the one along which a value is twice itself then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from graphpatch_notebook.execution.frame_results import FrameStack, FrameTree
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patches import Patch
-from graphpatch_notebook.values import mapped
+from graphpatch_notebook.values import mapped, readable_children, rebuilt
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
 _COARSE = 3e-2
@@ -75,7 +75,8 @@ def rows_of(single: Tensor, double: Tensor) -> Rows:
         raise RowsError(f"a value of shape {tuple(single.shape)} becomes one of {tuple(double.shape)} for two rows")
     if size > 1 and not _differs_along(single, dim):
         raise RowsError(f"all that is along dimension {dim} of a value of shape {tuple(single.shape)} is the same")
-    if not all(is_close(double.narrow(dim, start, size), single) for start in (0, size)):
+    pairs = double.unflatten(dim, (2, size))
+    if not is_close(pairs, single.unsqueeze(dim).expand_as(pairs)):
         raise RowsError(f"two rows mix in a value of shape {tuple(single.shape)}, or have another order there")
     return Rows(dim, size)
 
@@ -113,7 +114,15 @@ def taken(value: Any, layout: Layout, number: int) -> Any:
             return rows.taken(leaf, number)
         return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else _Shared(leaf)
 
-    return mapped(value, take)
+    return _rebuilt(value, take)
+
+
+def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
+    """As `mapped`, but in a way that takes less time: for each cell."""
+    inside = None if isinstance(value, Tensor) else readable_children(value)
+    if inside is None:
+        return function(value)
+    return rebuilt(type(value), [key for key, _ in inside], [_rebuilt(child, function) for _, child in inside])
 
 
 class _Shared:
@@ -164,9 +173,13 @@ def is_close(value: Tensor, reference: Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return torch.equal(value, reference)
     value, reference = value.detach(), reference.detach()
+    tolerance = _TOLERANCES.get(value.dtype, _COARSE)
+    # In one go where all is finite: this is done for many values.
+    scale = reference.abs().max().item() if reference.numel() else 0.0
+    if (value - reference).abs().max().item() <= tolerance * scale if reference.numel() else True:
+        return True
     finite = reference[reference.isfinite()]
     scale = finite.abs().max().item() if finite.numel() else 0.0
-    tolerance = _TOLERANCES.get(value.dtype, _COARSE)
     return torch.allclose(value, reference, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 

@@ -27,11 +27,13 @@ from graphpatch_notebook.experiments.chunking import chunked
 from graphpatch_notebook.experiments.common_work import CommonWork, common_work
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
+from graphpatch_notebook.experiments.row_work import row_work
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, is_close, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.survey import unreported
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
 from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.resolution import resolve
 from graphpatch_notebook.values import readable_children
 
 _FEW = 4
@@ -73,14 +75,14 @@ class CellRunner:
         self._pg = pg
         self._metric = metric
         self._backward = backward
+        self._batch = None if batch == 1 else batch
         with self._modes():
-            self._common: CommonWork = common_work(
-                pg, inputs, metric, paths, batch=None if batch == 1 else batch, backward=backward
-            )
+            self._common: CommonWork = common_work(pg, inputs, metric, paths, batch=self._batch, backward=backward)
         self.baseline: Measurement = self._common.baseline
         self.remarks: list[str] = self._common.remarks
         self._runs_until: dict[frozenset[FrameNode], int] = {}
         self._checked_rows: set[tuple[frozenset[FrameNode], frozenset[str]]] = set()
+        self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
 
     def chunks(self, cells: Sequence[Cell]) -> list[list[Cell]]:
         """Returns the cells in the portions in which they are best given to `run`, in the best order."""
@@ -102,14 +104,13 @@ class CellRunner:
         with self._modes():
             if len(cells) > 1 and self._common.rows is not None:
                 try:
-                    return self._together(cells)
+                    return self._in_rows(cells)
                 except ReadElsewhereError:
                     self._give_up_trimming()
                 except RowsError as reason:
                     self._give_up_rows(f"cells ran one by one: {reason}")
                 except torch.OutOfMemoryError:
-                    self._common.rows.most = max(1, len(cells) // 2)
-                    half = len(cells) // 2
+                    half = self._common.rows.most = len(cells) // 2
                     return [*self.run(cells[:half]), *self.run(cells[half:])]
                 except Exception as error:  # of one cell, perhaps
                     self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
@@ -122,7 +123,11 @@ class CellRunner:
             yield
 
     def _entries(self, patches: PatchMap) -> list[Entry]:
-        return entries_of(self._pg._root_frame, patches, self._pg._current().targets)
+        known = self._known_entries.get(id(patches))
+        if known is None or known[0] is not patches:
+            entries = entries_of(self._pg._root_frame, patches, self._pg._current().targets)
+            known = self._known_entries[id(patches)] = (patches, entries)
+        return known[1]
 
     def _cut(self, entries: Sequence[Entry]) -> float:
         assert self._common.survey is not None
@@ -171,7 +176,7 @@ class CellRunner:
         survey = self._common.survey
         if survey is None or not self._common.replays:
             return frozenset()
-        frames = frozenset(survey.tree.replayable(self._cut(self._entries(patches))))
+        frames = self._frames_before(patches)
         if not frames:
             return frames
         count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
@@ -182,6 +187,13 @@ class CellRunner:
             self._remark("every cell ran as a whole: with recorded results the model does not return the same")
             return frozenset()
         return frames
+
+    def _frames_before(self, patches: PatchMap) -> frozenset[FrameNode]:
+        """Returns the frames that are over before the first patched value comes up."""
+        assert self._common.survey is not None
+        if not self._common.replays:
+            return frozenset()
+        return frozenset(self._common.survey.tree.replayable(self._cut(self._entries(patches))))
 
     def _is_replay_equal(self, frames: frozenset[FrameNode]) -> bool:
         inputs = self._common.inputs.fresh()
@@ -212,8 +224,27 @@ class CellRunner:
 
     # -- several cells in rows -----------------------------------------------------------------------------------------
 
-    def _together(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
+    def _in_rows(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
+        """Runs cells together; where it was only assumed where rows are, and that fails, looks, and tries once more."""
         common = self._common
+        assert common.rows is not None
+        assert common.survey is not None
+        try:
+            return self._together(cells)
+        except (ReadElsewhereError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            if not common.rows.is_assumed or self._batch is None:
+                raise
+            targets = [resolve(self._pg._root_frame, path) for path in common.survey.marks]
+            common.rows = row_work(self._pg, common.inputs, common.survey, targets, self._batch, may_assume=False)
+            return self._together(cells)
+
+    def _together(self, cells: Sequence[tuple[int, PatchMap]], *, is_trial: bool = False) -> list[CellResult]:
+        common = self._common
+        if self._backward and not is_trial and not self._checked_rows:
+            with torch.no_grad():  # gradients that were accumulated cannot be taken back
+                self._together(cells, is_trial=True)
         rows, survey = common.rows, common.survey
         assert rows is not None
         assert survey is not None
@@ -239,8 +270,16 @@ class CellRunner:
             self._check(output, count)
             if with_control:
                 self._check_control(taken(output, rows.output, count - 1))
-                self._checked_rows.add(key)
-            return self._results(cells, output)
+            pairs = [
+                self._row_result(number, taken(output, rows.output, place)) for place, (number, _) in enumerate(cells)
+            ]
+            if self._backward and not is_trial:
+                self._backpropagate([value for result, value in pairs if result.error is None])
+        results = [result for result, _ in pairs]
+        if not self._checked_rows:
+            self._check_one(cells, results)
+        self._checked_rows.add(key)
+        return results
 
     def _check(self, output: Any, count: int) -> None:
         """Raises a `RowsError` unless the output has the rows of `count` interventions."""
@@ -261,15 +300,22 @@ class CellRunner:
         if not all(is_close(a, b) for a, b in zip(found, expected, strict=True) if b.is_floating_point()):
             raise RowsError("in one forward, patches of one cell reach the rows of another")
 
-    def _results(self, cells: Sequence[tuple[int, PatchMap]], output: Any) -> list[CellResult]:
-        rows = self._common.rows
-        assert rows is not None
-        pairs = [self._row_result(number, taken(output, rows.output, place)) for place, (number, _) in enumerate(cells)]
-        if self._backward:
-            values = [_number(value) for result, value in pairs if result.error is None]
-            if values:
-                _backward(torch.stack(values).sum())
-        return [result for result, _ in pairs]
+    def _check_one(self, cells: Sequence[tuple[int, PatchMap]], results: Sequence[CellResult]) -> None:
+        """Raises a `RowsError` unless a cell has the same numbers alone; the one that patches change most."""
+        found = [(result.measurement, patches) for result, (_, patches) in zip(results, cells, strict=True)]
+        measured = [(values, patches) for values, patches in found if values is not None]
+        if not measured:
+            return
+        values, patches = max(measured, key=lambda pair: pair[0].distance(self.baseline))
+        inputs = self._common.inputs.fresh()
+        with self._without(self._frames_before(patches)), unreported(self._pg, self._pg.patch(patches)):
+            alone = measurement(self._measured(self._pg(*inputs.args, **inputs.kwargs)))
+        if not alone.is_close(values):
+            raise RowsError("in one forward with others, a cell has other numbers than alone")
+
+    def _backpropagate(self, values: Sequence[Any]) -> None:
+        if values:
+            _backward(torch.stack([_number(value) for value in values]).sum())
 
     def _row_result(self, number: int, output: Any) -> tuple[CellResult, Any]:
         try:

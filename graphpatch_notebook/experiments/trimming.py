@@ -71,7 +71,7 @@ def reads_last_position(metric: Callable[[Any], Any], output: Any) -> bool:
     try:
         with LastPositionOnly(logits):
             metric(output)
-    except ReadElsewhereError:
+    except Exception:  # it reads others, or what is not there
         return False
     return True
 
@@ -89,14 +89,13 @@ def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:
         return metric(output)
 
 
-def trims(root: Frame, inputs: Inputs, targets: Sequence[Target], *, only_last: bool) -> list[dict[str, Any]]:
+def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Returns keyword arguments with which a run leaves out what is not looked at, the most that may be first.
 
     Args:
         root: The root frame of the capture.
         inputs: What the model runs on; what is given there stays as it is.
         targets: The values that are patched.
-        only_last: Whether the metric reads the last position only.
     """
     given = {*inputs.kwargs, *(parameter.name for parameter in root.parameters[: len(inputs.args)])}
     free = {parameter.name for parameter in root.parameters} - given
@@ -104,7 +103,7 @@ def trims(root: Frame, inputs: Inputs, targets: Sequence[Target], *, only_last: 
     if _CACHE in free and not any("past" in name or "cache" in name for name in given):
         without_cache = {_CACHE: False}
     found = []
-    if only_last and _LOGITS in free and "labels" not in given and not any(_is_late(root, t) for t in targets):
+    if _LOGITS in free and "labels" not in given and not any(_is_late(root, t) for t in targets):
         found.append({**without_cache, _LOGITS: 1})
     if without_cache:
         found.append(without_cache)

@@ -1,0 +1,160 @@
+"""How the cells of a sweep share a forward: where their rows are, in all values that matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from graphpatch_notebook.execution.frame_effects import leaves_of
+from graphpatch_notebook.execution.frame_results import FrameNode
+from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.experiments.chunking import Work, overhead, rows_at_once
+from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.rows import (
+    Layout,
+    Rows,
+    RowsError,
+    RowsRecording,
+    layout_of,
+    repeated_inputs,
+    row_inputs,
+    rows_of,
+)
+from graphpatch_notebook.experiments.survey import Survey, watched_run
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.resolution import Target
+
+
+@dataclass
+class RowWork:
+    """How interventions share a forward.
+
+    Attributes:
+        inputs: Where the rows are in the inputs.
+        output: Where the rows are in the output.
+        layouts: Where the rows are in what frames returned.
+        of_paths: Where the rows are in the values that are patched.
+        problems: For paths whose values have no rows, why.
+        most: How many interventions one forward holds.
+        overhead: What a run costs besides computing, in rows.
+        is_assumed: Whether the rows are taken to be where batches are, in dimension 0, and no run on doubled inputs
+            has told.
+    """
+
+    inputs: Layout
+    output: Layout
+    layouts: Mapping[FrameNode, Layout]
+    of_paths: Mapping[str, Rows]
+    problems: Mapping[str, str]
+    most: int
+    overhead: float
+    is_assumed: bool = False
+
+    def problem(self, entries: Sequence[Entry]) -> str | None:
+        """Returns why a cell cannot share a forward, in words."""
+        nodes: dict[int, str] = {}
+        for entry in entries:
+            path = entry.target.path
+            if path in self.problems:
+                return f"{path!r}: {self.problems[path]}"
+            if nodes.setdefault(id(entry.target.node), path) != path:
+                return f"{path!r}: other patches of the cell are on parts of the same value"
+            where = entry.restriction
+            if where is not None and (
+                (where.steps is not None and 0 not in where.steps)
+                or (where.positions is not None and where.dim == self.of_paths[path].dim)
+            ):
+                return f"{path!r}: the patch is for some steps, or for rows"
+        return None
+
+
+def row_work(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    survey: Survey,
+    targets: Sequence[Target],
+    batch: int | str,
+    *,
+    may_assume: bool = True,
+) -> RowWork:
+    """Returns how interventions share a forward.
+
+    Where every value that matters has the batch in dimension 0, that is believed until a run gives reason for doubt;
+    else the model runs on doubled inputs.
+
+    Raises:
+        RowsError: They cannot, and why.
+    """
+    layout = row_inputs(inputs)
+    tokens, device = _size(inputs)
+    most = rows_at_once(tokens, device) if batch == "auto" else int(batch)
+    if most < 2:
+        raise RowsError(f"one forward has {tokens:,} tokens already")
+    extra = overhead(Work.of(survey.tree), tokens, device)
+    if may_assume:
+        size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
+        assumed = _assumed(survey, size)
+        if assumed is not None:
+            return RowWork(layout, *assumed, {}, most, extra, is_assumed=True)
+    return RowWork(layout, *_doubled(pg, inputs, layout, survey, targets), most, extra)
+
+
+def _assumed(survey: Survey, size: int) -> tuple[Layout, dict[FrameNode, Layout], dict[str, Rows]] | None:
+    """Returns where rows are if all are in dimension 0; `None` where that cannot be."""
+
+    def rows(value: Any) -> Layout | None:
+        leaves = list(leaves_of(value))
+        if all(leaf.dim() > 0 and leaf.shape[0] == size for leaf in leaves if isinstance(leaf, Tensor)):
+            return tuple(Rows(0, size) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        return None
+
+    output = rows(survey.output)
+    kept = {
+        node: rows(node.value) for node in survey.tree.root.walk() if node.problem is None and node.value is not None
+    }
+    marks = {path: mark.value for path, mark in survey.marks.items()}
+    if output is None or None in kept.values():
+        return None
+    if any(not isinstance(value, Tensor) or rows(value) is None for value in marks.values()):
+        return None
+    return output, {node: layout for node, layout in kept.items() if layout}, dict.fromkeys(marks, Rows(0, size))
+
+
+def _doubled(
+    pg: PatchableGraph, inputs: Inputs, layout: Layout, survey: Survey, targets: Sequence[Target]
+) -> tuple[Layout, Mapping[FrameNode, Layout], Mapping[str, Rows], Mapping[str, str]]:
+    """Returns where rows are as a run on doubled inputs shows, and for paths whose values have none, why."""
+    recording = RowsRecording(survey.tree)
+    try:
+        marks, output = watched_run(pg, repeated_inputs(inputs, layout, 2), targets, survey.tree, recording)
+    except Exception as error:
+        raise RowsError(f"on two rows it raises {type(error).__name__}: {error}") from None
+    output_layout = layout_of(survey.output, output)
+    for leaf, place in zip(leaves_of(output), output_layout, strict=True):
+        if place is not None and place.dim is None and leaf.numel() > 0:
+            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} that is one for all rows")
+    found = {path: _rows_of_mark(mark.value, marks[path].value) for path, mark in survey.marks.items()}
+    of_paths = {path: rows for path, rows in found.items() if isinstance(rows, Rows)}
+    problems = {path: problem for path, problem in found.items() if isinstance(problem, str)}
+    return output_layout, recording.layouts, of_paths, problems
+
+
+def _rows_of_mark(single: Any, double: Any) -> Rows | str:
+    """Returns where the rows are in a value, or why it has none."""
+    if not isinstance(single, Tensor) or not isinstance(double, Tensor):
+        return "it is no tensor"
+    try:
+        rows = rows_of(single, double)
+    except RowsError as problem:
+        return str(problem)
+    return "its value is one for all rows" if rows.dim is None else rows
+
+
+def _size(inputs: Inputs) -> tuple[int, str]:
+    """Returns how many tokens the inputs have, or what is like a token, and the type of the device."""
+    first = next(leaf for leaf in leaves_of((inputs.args, inputs.kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
+    is_vectors = first.is_floating_point() and first.dim() > 1
+    return first.numel() // (first.shape[-1] or 1 if is_vectors else 1), first.device.type
