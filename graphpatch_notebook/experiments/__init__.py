@@ -9,6 +9,7 @@ from graphpatch_notebook.experiments.figures import save_figure
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
 from graphpatch_notebook.experiments.path_patching import path_patch
 from graphpatch_notebook.experiments.plots import plot_heads, plot_heatmap, plot_scores
+from graphpatch_notebook.experiments.results import load_result, save_result
 from graphpatch_notebook.experiments.tracing import Noise, causal_trace
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "ablate",
     "attribute",
     "causal_trace",
+    "load_result",
     "path_patch",
     "plot_heads",
     "plot_heatmap",
     "plot_scores",
     "save_figure",
+    "save_result",
     "top_scores",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.cells import Cell, CellResult
 from graphpatch_notebook.experiments.digests import Digester
+from graphpatch_notebook.experiments.files import write_whole
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.labels import metric_name, plain_label
 from graphpatch_notebook.experiments.measurements import Measurement
@@ -121,7 +122,7 @@ class Checkpoint:
         self._is_writable = True
         try:
             if not self.file.exists() or not self.file.stat().st_size:
-                _write_whole(self.file, _line({"format": _FORMAT, "version": _VERSION, **asdict(identity)}))
+                write_whole(self.file, _line({"format": _FORMAT, "version": _VERSION, **asdict(identity)}))
             else:
                 self._take_up(identity, cells)
             with self.file.open("ab"):
@@ -173,18 +174,6 @@ class Checkpoint:
 
 def _line(data: Any) -> bytes:
     return json.dumps(data, allow_nan=False).encode() + b"\n"
-
-
-def _write_whole(file: Path, data: bytes) -> None:
-    written = file.with_name(f".{file.name[:100]}.{os.getpid()}.tmp")
-    try:
-        with written.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        written.replace(file)
-    finally:
-        written.unlink(missing_ok=True)
 
 
 def _identity(line: bytes) -> Identity | None:

@@ -131,16 +131,17 @@ def _function_parts(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not set yet
             yield "unset"
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         yield name
         yield _seen_global(function.__globals__.get(name), function.__module__)
 
 
-def _global_names(code: types.CodeType) -> list[str]:
+def global_names(code: types.CodeType) -> list[str]:
+    """Returns the names of the globals that a function, and the functions in it, may read, sorted."""
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in _GLOBAL_LOADS}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= set(_global_names(constant))
+            names |= set(global_names(constant))
     return sorted(names)
 
 

@@ -33,8 +33,11 @@ class Ledger:
     results: dict[int, CellResult] = field(default_factory=dict)
 
     def keep(self, results: Sequence[CellResult]) -> None:
-        """Keeps the results of a chunk; an interrupt comes before or after, never between memory and file."""
-        results = [self._checked(result) for result in results]
+        """Keeps the results of a chunk; an interrupt comes before or after, never between memory and file.
+
+        What is kept already is left out: who was interrupted may not know whether it was.
+        """
+        results = [self._checked(result) for result in results if result.number not in self.results]
         with interrupts_deferred():
             self.results |= {result.number: result for result in results}
             if self.checkpoint is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,14 @@ from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
 from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
+from graphpatch_notebook.experiments.executors import Dispatch, check_executor, task_maker
 from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.fitness import Reference
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.progress import shown_progress
 from graphpatch_notebook.experiments.runner import CellRunner
-from graphpatch_notebook.experiments.scheduling import Ledger, remaining, run_here
+from graphpatch_notebook.experiments.scheduling import Chunks, Ledger, remaining, run_here
+from graphpatch_notebook.experiments.worker import Work
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 if TYPE_CHECKING:
@@ -33,11 +37,11 @@ def sweep(
     backward: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     executor: Any = None,
-    recipe: Any = None,  # noqa: ARG001
+    recipe: Any = None,
 ) -> DataArray:
     """Returns what `metric` gives for each cell: see `PatchableGraph.sweep`."""
     extra("xarray", "the result of a sweep")
-    _check_options(backward, checkpoint, executor)
+    _check_options(backward, checkpoint, executor, recipe)
     values = axes_of(axes)
     cells = cells_of(values, make_patches)
     paths = list(dict.fromkeys(str(path) for cell in cells for path in cell.patches))
@@ -46,13 +50,16 @@ def sweep(
     file = None
     if checkpoint is not None:
         file = Checkpoint(checkpoint, Identity.of(values, cells, metric, inputs, runner.baseline), cells)
-    chunks = runner.chunks(cells)
     results = dict(file.done) if file is not None else {}
+    chunks = list(remaining(runner.chunks(cells), results))
+    run: Callable[[Chunks, Ledger], None] = functools.partial(run_here, runner)
+    if executor is not None and chunks:
+        work = Work(inputs, metric, paths, batch, Reference.of(pg, inputs, runner.baseline))
+        run = Dispatch(executor, task_maker(executor, recipe, pg, work), runner).run
     is_interrupted = False
     try:
         with shown_progress(len(cells), len(results), progress) as shown:
-            ledger = Ledger(runner.baseline, file, shown, results)
-            run_here(runner, list(remaining(chunks, results)), ledger)
+            run(chunks, Ledger(runner.baseline, file, shown, results))
     except KeyboardInterrupt:
         is_interrupted = True
     remarks = list(runner.remarks)
@@ -64,7 +71,7 @@ def sweep(
     return result
 
 
-def _check_options(backward: bool, checkpoint: Any, executor: Any) -> None:
+def _check_options(backward: bool, checkpoint: Any, executor: Any, recipe: Any) -> None:
     if backward and checkpoint is not None:
         raise ExperimentError(
             "backward=True accumulates gradients, which checkpoint= does not keep: they would lack the cells that were "
@@ -72,8 +79,10 @@ def _check_options(backward: bool, checkpoint: Any, executor: Any) -> None:
         )
     if backward and executor is not None:
         raise ExperimentError(
-            "backward=True accumulates gradients in this process, executor= runs cells in others; use one of the two"
+            "backward=True accumulates gradients in this process, executor= runs cells elsewhere; use one of the two"
         )
+    if executor is not None:
+        check_executor(executor, recipe)
 
 
 def _stopped(done: int, total: int, checkpoint: str | os.PathLike[str] | None) -> str:

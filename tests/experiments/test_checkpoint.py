@@ -27,8 +27,9 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.experiments.digests import Digester
+from tests.experiments import sweep_to_kill
 
-SCRIPT = Path(__file__).with_name("sweep_to_kill.py")
+SCRIPT = Path(sweep_to_kill.__file__)
 CELLS = 15
 
 
@@ -101,7 +102,7 @@ def test_a_killed_process_repeats_at_most_one_chunk(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    assert run_script(whole) == 0
+    sweep_to_kill.main(whole)
 
     assert run_script(killed, KILL_AT="8") == -signal.SIGKILL
     assert len(runs_of(killed)) == 9

@@ -1,0 +1,443 @@
+"""Sweeps by executors: the numbers of a sweep here, whatever happens to workers, and no weights on the way."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphpatch_notebook import AddPatch, CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch
+from graphpatch_notebook.experiments import SweepInterrupted
+from graphpatch_notebook.experiments.parcels import packed, unpacked
+
+WIDTH = 128
+
+
+def build(seed: int = 0) -> PatchableGraph:
+    """The recipe: what another process can import."""
+    torch.set_num_threads(1)
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(3) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())]
+    model = torch.nn.Sequential(*layers).eval()
+    torch.set_rng_state(state)
+    return PatchableGraph(model, torch.ones(2, WIDTH))
+
+
+X = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
+AXES = {"layer": range(3), "unit": range(6)}
+WEIGHT_BYTES = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def here(pg: PatchableGraph) -> Any:
+    return swept(pg)
+
+
+def doubled(layer: int, unit: int) -> dict[str, CustomPatch]:
+    return {f"sub_{2 * layer}.output": CustomPatch(custom_op=lambda t: t * 2, slice=(slice(None), unit))}
+
+
+def swept(pg: PatchableGraph, make_patches: Callable[..., Any] = doubled, **options: Any) -> Any:
+    options = {"metric": lambda output: output.exp().sum(), "batch": None, "progress": False} | options
+    return pg.sweep(AXES, make_patches, options.pop("inputs", X), **options)
+
+
+def acting(act: Callable[[int, int], None]) -> Callable[..., Any]:
+    """Patches that do the same as `doubled`, and something besides."""
+
+    def make_patches(layer: int, unit: int) -> dict[str, CustomPatch]:
+        def op(value: torch.Tensor) -> torch.Tensor:
+            act(layer, unit)
+            return value * 2
+
+        return {f"sub_{2 * layer}.output": CustomPatch(custom_op=op, slice=(slice(None), unit))}
+
+    return make_patches
+
+
+def once(file: Path) -> bool:
+    """Whether nobody, in any process, has asked before."""
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def one_thread_each() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def processes(one_thread_each: None) -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def client(one_thread_each: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Of a cluster of two processes, in which a chunk whose worker dies is not run again by the scheduler itself."""
+    import dask
+    import distributed
+
+    folder = tmp_path_factory.mktemp("cluster")
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", local_directory=str(folder)
+        ) as cluster,
+        cluster.get_client() as client,
+    ):
+        yield client
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_share_the_graph_and_not_the_patches(pg: PatchableGraph, here: Any) -> None:
+    threads = set()
+
+    def act(layer: int, unit: int) -> None:
+        threads.add(threading.get_ident())
+        time.sleep(0.005)
+
+    with ThreadPoolExecutor(4) as executor:
+        result = swept(pg, acting(act), executor=executor)
+    assert result.values.tobytes() == here.values.tobytes()
+    assert result.identical(here)
+    assert len(threads) > 1
+    assert threading.get_ident() not in threads
+
+
+def test_what_holds_for_one_thread_only_is_noticed(pg: PatchableGraph) -> None:
+    def metric(output: torch.Tensor) -> torch.Tensor:
+        return output.exp().sum() + (0.5 if threading.current_thread() is threading.main_thread() else 0)
+
+    with (
+        ThreadPoolExecutor(2) as executor,
+        pytest.raises(ExperimentError, match="in a thread of the executor: without"),
+    ):
+        swept(pg, executor=executor, metric=metric)
+
+
+def test_an_interrupt_cancels_what_has_not_begun(pg: PatchableGraph, here: Any, tmp_path: Path) -> None:
+    runs: list[Any] = []
+    go_on = threading.Event()
+
+    def act(layer: int, unit: int) -> None:
+        runs.append((layer, unit))
+        if len(runs) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            go_on.wait(10)
+
+    file = tmp_path / "sweep.jsonl"
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(SweepInterrupted, match="stopped after 4 of 18 cells") as caught:
+            swept(pg, acting(act), executor=executor, checkpoint=file)
+        go_on.set()
+    assert len(runs) == 5
+    assert len(file.read_text().splitlines()) == 1 + 4
+    partial = caught.value.result.values.ravel()
+    assert partial[:4].tolist() == here.values.ravel()[:4].tolist()
+    assert np.isnan(partial[4:]).all()
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class Weighing(Executor):
+    """Hands on to another executor, and weighs what is submitted."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.bytes: list[int] = []
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.bytes.append(len(pickle.dumps((function, args, kwargs))))
+        return self.executor.submit(function, *args, **kwargs)
+
+
+def test_processes_build_the_graph_once_and_are_sent_no_weights(
+    pg: PatchableGraph, here: Any, processes: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    log, file = tmp_path / "builds", tmp_path / "sweep.jsonl"
+
+    def recipe() -> PatchableGraph:
+        with log.open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        return build()
+
+    weighing = Weighing(processes)
+    result = swept(pg, executor=weighing, recipe=recipe, checkpoint=file)
+    assert result.values.tobytes() == here.values.tobytes()
+    assert result.identical(here)
+    assert len(file.read_text().splitlines()) == 1 + len(weighing.bytes)
+    assert max(weighing.bytes) < WEIGHT_BYTES / 20
+    first = log.read_text().split()
+    assert len(set(first)) == len(first) <= 2
+
+    # Another sweep of the same recipe: nobody builds twice, and stale numbers are nobody's.
+    inputs = X.flip(0) / 2
+    other = swept(pg, executor=processes, recipe=recipe, inputs=inputs)
+    assert other.values.tobytes() == swept(pg, inputs=inputs).values.tobytes()
+    builds = log.read_text().split()
+    assert len(set(builds)) == len(builds) <= 2
+
+
+def test_a_recipe_is_a_function_or_a_file(
+    pg: PatchableGraph, here: Any, processes: ProcessPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pg.save(tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    for recipe in ("model.safetensors", Path("model.safetensors"), build, functools.partial(build, 0)):
+        result = swept(pg, executor=processes, recipe=recipe)
+        assert result.values.tobytes() == here.values.tobytes()
+
+
+def wrong_recipes(folder: Path) -> list[tuple[Any, str]]:
+    number = r"-?\d+\.\d+"
+
+    def in_training() -> PatchableGraph:
+        graph = build()
+        graph.train()
+        return graph
+
+    def nearly() -> PatchableGraph:
+        graph = build()
+        with torch.no_grad():
+            graph.get_parameter("4.bias")[:] += torch.linspace(-1e-3, 1e-3, WIDTH)
+        return graph
+
+    return [
+        (functools.partial(build, 1), f"not the one of this sweep: .* the metric is {number} there and {number} here"),
+        (nearly, f"metric is {number} there and {number} here"),
+        (in_training, "it is in training mode, and in evaluation mode here"),
+        (lambda: build().graph, "must return a PatchableGraph, not "),
+        (lambda: 1 / 0, "the recipe failed in a worker: ZeroDivisionError: division by zero"),
+        (folder / "nothing.safetensors", "the recipe failed in a worker: .*nothing"),
+    ]
+
+
+def test_numbers_of_another_model_are_refused(
+    pg: PatchableGraph, processes: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    for recipe, message in wrong_recipes(tmp_path):
+        with pytest.raises(ExperimentError, match=message):
+            swept(pg, executor=processes, recipe=recipe)
+
+
+def test_one_process_with_another_model_fails_its_cells_only(
+    pg: PatchableGraph, here: Any, processes: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    flag, marks = tmp_path / "flag", tmp_path / "marks"
+    marks.mkdir()
+
+    def recipe() -> PatchableGraph:
+        if once(flag):
+            return build()
+        deadline = time.monotonic() + 30
+        while not any(marks.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return build(1)
+
+    def act(layer: int, unit: int) -> None:
+        time.sleep(0.05)
+        if unit == 5:  # some are back by then
+            (marks / "some").touch()
+
+    with pytest.warns(ExperimentWarning, match="not the one of this sweep"):
+        result = swept(pg, acting(act), executor=processes, recipe=recipe)
+    failed = np.isnan(result.values)
+    assert 0 < failed.sum() == len(result.attrs["errors"]) < 18
+    assert result.values[~failed].tolist() == here.values[~failed].tolist()
+
+
+def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, one_thread_each: None, tmp_path: Path) -> None:
+    flag, parent = tmp_path / "killed", os.getpid()
+
+    def act(layer: int, unit: int) -> None:
+        if (layer, unit) == (1, 3) and os.getpid() != parent and once(flag):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    message = r"executor is broken \(BrokenProcessPool.* are run in this process"
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with executor, pytest.warns(ExperimentWarning, match=message):
+        result = swept(pg, acting(act), executor=executor, recipe=build)
+    assert flag.exists()
+    assert result.values.tobytes() == here.values.tobytes()
+
+
+def test_warnings_of_workers_are_given_here(pg: PatchableGraph, processes: ProcessPoolExecutor) -> None:
+    patches = {"sub_0.output": AddPatch(value=1.0), "output": AddPatch(value=1.0, steps="decoding")}
+    with ThreadPoolExecutor(1) as threads, pytest.warns(ExperimentWarning) as in_thread:
+        one = pg.sweep({"n": range(2)}, lambda n: patches, X, metric=torch.sum, executor=threads, progress=False)
+    with pytest.warns(ExperimentWarning) as in_process:
+        other = pg.sweep(
+            {"n": range(2)}, lambda n: patches, X, metric=torch.sum, executor=processes, recipe=build, progress=False
+        )
+    assert one.identical(other)
+    assert [str(w.message) for w in in_thread] == [str(w.message) for w in in_process]
+    assert {w.category for w in in_process} == {ExperimentWarning}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def score(self, output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+
+def refusals() -> dict[str, tuple[dict[str, Any], str]]:
+    model = Model()
+    graph = PatchableGraph(model, torch.ones(1, 4))
+    closure = lambda output: (output - model.linear.bias).sum()  # noqa: E731
+    names: dict[str, Any] = {"network": model}
+    lock = threading.Lock()
+    exec("def by_global(output): return (output - network.linear.bias).sum()", names)
+
+    def patches(n: int) -> Any:
+        return {"linear.output": CustomPatch(custom_op=(lambda t: model.linear(t)) if n == 1 else torch.neg)}
+
+    through = "its weights would go through the scheduler"
+    return {
+        "closure": ({"metric": closure}, f"the metric holds the model \\(Model\\), by its variable 'model': {through}"),
+        "global": ({"metric": names["by_global"]}, f"the metric holds .*, by its variable 'network': {through}"),
+        "method": ({"metric": model.score}, f"the metric holds the model \\(Model\\): {through}"),
+        "patches": ({"make_patches": patches}, f"the patch map of n=1 holds the model .*{through}"),
+        "recipe": ({"recipe": graph}, f"recipe= is the model itself \\(PatchableGraph\\): {through}(.|\n)*def build"),
+        "module": ({"recipe": model}, f"recipe= is the model itself \\(Model\\): {through}"),
+        "lambda": ({"recipe": lambda: graph}, f"the recipe holds .*PatchableGraph.* variable 'graph': {through}"),
+        "partial": ({"recipe": functools.partial(PatchableGraph, model)}, f"the recipe holds the model .*{through}"),
+        "none": ({"recipe": None}, r"say with recipe= how to build(.|\n)*def build"),
+        "number": ({"recipe": 3}, "recipe= takes a function without arguments"),
+        "unpicklable": ({"metric": lambda output: output.sum() if lock else 0}, "the metric cannot be sent to"),
+        "executor": ({"executor": 4}, "executor= takes an executor, .* not int"),
+        "gradients": ({"backward": True}, "backward=True .* executor= runs cells elsewhere"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", refusals())
+def test_models_are_never_sent(what: str) -> None:
+    """Nothing is submitted, and so no process is started."""
+    options, message = refusals()[what]
+    model = Model()
+    pg = PatchableGraph(model, torch.ones(1, 4))
+    options = {
+        "make_patches": lambda n: {"output": AddPatch(value=1.0)},
+        "metric": torch.sum,
+        "recipe": functools.partial(int),
+        "executor": ProcessPoolExecutor(1),
+        "batch": None,
+    } | options
+    with pytest.raises(ExperimentError, match=message):
+        pg.sweep({"n": range(3)}, options.pop("make_patches"), torch.ones(1, 4), progress=False, **options)
+
+
+def test_inputs_with_a_model_are_refused() -> None:
+    with pytest.raises(ExperimentError, match=re.escape("what the model runs on holds the model (Linear)")):
+        packed([("what the model runs on", {"past": [torch.nn.Linear(2, 2)]})])
+
+
+def test_parcels_hold_equal_things() -> None:
+    loss = torch.nn.CrossEntropyLoss()  # a module, but without weights
+    big = torch.arange(100_000.0).reshape(1000, 100)
+    leaf = big[5].clone().requires_grad_()
+    shared = [1, 2]
+    parts = [
+        ("a", (loss, big[3], big[:, 2:4], leaf, shared)),
+        ("b", {"again": shared, "row": ReplacePatch(value=big[7])}),
+    ]
+    data = packed(parts)
+    assert len(data) < 20_000 < big.nbytes
+    (other_loss, row, columns, other_leaf, first), mapping = unpacked(data)
+    assert type(other_loss) is type(loss)
+    assert torch.equal(row, big[3])
+    assert torch.equal(columns, big[:, 2:4])
+    assert torch.equal(other_leaf, leaf)
+    assert other_leaf.requires_grad
+    assert mapping["again"] is first
+    assert torch.equal(mapping["row"].value, big[7])
+
+
+def test_a_sweep_that_is_done_needs_no_workers(pg: PatchableGraph, here: Any, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.jsonl"
+    swept(pg, checkpoint=file)
+    with ThreadPoolExecutor(1) as executor:
+        pass
+    assert swept(pg, checkpoint=file, executor=executor).identical(here)
+    with pytest.raises(ExperimentError, match="executor= takes no work: RuntimeError: .*shutdown"):
+        swept(pg, executor=executor)
+
+
+# -- a cluster ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_whose_worker_is_killed_loses_nothing(
+    pg: PatchableGraph, here: Any, client: Any, tmp_path: Path
+) -> None:
+    pids, flag, file = tmp_path / "pids", tmp_path / "killed", tmp_path / "sweep.jsonl"
+    parent = os.getpid()
+
+    def act(layer: int, unit: int) -> None:
+        with pids.open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+        if (layer, unit) == (1, 3) and os.getpid() != parent and once(flag):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+
+    executor = client.get_executor(pure=False)
+    result = swept(pg, acting(act), executor=executor, recipe=build, checkpoint=file)
+    assert result.values.tobytes() == here.values.tobytes()
+    assert result.identical(here)
+    assert flag.exists()
+    workers = set(pids.read_text().split())
+    assert str(parent) not in workers
+    assert len(workers) >= 2
+
+
+def test_the_client_of_a_cluster_is_an_executor(pg: PatchableGraph, here: Any, client: Any) -> None:
+    """Its futures are of another kind than those of `client.get_executor()`."""
+    assert swept(pg, executor=client, recipe=build).values.tobytes() == here.values.tobytes()
+
+
+def test_a_cell_that_kills_every_worker_does_not_lose_the_others(pg: PatchableGraph, here: Any, client: Any) -> None:
+    def act(layer: int, unit: int) -> None:
+        if (layer, unit) == (2, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.warns(ExperimentWarning, match="layer=2, unit=0: its worker was lost 3 times, .*: KilledWorker"):
+        result = swept(pg, acting(act), executor=client.get_executor(), recipe=build)
+    failed = np.isnan(result.values)
+    assert failed[2, 0]
+    assert not failed[:2].any()  # others of its layer may be in its chunk
+    assert result.values[~failed].tolist() == here.values[~failed].tolist()
