@@ -59,6 +59,7 @@ class Comparison:
         attrs, baseline = result.attrs, self.corrupted
         if self.normalize:
             result = (result - self.corrupted) / (self.clean - self.corrupted)
+            result.name = f"{result.name}, normalized"
             baseline = np.zeros_like(baseline)
         ends = {"clean": self.clean, "corrupted": self.corrupted, "baseline": baseline}
         result.attrs = attrs | {name: numbers.tolist() for name, numbers in ends.items()}

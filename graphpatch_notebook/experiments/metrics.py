@@ -7,7 +7,7 @@ pickled. Logits are computed with in float32 where the model gives them in less.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from graphpatch_notebook.errors import ExperimentError
 Tokens: TypeAlias = "int | Sequence[int] | Tensor"
 """One token for all sequences of the batch, or one for each, `(batch,)`."""
 
+_SHOWN = {"correct", "wrong", "token", "position"}
 IGNORED = -100  # labels that count for nothing, as in transformers
 
 
@@ -28,8 +29,12 @@ class _Metric:
 
     @property
     def name(self) -> str:
-        """What results are called by."""
-        return repr(self)
+        """What results are called: without tokens where there are many, and the position if it is the usual one."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in _SHOWN}
+        if any(isinstance(value, tuple) for value in given.values()):
+            given = {name: value for name, value in given.items() if name == "position"}
+        shown = [f"{name}={value}" for name, value in given.items() if (name, value) != ("position", -1)]
+        return f"{type(self).__name__}({', '.join(shown)})" if shown else type(self).__name__
 
 
 @dataclass(frozen=True)
@@ -151,10 +156,6 @@ class Loss(_Metric):
         _check_tokens(labels[labels != IGNORED], logits.shape[-1])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
-    @property
-    def name(self) -> str:
-        return type(self).__name__
-
 
 @dataclass(frozen=True, eq=False)
 class KLDivergence(_Metric):
@@ -198,10 +199,6 @@ class KLDivergence(_Metric):
     def _log_probabilities(self, output: Any) -> Tensor:
         logits = _widened(_logits(output)) if self.position is None else _logits_at(output, self.position)
         return logits.log_softmax(-1)
-
-    @property
-    def name(self) -> str:
-        return f"{type(self).__name__}(position={self.position})"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from graphpatch_notebook import ExperimentError
 from graphpatch_notebook.experiments import KLDivergence, LogitDifference, LogProbability, Loss, Probability
 
+LOGITS = torch.zeros(2, 3, 4)
+
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int], int]:
@@ -126,7 +128,10 @@ def test_half_precision_is_widened(metric: Any) -> None:
 
 def test_metrics_are_compared_and_shown_by_what_was_given() -> None:
     assert LogitDifference(torch.tensor([1, 0]), 2) == LogitDifference([1, 0], torch.tensor(2))
-    assert LogitDifference([1, 0], 2).name == "LogitDifference(correct=(1, 0), wrong=2, position=-1)"
+    assert repr(LogitDifference([1, 0], 2)) == "LogitDifference(correct=(1, 0), wrong=2, position=-1)"
+    assert LogitDifference(1, 2).name == "LogitDifference(correct=1, wrong=2)"
+    assert LogitDifference(list(range(32)), 2, position=3).name == "LogitDifference(position=3)"
+    assert (Loss([[0, 1]]).name, KLDivergence(LOGITS, position=None).name) == ("Loss", "KLDivergence(position=None)")
     assert len({Probability(1), Probability(1), Probability(1, position=0)}) == 2
 
 
@@ -145,9 +150,6 @@ def test_the_position_is_read_before_anything_else() -> None:
             metric(logits)
     reads = [call for call in seen if call[0] not in ("__get__", "dim")]
     assert reads == [("__getitem__", ((slice(None), -1),))] * 4
-
-
-LOGITS = torch.zeros(2, 3, 4)
 
 
 @pytest.mark.parametrize(

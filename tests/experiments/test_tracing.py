@@ -91,6 +91,7 @@ def test_everything_restored_at_the_changed_token_is_the_clean_run() -> None:
     assert found.sel(path=paths[1], position=6) == pytest.approx(1, abs=1e-5)
     assert found.sel(path=paths[1], position=2) == pytest.approx(0, abs=1e-5)
     assert found.attrs["baseline"] == 0
+    assert found.name == "LogitDifference(correct=4, wrong=8), normalized"
     raw = causal_trace(pg, CLEAN, CORRUPTED, paths, [2, 6], METRIC, progress=False)
     clean, corrupted = raw.attrs["clean"], raw.attrs["corrupted"]
     assert found.values == pytest.approx((raw.values - corrupted) / (clean - corrupted))
@@ -262,9 +263,9 @@ def test_what_an_interrupt_leaves_is_told_as_the_whole_would_be(pg: PatchableGra
 
     paths = ["transformer.wte.output", "transformer.h_2.output"]
     settings: dict[str, Any] = {"normalize": True, "progress": False, "batch": None}
-    whole = causal_trace(pg, CLEAN, corrupted, paths, [2, 5, 6], METRIC, **settings)
+    whole = causal_trace(pg, CLEAN, corrupted, paths, None, METRIC, **settings)
     with pytest.raises(SweepInterrupted) as stopped:
-        causal_trace(pg, CLEAN, corrupted, paths, [2, 5, 6], metric, **settings)
+        causal_trace(pg, CLEAN, corrupted, paths, None, metric, **settings)
     found = stopped.value.result
     assert found.dims == whole.dims
     assert found.attrs["clean"] == whole.attrs["clean"]
