@@ -10,6 +10,7 @@ from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifferenc
 from graphpatch_notebook.experiments.path_patching import path_patch
 from graphpatch_notebook.experiments.plots import plot_heads, plot_heatmap, plot_scores
 from graphpatch_notebook.experiments.results import load_result, save_result
+from graphpatch_notebook.experiments.showing import show_heatmap
 from graphpatch_notebook.experiments.tracing import Noise, causal_trace
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "plot_scores",
     "save_figure",
     "save_result",
+    "show_heatmap",
     "top_scores",
 ]

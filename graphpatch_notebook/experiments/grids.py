@@ -144,6 +144,19 @@ def facets_of(array: DataArray, wishes: Wishes, facet: str, tokens: Sequence[str
     return [Grid(part, rows, columns, scale) for part in values], side
 
 
+def is_upward(grid: Grid, origin: str | None) -> bool:
+    """Whether the first row is the lowest: as wished; if nothing is, layers go up, and tokens down.
+
+    Raises:
+        ExperimentError: The wish is neither `"lower"` nor `"upper"`.
+    """
+    if origin is None:
+        return not grid.rows.is_tokens and grid.rows.name not in _POSITIONS
+    if origin in ("lower", "upper"):
+        return origin == "lower"
+    raise ExperimentError(f"origin={origin!r} must be 'lower' or 'upper'")
+
+
 def numbers_of(array: DataArray, wishes: Wishes) -> tuple[Numbers, Scale]:
     """Returns the numbers that are shown, and what their colours mean."""
     name = str(array.name) if array.name is not None else "value"

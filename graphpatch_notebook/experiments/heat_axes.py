@@ -112,7 +112,7 @@ class Layout:
         return cls((box.width / dpi, box.height / dpi), (box.width / dpi / columns, box.height / dpi / rows))
 
 
-def draw_cells(ax: Axes, grid: Grid, colormap: Any, origin: str) -> QuadMesh:
+def draw_cells(ax: Axes, grid: Grid, colormap: Any, *, is_upward: bool) -> QuadMesh:
     """Draws the cells, hatched where there is no number, and returns their mesh."""
     from matplotlib import colormaps
     from matplotlib.colors import Colormap
@@ -134,7 +134,7 @@ def draw_cells(ax: Axes, grid: Grid, colormap: Any, origin: str) -> QuadMesh:
         box.set_zorder(mesh.get_zorder() - 0.5)
         ax.add_patch(box)
     ax.set_xlim(-0.5, columns - 0.5)
-    ax.set_ylim(*((-0.5, rows - 0.5) if origin == "lower" else (rows - 0.5, -0.5)))
+    ax.set_ylim(*((-0.5, rows - 0.5) if is_upward else (rows - 0.5, -0.5)))
     return mesh
 
 

@@ -10,7 +10,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import bar_axes, heat_axes
 from graphpatch_notebook.experiments.bars import bars_of
 from graphpatch_notebook.experiments.figures import new_axes, new_table, require_matplotlib
-from graphpatch_notebook.experiments.grids import Grid, Side, Wishes, facets_of, grid_of
+from graphpatch_notebook.experiments.grids import Grid, Side, Wishes, facets_of, grid_of, is_upward
 from graphpatch_notebook.experiments.plotted import checked
 
 if TYPE_CHECKING:
@@ -180,10 +180,10 @@ def _drawn(
     grid: Grid, ax: Axes | None, colormap: Any, origin: str | None, title: str | None, *, colorbar: bool
 ) -> Axes:
     require_matplotlib()
-    direction = _origin(grid, origin)
+    upward = is_upward(grid, origin)
     layout = heat_axes.Layout.of_grid(grid)
     axes = ax if ax is not None else new_axes(*layout.figure)
-    mesh = heat_axes.draw_cells(axes, grid, colormap, direction)
+    mesh = heat_axes.draw_cells(axes, grid, colormap, is_upward=upward)
     if ax is not None:
         layout = heat_axes.Layout.of_axes(axes, grid)
     if colorbar:
@@ -196,7 +196,7 @@ def _drawn(
 
 def _drawn_facets(parts: Sequence[Grid], side: Side, colormap: Any, origin: str | None, title: str | None) -> Any:
     require_matplotlib()
-    direction = _origin(parts[0], origin)
+    upward = is_upward(parts[0], origin)
     across = min(len(parts), _ACROSS)
     shape = (math.ceil(len(parts) / across), across)
     layout = heat_axes.Layout.of_grid(parts[0], shape)
@@ -204,7 +204,7 @@ def _drawn_facets(parts: Sequence[Grid], side: Side, colormap: Any, origin: str 
     axes = table.flat[: len(parts)]
     marked = []
     for number, (one, grid) in enumerate(zip(axes, parts, strict=True)):
-        mesh = heat_axes.draw_cells(one, grid, colormap, direction)
+        mesh = heat_axes.draw_cells(one, grid, colormap, is_upward=upward)
         heat_axes.draw_ticks(one, grid, layout.cell)
         marked.append(heat_axes.draw_marks(one, grid, layout.cell))
         is_bottom = number + across >= len(parts)
@@ -214,11 +214,3 @@ def _drawn_facets(parts: Sequence[Grid], side: Side, colormap: Any, origin: str 
     heat_axes.draw_colour_bar(axes, mesh, parts, layout.figure[1] - 0.6)
     heat_axes.draw_figure_legend(axes[0].figure, parts, title, has_marks=any(marked))
     return axes
-
-
-def _origin(grid: Grid, origin: str | None) -> str:
-    if origin is not None:
-        if origin in ("lower", "upper"):
-            return origin
-        raise ExperimentError(f"origin={origin!r} must be 'lower' or 'upper'")
-    return "upper" if grid.rows.is_tokens or grid.rows.name in ("position", "token") else "lower"

@@ -8,7 +8,7 @@ const AGAIN = "Run the cell again; if that does not help, save the notebook and 
 /** An error in place of the view that it kept from coming. */
 export function showFailure(root: HTMLElement, error: unknown): void {
   const why = error instanceof Error ? error.message : String(error);
-  const cause = error instanceof BrokenSkeleton ? "The tree cannot be shown" : "The tree browser failed";
+  const cause = error instanceof BrokenSkeleton ? "The tree cannot be shown" : "This widget failed";
   root.replaceChildren(
     element("div", { class: "gp-failure", role: "alert" }, element("strong", {}, `${cause}: ${why}. `), AGAIN),
   );

@@ -1,10 +1,11 @@
 /** A matrix as colours: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
 import { cssColour, cssGradient, MISSING, MISSING_STRIPE } from "./colours";
-import { element } from "./dom";
+import { element, replaceChildren } from "./dom";
 import { formatCount, formatNumber, sentence } from "./numbers";
 import { type CellSize, cellSize, colourOf, type Plane, readPlane, type Scale, type Summary, summarise } from "./plane";
 import type { Heatmap } from "./protocol";
 import { visibleToken } from "./tokens";
+import { makeZoom, type Zoom } from "./zoom";
 
 export interface PlotOptions {
   /** What is drawn, in words: `Activation of transformer.h_0.attn`. */
@@ -14,10 +15,32 @@ export interface PlotOptions {
   columnLabels?: string[] | null;
   /** One of many: in a list. */
   isSmall?: boolean;
+  /** What a result brings along. */
+  result?: ResultOptions;
+}
+
+export interface ResultOptions {
+  /** Its colours: they follow from more than the values. */
+  scale: Scale;
+  /** What the numbers are, and which has no colour. */
+  name: string;
+  /** Why cells are hatched. */
+  missing: string | null;
+  rowTitle: string;
+  columnTitle: string;
+  /** Where a cell lies, in words. */
+  describe(row: number, column: number): string;
+  /** Somebody wants to go on with a cell. */
+  choose(row: number, column: number): void;
 }
 
 const BOX: CellSize = { width: 420, height: 320 };
 const SMALL_BOX: CellSize = { width: 240, height: 132 };
+const RESULT_BOX: CellSize = { width: 720, height: 480 };
+/** How large a cell gets, in CSS pixels, beside which labels are easy to read. */
+const LARGE_CELL = 36;
+/** The longest side of a canvas, in device pixels: browsers draw no larger ones. */
+const LONGEST = 8192;
 /** The least size of a cell, in CSS pixels, beside which a label can be read. */
 const LABEL_SIZE = 11;
 const PAGE = 10;
@@ -102,19 +125,24 @@ function axisLabels(labels: readonly string[], size: number, name: string): HTML
   return axis;
 }
 
-class HeatmapFigure {
+export class HeatmapFigure {
   readonly element: HTMLElement;
   private readonly plane: Plane;
   private readonly summary: Summary;
-  private readonly cell: CellSize;
+  private readonly fitting: CellSize;
+  private readonly frame = element("div", { class: "gp-heatmap-frame" });
+  private readonly cells: HTMLElement;
+  private readonly zoom: Zoom | null;
   private readonly ratio = globalThis.devicePixelRatio || 1;
   private readonly canvas: HTMLCanvasElement;
   private readonly cursor = element("div", { class: "gp-heatmap-cursor", hidden: true });
+  private readonly mark = element("div", { class: "gp-heatmap-mark", hidden: true });
   private readonly readout = element("div", { class: "gp-readout" });
   private readonly legend = element("div", { class: "gp-legend" });
   private isCut: boolean;
   private row = 0;
   private column = 0;
+  private chosen: [row: number, column: number] | null = null;
 
   constructor(
     private readonly heatmap: Heatmap,
@@ -124,46 +152,85 @@ class HeatmapFigure {
     this.plane = readPlane(heatmap, buffers);
     this.summary = summarise(this.plane);
     this.isCut = this.summary.cut !== null;
-    this.cell = cellSize(this.plane, options.isSmall ? SMALL_BOX : BOX, this.ratio);
+    const { result } = options;
+    this.fitting = cellSize(this.plane, result ? RESULT_BOX : options.isSmall ? SMALL_BOX : BOX, this.ratio);
     const label = describeHeatmap(heatmap, this.summary, options.title);
-    this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label });
+    const more = result ? " Enter selects one." : "";
+    this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
+    this.cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.mark, this.cursor);
+    this.zoom = result ? makeZoom(this.mostZoom(), () => this.layOut()) : null;
     this.element = element("figure", { class: "gp-plot gp-heatmap" });
-    this.element.append(this.frame(), this.readout, this.legend, ...this.notes());
+    const legend = this.zoom ? element("div", { class: "gp-legend" }, this.legend, this.zoom.element) : this.legend;
+    this.element.append(...this.titled(), this.readout, legend, ...this.notes());
     this.rest();
     this.listen();
-    this.draw();
+    this.layOut();
+  }
+
+  /** Marks the cell that is selected; `null`: none is. */
+  show(chosen: [row: number, column: number] | null): void {
+    this.chosen = chosen;
+    this.mark.hidden = chosen === null;
+    if (chosen !== null) this.place(this.mark, ...chosen);
+  }
+
+  /** In whole device pixels. */
+  private get cell(): CellSize {
+    const factor = this.zoom?.factor ?? 1;
+    const most = LARGE_CELL * this.ratio;
+    const zoomed = (size: number) => Math.round(Math.min(size * factor, Math.max(size, most)));
+    return { width: zoomed(this.fitting.width), height: zoomed(this.fitting.height) };
   }
 
   private get cssCell(): CellSize {
-    return { width: this.cell.width / this.ratio, height: this.cell.height / this.ratio };
+    const { width, height } = this.cell;
+    return { width: width / this.ratio, height: height / this.ratio };
   }
 
-  private frame(): HTMLElement {
+  private mostZoom(): number {
+    const { rows, columns } = this.plane;
+    const { width, height } = this.fitting;
+    const large = (LARGE_CELL * this.ratio) / Math.min(width, height);
+    return Math.min(large, LONGEST / (width * columns), LONGEST / (height * rows));
+  }
+
+  /** The frame, of a result with the titles of its axes, which stay where they are when it scrolls. */
+  private titled(): HTMLElement[] {
+    const { result } = this.options;
+    if (result === undefined) return [this.frame];
+    const rows = element("div", { class: "gp-heatmap-row-title" }, result.rowTitle);
+    const columns = element("div", { class: "gp-heatmap-column-title" }, result.columnTitle);
+    return [element("div", { class: "gp-heatmap-titled" }, rows, this.frame, columns)];
+  }
+
+  private layOut(): void {
     const { width, height } = this.cssCell;
     this.canvas.style.width = `${this.plane.columns * width}px`;
     this.canvas.style.height = `${this.plane.rows * height}px`;
-    const frame = element("div", { class: "gp-heatmap-frame" });
     const { rowLabels, columnLabels } = this.options;
-    if (rowLabels?.length === this.plane.rows && height >= LABEL_SIZE) {
-      frame.append(axisLabels(rowLabels, height, "rows"));
-    }
-    frame.append(element("div", { class: "gp-heatmap-cells" }, this.canvas, this.cursor));
-    if (columnLabels?.length === this.plane.columns && width >= LABEL_SIZE) {
-      frame.append(axisLabels(columnLabels, width, "columns"));
-    }
-    return frame;
+    const hasRows = rowLabels?.length === this.plane.rows && height >= LABEL_SIZE;
+    const hasColumns = columnLabels?.length === this.plane.columns && width >= LABEL_SIZE;
+    replaceChildren(
+      this.frame,
+      hasRows && axisLabels(rowLabels, height, "rows"),
+      this.cells,
+      hasColumns && axisLabels(columnLabels, width, "columns"),
+    );
+    this.draw();
+    this.show(this.chosen);
   }
 
   private notes(): HTMLElement[] {
     const notes = this.heatmap.reduced === null ? [] : [sentence(this.heatmap.reduced)];
     const { missing } = this.summary;
-    if (missing > 0)
-      notes.push(`${formatCount(missing, "value")} hatched: NaN, infinite, or the fill value of a mask.`);
+    const why = this.options.result?.missing ?? "NaN, infinite, or the fill value of a mask";
+    if (missing > 0) notes.push(`${formatCount(missing, "value")} hatched: ${why}.`);
     return notes.map((note) => element("p", { class: "gp-note" }, note));
   }
 
   private draw(): void {
-    const scale = (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
+    const given = this.options.result?.scale;
+    const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
     drawPlane(this.canvas, this.plane, scale, this.cell);
     this.legend.replaceChildren(...this.legendParts(scale));
   }
@@ -175,6 +242,16 @@ class HeatmapFigure {
     const { whole, cut, beyond } = this.summary;
     const end = (value: number, isCut: boolean, sign: string) =>
       element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${formatNumber(value, 3)}`);
+    const { result } = this.options;
+    if (result !== undefined) {
+      const { minimum, maximum } = this.summary; // of float32 numbers
+      const ends = [
+        end(scale.low, minimum < Math.fround(scale.low), "≤"),
+        bar,
+        end(scale.high, (maximum ?? 0) > Math.fround(scale.high), "≥"),
+      ];
+      return [element("span", {}, result.name), ...ends];
+    }
     const parts = [
       end(scale.low, this.isCut && scale.low > whole.low, "≤"),
       bar,
@@ -199,13 +276,18 @@ class HeatmapFigure {
   }
 
   private listen(): void {
-    this.canvas.addEventListener("pointermove", (event) => {
+    const point = (event: PointerEvent | MouseEvent) => {
       const { width, height } = this.canvas.getBoundingClientRect();
       this.readout.removeAttribute("aria-live");
       this.moveTo(
         Math.floor((event.offsetY / height) * this.plane.rows),
         Math.floor((event.offsetX / width) * this.plane.columns),
       );
+    };
+    this.canvas.addEventListener("pointermove", point);
+    this.canvas.addEventListener("click", (event) => {
+      point(event);
+      this.options.result?.choose(this.row, this.column);
     });
     this.canvas.addEventListener("pointerleave", () => this.rest());
     this.canvas.addEventListener("blur", () => this.rest());
@@ -226,13 +308,37 @@ class HeatmapFigure {
       End: [isWhole ? rows - 1 : this.row, columns - 1],
     };
     const target = targets[event.key];
-    if (target === undefined || event.altKey) return;
+    const chooses = this.options.result !== undefined && (event.key === "Enter" || event.key === " ");
+    if (!(target || chooses) || event.altKey) return;
     event.preventDefault();
     event.stopPropagation();
+    if (target === undefined) {
+      if (!this.cursor.hidden) this.options.result?.choose(this.row, this.column);
+      return;
+    }
     this.readout.setAttribute("aria-live", "polite");
     // The first key shows where the cursor is.
     if (this.cursor.hidden) this.moveTo(this.row, this.column);
     else this.moveTo(...target);
+    this.keepInSight();
+  }
+
+  /** Scrolls the frame, and nothing around it. */
+  private keepInSight(): void {
+    const cell = this.cursor.getBoundingClientRect();
+    const frame = this.frame.getBoundingClientRect();
+    const labels = this.cells.offsetLeft - this.frame.offsetLeft;
+    const below = this.frame.scrollHeight - this.cells.offsetHeight;
+    const over = (first: number, last: number) => Math.max(last, 0) + Math.min(first, 0);
+    this.frame.scrollLeft += over(cell.left - frame.left - labels, cell.right - frame.right);
+    this.frame.scrollTop += over(cell.top - frame.top, cell.bottom - frame.bottom + below);
+  }
+
+  private place(box: HTMLElement, row: number, column: number): void {
+    const { width, height } = this.cssCell;
+    box.style.transform = `translate(${column * width}px, ${row * height}px)`;
+    box.style.width = `${width}px`;
+    box.style.height = `${height}px`;
   }
 
   private moveTo(row: number, column: number): void {
@@ -240,17 +346,10 @@ class HeatmapFigure {
     if (rows === 0 || columns === 0) return;
     this.row = Math.min(Math.max(row, 0), rows - 1);
     this.column = Math.min(Math.max(column, 0), columns - 1);
-    const { width, height } = this.cssCell;
     this.cursor.hidden = false;
-    this.cursor.style.transform = `translate(${this.column * width}px, ${this.row * height}px)`;
-    this.cursor.style.width = `${width}px`;
-    this.cursor.style.height = `${height}px`;
+    this.place(this.cursor, this.row, this.column);
     const { full } = this.heatmap;
-    const { rowLabels = null, columnLabels = null } = this.options;
-    const where = [
-      describePosition("row", this.row, rows, full[0], rowLabels),
-      describePosition("column", this.column, columns, full[1], columnLabels),
-    ].join(", ");
+    const where = this.describe(full);
     const value = formatNumber(values[this.row * columns + this.column] ?? Number.NaN, 5);
     this.readout.replaceChildren(
       element("span", {}, `${where}: `),
@@ -259,12 +358,24 @@ class HeatmapFigure {
     );
   }
 
+  private describe(full: readonly number[]): string {
+    const { rowLabels = null, columnLabels = null, result } = this.options;
+    if (result !== undefined) return result.describe(this.row, this.column);
+    const { rows, columns } = this.plane;
+    return [
+      describePosition("row", this.row, rows, full[0] ?? rows, rowLabels),
+      describePosition("column", this.column, columns, full[1] ?? columns, columnLabels),
+    ].join(", ");
+  }
+
   /** What stands in place of a value while nobody points at one. */
   private rest(): void {
     this.cursor.hidden = true;
     const { slice, full } = this.heatmap;
     this.readout.removeAttribute("aria-live");
-    this.readout.replaceChildren(element("code", {}, `[${slice}]`), ` ${full[0]} × ${full[1]}`);
+    if (this.options.result)
+      this.readout.replaceChildren(`${full[0]} × ${full[1]}: point at a cell, click to select it`);
+    else this.readout.replaceChildren(element("code", {}, `[${slice}]`), ` ${full[0]} × ${full[1]}`);
   }
 }
 

@@ -12,6 +12,8 @@ import { makeNotices } from "./notices";
 import type { Model, View } from "./parts";
 import { makePatchList } from "./patch_list";
 import { makePopup } from "./popup";
+import type { HeatmapTraits } from "./protocol";
+import { makeResultHeatmap } from "./result_heatmap";
 import { makeRunPanel } from "./run_panel";
 import { decodeSkeleton, type Skeleton } from "./skeleton";
 import { hideStaticTree } from "./static_tree";
@@ -21,9 +23,10 @@ import { TreeState } from "./tree_state";
 import { makeTree } from "./tree_view";
 
 type Undo = () => void;
+type HeatmapModel = Model<HeatmapTraits>;
 
 /** Shows the model in `el`, for as long as nobody calls what comes back. */
-async function render({ model, el }: { model: Model; el: HTMLElement }): Promise<Undo> {
+async function render({ model, el }: { model: Model | HeatmapModel; el: HTMLElement }): Promise<Undo> {
   const root = element("div", { class: "gp-root", "data-lm-suppress-shortcuts": "true" });
   el.append(root);
   let undos: Undo[] = [];
@@ -38,6 +41,8 @@ async function render({ model, el }: { model: Model; el: HTMLElement }): Promise
     undos = [followTheme(root)];
     const current = shown;
     try {
+      // A model without a tree: that of `show_heatmap`.
+      if (isOfHeatmap(model)) return fillHeatmap(root, model, (undo) => undos.push(undo));
       const skeleton = await decodeSkeleton(model.get("skeleton"));
       if (shown === current) fill(root, model, skeleton, (undo) => undos.push(undo));
     } catch (error) {
@@ -94,6 +99,15 @@ function fill(root: HTMLElement, model: Model, skeleton: Skeleton, onRemove: (un
   onRemove(hideStaticTree(model.get("about").model_id, root));
   tree.show(state.active);
   whenIdle(() => state.found.index.prepare(), onRemove);
+}
+
+function isOfHeatmap(model: Model | HeatmapModel): model is HeatmapModel {
+  return (model as HeatmapModel).get("heatmap") !== undefined;
+}
+
+function fillHeatmap(root: HTMLElement, model: HeatmapModel, onRemove: (undo: Undo) => void): void {
+  root.append(makeResultHeatmap(model, onRemove));
+  onRemove(hideStaticTree(model.get("heatmap").model_id, root));
 }
 
 /** One part that cannot be taken away keeps none of the others. */

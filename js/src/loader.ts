@@ -41,7 +41,7 @@ async function render(context: { model: Model; el: HTMLElement }): Promise<Undo>
     unpacked = null;
     const failure = document.createElement("p");
     failure.setAttribute("role", "alert");
-    failure.textContent = `The tree browser could not be loaded (${error}). Reload the page and run the cell again.`;
+    failure.textContent = `This widget could not be loaded (${error}). Reload the page and run the cell again.`;
     el.append(failure);
     return () => failure.remove();
   }

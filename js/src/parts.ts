@@ -15,10 +15,10 @@
 import type { RequestError, RequestName, Requests, Traits } from "./protocol";
 import type { Skeleton } from "./skeleton";
 
-/** The model as anywidget gives it, with types. */
-export interface Model {
-  get<K extends keyof Traits>(name: K): Traits[K];
-  set<K extends keyof Traits>(name: K, value: Traits[K]): void;
+/** The model as anywidget gives it, with types: that of the tree, or another widget's. */
+export interface Model<T = Traits> {
+  get<K extends keyof T>(name: K): T[K];
+  set<K extends keyof T>(name: K, value: T[K]): void;
   save_changes(): void;
   send(content: unknown, callbacks?: unknown, buffers?: ArrayBuffer[]): void;
   // biome-ignore lint/suspicious/noExplicitAny: events carry whatever their sender says

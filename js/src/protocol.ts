@@ -83,6 +83,48 @@ export interface Traits {
   run: { id: number; state: RunState } | null;
 }
 
+/** The traits of the widget of `show_heatmap`, which has `front_end` besides, and nothing else of the above. */
+export interface HeatmapTraits {
+  heatmap: ResultHeatmap;
+  /** A float32 per cell, row by row, little-endian; NaN where there is no number. */
+  values: DataView;
+  /** The selected cell, counted from the top left one; set by the front end. */
+  cell: [row: number, column: number] | null;
+}
+
+/** A result with two dimensions, in the order in which it is seen: the top row first. */
+export interface ResultHeatmap {
+  title: string | null;
+  /** What the numbers are. */
+  name: string;
+  rows: ResultSide;
+  columns: ResultSide;
+  /** How many rows and columns the result has, of which cells may be blocks. */
+  full: [rows: number, columns: number];
+  map: "sequential" | "diverging";
+  low: number;
+  high: number;
+  /** Which number has no colour, in words; `null`: all have one, or it is zero. */
+  center: string | null;
+  /** Why cells have no number. */
+  missing: string | null;
+  /** What cells are, if they are blocks. */
+  reduced: string | null;
+  /** As in `About`. */
+  model_id: string;
+}
+
+export interface ResultSide {
+  /** The dimension. */
+  name: string;
+  title: string;
+  /** The coordinate of each row or column; of a block, the first and the last. */
+  values: string[];
+  /** What stands beside the cells: short paths, texts of tokens; `null`: nothing. */
+  labels: string[] | null;
+  is_tokens: boolean;
+}
+
 export interface About {
   /** The variable that holds the graph: `pg`. */
   name: string;

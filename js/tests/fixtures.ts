@@ -16,22 +16,22 @@ import { Skeleton } from "../src/skeleton";
 type Listener = (...args: never[]) => void;
 
 /** A model as anywidget gives it. `sent` has what was sent, `saved` counts the calls of `save_changes`. */
-export class FakeModel implements Model {
+export class FakeModel<T extends object = Traits> implements Model<T> {
   readonly sent: unknown[] = [];
   saved = 0;
   private readonly listeners = new Map<string, Set<Listener>>();
 
-  constructor(readonly traits: Traits) {}
+  constructor(readonly traits: T) {}
 
-  get<K extends keyof Traits>(name: K): Traits[K] {
+  get<K extends keyof T>(name: K): T[K] {
     return this.traits[name];
   }
 
   /** As Backbone does: tells its listeners, of this view and of all others. */
-  set<K extends keyof Traits>(name: K, value: Traits[K]): void {
+  set<K extends keyof T>(name: K, value: T[K]): void {
     if (Object.is(this.traits[name], value)) return;
     this.traits[name] = value;
-    this.trigger(`change:${name}`);
+    this.trigger(`change:${String(name)}`);
     this.trigger("change");
   }
 

@@ -1,0 +1,260 @@
+import axe from "axe-core";
+import { afterEach, expect, test, vi } from "vitest";
+import { userEvent } from "vitest/browser";
+import { colour } from "../../src/colours";
+import widget from "../../src/index";
+import type { HeatmapTraits, ResultHeatmap } from "../../src/protocol";
+import "../../src/style.css";
+import { FakeModel } from "../fixtures";
+import { float32 } from "../job_fixtures";
+
+const ROWS = 3;
+const COLUMNS = 4;
+const VALUES = Array.from({ length: ROWS * COLUMNS }, (_, index) => index / 4 - 1);
+const HOSTILE = "<img src=x onerror=window.wasRun=1>";
+
+const undos: (() => void)[] = [];
+
+function result(changes: Partial<ResultHeatmap> = {}): ResultHeatmap {
+  const paths = [2, 1, 0].map((layer) => `transformer.h_${layer}.mlp.output`);
+  return {
+    title: "Restored",
+    name: "score",
+    rows: {
+      name: "path",
+      title: "path: transformer.*.mlp.output",
+      values: paths,
+      labels: ["h_2", "h_1", "h_0"],
+      is_tokens: false,
+    },
+    columns: {
+      name: "position",
+      title: "position",
+      values: ["0", "1", "2", "3"],
+      labels: ["The", " cat", "\n", HOSTILE],
+      is_tokens: true,
+    },
+    full: [ROWS, COLUMNS],
+    map: "diverging",
+    low: -2,
+    high: 2,
+    center: "corrupted 0",
+    missing: null,
+    reduced: null,
+    model_id: "abc",
+    ...changes,
+  };
+}
+
+async function shown(changes: Partial<ResultHeatmap> = {}, values = VALUES, cell: HeatmapTraits["cell"] = null) {
+  const model = new FakeModel<HeatmapTraits>({ heatmap: result(changes), values: float32(values), cell });
+  const el = document.createElement("div");
+  document.body.append(el);
+  const remove = await widget.render({ model, el });
+  undos.push(() => {
+    remove();
+    el.remove();
+  });
+  const query = <E extends HTMLElement>(selector: string) => el.querySelector(selector) as E;
+  return { model, el, remove, query, canvas: query<HTMLCanvasElement>("canvas") };
+}
+
+function centre(canvas: HTMLCanvasElement, row: number, column: number, rows = ROWS, columns = COLUMNS) {
+  const { width, height } = canvas.getBoundingClientRect();
+  return { position: { x: ((column + 0.5) * width) / columns, y: ((row + 0.5) * height) / rows } };
+}
+
+/** The colour at a quarter of a cell, where no mark is. */
+function pixel(canvas: HTMLCanvasElement, row: number, column: number): number[] {
+  const x = Math.floor(((column + 0.5) / COLUMNS) * canvas.width);
+  const y = Math.floor(((row + 0.5) / ROWS) * canvas.height);
+  return [...(canvas.getContext("2d")?.getImageData(x, y, 1, 1).data.slice(0, 3) ?? [])];
+}
+
+afterEach(() => {
+  for (const undo of undos.splice(0)) undo();
+  delete document.body.dataset.jpThemeLight;
+  document.body.removeAttribute("style");
+});
+
+test("cells have the colours of the scale that the kernel gave, not of one over the values", async () => {
+  const { canvas } = await shown();
+  VALUES.forEach((value, index) => {
+    expect(pixel(canvas, Math.floor(index / COLUMNS), index % COLUMNS)).toEqual(colour((value + 2) / 4, "diverging"));
+  });
+});
+
+test("axes have titles and labels, the legend says what has no colour", async () => {
+  const { el, query } = await shown();
+  expect(query("h3").textContent).toBe("Restored");
+  expect(query(".gp-heatmap-row-title").textContent).toBe("path: transformer.*.mlp.output");
+  expect(query(".gp-heatmap-column-title").textContent).toBe("position");
+  const labels = (axis: string) => [...el.querySelectorAll(`.gp-heatmap-${axis} span`)].map((one) => one.textContent);
+  expect(labels("rows")).toEqual(["h_2", "h_1", "h_0"]);
+  expect(labels("columns")).toEqual(["The", "␣cat", "⏎", HOSTILE.replaceAll(" ", "␣")]);
+  expect(query(".gp-legend").textContent).toBe("score (no colour: corrupted 0)-22−+");
+  expect(el.querySelector("img")).toBeNull();
+  expect("wasRun" in window).toBe(false);
+});
+
+test("titles and labels stand beside the cells", async () => {
+  const { query, canvas } = await shown();
+  const cells = canvas.getBoundingClientRect();
+  const rows = query(".gp-heatmap-rows").getBoundingClientRect();
+  expect(query(".gp-heatmap-row-title").getBoundingClientRect().right).toBeLessThanOrEqual(rows.left);
+  expect(cells.left - rows.right).toBeGreaterThanOrEqual(0);
+  expect(cells.left - rows.right).toBeLessThan(8);
+  expect(query(".gp-heatmap-columns").getBoundingClientRect().top).toBeGreaterThanOrEqual(cells.bottom);
+});
+
+test("values beyond the limits are said to be there", async () => {
+  const { query } = await shown({ low: -1, high: 1, center: null });
+  expect(query(".gp-legend").textContent).toContain("score-1≥ 1");
+});
+
+test("a float32 that is rounded beyond a limit is not beyond it", async () => {
+  const { query } = await shown(
+    { low: -0.1, high: 0.1 },
+    Array.from({ length: 12 }, (_, at) => (at % 2 ? 0.1 : -0.1)),
+  );
+  expect(query(".gp-legend").textContent).toContain("-0.10.1");
+});
+
+test("a cell under the mouse is read out, with its full path and its token", async () => {
+  const { query, canvas } = await shown();
+  await userEvent.hover(canvas, centre(canvas, 1, 1));
+  expect(query(".gp-readout").textContent).toBe("path transformer.h_1.mlp.output, position 1 (␣cat): 0.25");
+  await userEvent.unhover(canvas);
+  expect(query(".gp-readout").textContent).toContain("3 × 4");
+});
+
+test("a click selects a cell, another one gives it up; the kernel hears of both", async () => {
+  const { model, query, canvas } = await shown();
+  await userEvent.click(canvas, centre(canvas, 2, 0));
+  expect([model.traits.cell, model.saved]).toEqual([[2, 0], 1]);
+  expect(query(".gp-result > .gp-note").textContent).toBe(
+    "Selected: path transformer.h_0.mlp.output, position 0 (The): 1",
+  );
+  const mark = query(".gp-heatmap-mark").getBoundingClientRect();
+  expect(mark.left).toBeCloseTo(canvas.getBoundingClientRect().left, 0);
+  expect(mark.bottom).toBeCloseTo(canvas.getBoundingClientRect().bottom, 0);
+  await userEvent.click(canvas, centre(canvas, 2, 0));
+  expect([model.traits.cell, model.saved]).toEqual([null, 2]);
+  expect(query(".gp-heatmap-mark").hidden).toBe(true);
+  expect(query(".gp-result > .gp-note").hidden).toBe(true);
+});
+
+test("the keyboard reads and selects", async () => {
+  const { model, query, canvas } = await shown();
+  canvas.focus();
+  await userEvent.keyboard("{Enter}");
+  expect(model.traits.cell).toBeNull();
+  await userEvent.keyboard("{ArrowDown}{ArrowDown}{ArrowRight}{Enter}");
+  expect(model.traits.cell).toEqual([1, 1]);
+  await userEvent.keyboard("{ArrowRight} ");
+  expect(model.traits.cell).toEqual([1, 2]);
+  expect(query(".gp-result > .gp-note").getAttribute("aria-live")).toBe("polite");
+});
+
+test("what the kernel selects is shown, in all views", async () => {
+  const { model, query } = await shown({}, VALUES, [0, 3]);
+  expect(query(".gp-result > .gp-note").textContent).toContain("transformer.h_2.mlp.output, position 3");
+  model.set("cell", [0, 0]);
+  expect(query(".gp-result > .gp-note").textContent).toContain("position 0 (The): -1");
+});
+
+test("cells are made larger and smaller, labels and mark with them; the button keeps the focus", async () => {
+  const rows = 80;
+  const side = (name: string, count: number) => ({
+    name,
+    title: name,
+    values: Array.from({ length: count }, (_, index) => String(index)),
+    labels: Array.from({ length: count }, (_, index) => `label ${index}`),
+    is_tokens: false,
+  });
+  const many = Array.from({ length: rows * rows }, (_, index) => Math.sin(index));
+  const size = { rows: side("path", rows), columns: side("position", rows), full: [rows, rows] as [number, number] };
+  const { el, query, canvas } = await shown(size, many, [40, 40]);
+  expect(el.querySelector(".gp-heatmap-rows")).toBeNull();
+  const before = canvas.getBoundingClientRect().width;
+  const larger = query<HTMLButtonElement>("[aria-label='Larger cells']");
+  const smaller = query<HTMLButtonElement>("[aria-label='Smaller cells']");
+  expect(smaller.getAttribute("aria-disabled")).toBe("true");
+  larger.focus();
+  for (let step = 0; step < 30; step++) larger.click();
+  expect(document.activeElement).toBe(larger);
+  expect(larger.getAttribute("aria-disabled")).toBe("true");
+  const cell = canvas.getBoundingClientRect().width / rows;
+  expect(cell).toBeGreaterThan(20);
+  expect(cell).toBeLessThanOrEqual(36);
+  expect(query(".gp-heatmap-mark").getBoundingClientRect().width).toBeCloseTo(cell, 1);
+  expect(el.querySelectorAll(".gp-heatmap-rows span").length).toBe(rows);
+  expect(query(".gp-heatmap-frame").getBoundingClientRect().width).toBeLessThanOrEqual(el.clientWidth);
+  for (let step = 0; step < 30; step++) smaller.click();
+  expect(canvas.getBoundingClientRect().width).toBe(before);
+});
+
+test("the keyboard's cell is kept in sight of a frame that scrolls", async () => {
+  const rows = 120;
+  const side = (name: string) => ({
+    name,
+    title: name,
+    values: Array.from({ length: rows }, (_, index) => String(index)),
+    labels: Array.from({ length: rows }, (_, index) => `label ${index}`),
+    is_tokens: false,
+  });
+  const many = Array.from({ length: rows * rows }, (_, index) => Math.sin(index));
+  const { query, canvas } = await shown({ rows: side("path"), columns: side("position"), full: [rows, rows] }, many);
+  for (let step = 0; step < 30; step++) query("[aria-label='Larger cells']").click();
+  const frame = query(".gp-heatmap-frame").getBoundingClientRect();
+  canvas.focus({ preventScroll: true });
+  const isSeen = () => {
+    const cell = query(".gp-heatmap-cursor").getBoundingClientRect();
+    const rowLabels = query(".gp-heatmap-rows").getBoundingClientRect();
+    const columnLabels = query(".gp-heatmap-columns").getBoundingClientRect();
+    expect(cell.left).toBeGreaterThanOrEqual(rowLabels.right - 1);
+    expect(cell.top).toBeGreaterThanOrEqual(frame.top - 1);
+    expect(cell.right).toBeLessThanOrEqual(frame.right + 1);
+    expect(cell.bottom).toBeLessThanOrEqual(columnLabels.top + 1);
+  };
+  await userEvent.keyboard("{ArrowDown}{Control>}{End}{/Control}");
+  isSeen();
+  await userEvent.keyboard("{Control>}{Home}{/Control}");
+  isSeen();
+});
+
+test("cells without a number are hatched, and it is said why", async () => {
+  const values = VALUES.map((value, index) => (index === 5 ? Number.NaN : value));
+  const { query } = await shown({ missing: "failed" }, values);
+  expect(query("figure .gp-note").textContent).toBe("1 value hatched: failed.");
+});
+
+test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => {
+  document.body.dataset.jpThemeLight = isLight;
+  document.body.style.background = isLight === "true" ? "#fff" : "#111";
+  const { el } = await shown({}, VALUES, [1, 1]);
+  const { violations } = await axe.run(el);
+  expect(violations.map(({ id, nodes }) => [id, nodes.map((node) => `${node.html} ${node.failureSummary}`)])).toEqual(
+    [],
+  );
+});
+
+test("nothing is left when the view is taken away, and the static table is seen again", async () => {
+  const table = document.createElement("div");
+  table.className = "gp-static gp-static-abc";
+  table.textContent = "table";
+  document.body.append(table);
+  undos.push(() => table.remove());
+  const { el, model, remove } = await shown();
+  expect(getComputedStyle(table).display).toBe("none");
+  remove();
+  expect(getComputedStyle(table).display).toBe("block");
+  expect(el.childElementCount).toBe(0);
+  model.set("cell", [0, 0]);
+});
+
+test("values that do not fit are said to be so", async () => {
+  vi.spyOn(console, "error").mockImplementation(() => undefined);
+  const { el } = await shown({}, [1, 2]);
+  expect(el.querySelector("[role=alert]")?.textContent).toContain("8 bytes for a heatmap of 3 x 4");
+});
