@@ -70,6 +70,8 @@ def base_of(array: DataArray, relative_to: str | float) -> Center:
     """
     if not isinstance(relative_to, str):
         return Center(float(relative_to))
+    if array.attrs.get("method") in _ZERO_CENTRED:
+        raise ExperimentError(f"relative_to={relative_to!r}: attribution scores are differences already")
     ends = [array.attrs.get(name) for name in ("corrupted", "baseline")]
     if relative_to in ("clean", "corrupted") and None not in ends and ends[0] != ends[1]:
         words = "0 is the corrupted run, 1 the clean one"

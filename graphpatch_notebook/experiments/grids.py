@@ -160,7 +160,8 @@ def is_upward(grid: Grid, origin: str | None) -> bool:
 def numbers_of(array: DataArray, wishes: Wishes) -> tuple[Numbers, Scale]:
     """Returns the numbers that are shown, and what their colours mean."""
     name = str(array.name) if array.name is not None else "value"
-    shown = wishes.label(name, name)
+    metric = array.attrs.get("metric")
+    shown = wishes.label(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
     values = np.where(np.isfinite(array.values), array.values, np.nan).astype(np.float64)
     center = center_of(array, wishes.center)
     if wishes.relative_to is not None:

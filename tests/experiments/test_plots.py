@@ -136,6 +136,7 @@ def test_colours_are_where_the_numbers_are() -> None:
             "score\n(no colour: corrupted 0)",
         ),
         ({"baseline": 2.0, "method": "attribution"}, {}, (-11.0, 11.0), "score"),
+        ({"metric": "Loss"}, {}, (0.0, 11.0), "score (Loss)"),
         ({"baseline": 2.0}, {"center": 5}, (-1.0, 11.0), "score"),
         ({"baseline": 2.0}, {"center": None}, (0.0, 11.0), "score"),
         ({"corrupted": 2.0}, {"relative_to": "corrupted"}, (-9.0, 9.0), "score − corrupted 2"),
@@ -304,6 +305,7 @@ def test_paths_that_differ_in_several_places() -> None:
         (a_result(), {"center": float("nan")}, "finite"),
         (a_result(), {"limits": (2, 1)}, "the smaller one first"),
         (a_result(baseline=0.0, clean=5.0, corrupted=1.0), {"relative_to": "clean"}, "normalized already"),
+        (a_result(method="attribution", corrupted=1.0), {"relative_to": "corrupted"}, "differences already"),
         (a_result(baseline=1.0), {"relative_to": "clean"}, "it has 'baseline'"),
     ],
 )
