@@ -13,10 +13,12 @@ from torch.nn import Module
 from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.values import readable_children
 
-_PLAIN = (
+PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
     slice, range, type, type(Ellipsis),
 )  # fmt: skip
+"""Values that nobody can change."""
+
 # Swapped by this package, or account that accelerate keeps; and what `nn.Module` has of its own besides the registries.
 _NOT_STATE = {"forward", "_old_forward", "_hf_hook", *torch.nn.Module().__dict__} - {"training"}
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -63,7 +65,7 @@ class ModuleLook:
         """Yields the attributes, what is in their containers, and how often tensors were written into."""
         state = self._module.__dict__
         for registry in self._registries:
-            for value in state[registry].values():
+            for value in state.get(registry, {}).values():  # scripted modules have none
                 yield value
                 if registry != "_modules" and value is not None:
                     yield version_of(value)
@@ -77,7 +79,7 @@ class ModuleLook:
                 yield from value.values() if isinstance(value, dict) else value
 
 
-_LOOKED_THROUGH = (Module, Tensor, *_CONTAINERS, *_PLAIN)
+_LOOKED_THROUGH = (Module, Tensor, *_CONTAINERS, *PLAIN)
 
 
 def changed_object(objects: dict[int, tuple[Any, dict[str, Any]]]) -> str | None:
@@ -114,7 +116,7 @@ class GivenValues:
             self.tensors.append((value, version_of(value)))
             if value.is_inference():
                 self.unknown = "a tensor of inference mode, of which it cannot be told whether it is written into"
-        elif not isinstance(value, _PLAIN):
+        elif not isinstance(value, PLAIN):
             inside = readable_children(value)
             if inside is None:
                 if not callable(value):
@@ -159,14 +161,14 @@ def problem_of_result(module: Module, given: GivenValues, output: Any, *, with_g
                 return "gradients flow through it"
             if leaf.is_inference() or _storage(leaf) in storages:
                 return "it returns what it is given"
-        elif not isinstance(leaf, _PLAIN):
+        elif not isinstance(leaf, PLAIN):
             return f"it returns an object of type {type(leaf).__name__}"
     return None
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yields what a value made of containers holds: tensors, and all else that is no container."""
-    inside = None if isinstance(value, (Tensor, *_PLAIN)) else readable_children(value)
+    inside = None if isinstance(value, (Tensor, *PLAIN)) else readable_children(value)
     if inside is None:
         yield value
         return

@@ -29,6 +29,7 @@ from graphpatch_notebook.execution.frame_effects import (
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import takes_hooks
 from graphpatch_notebook.graph_modules.snapshots import version_of
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import mapped, readable_children, rebuilt
 
 NEVER = float("inf")
@@ -165,15 +166,19 @@ class Recording:
     def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_kept = self._stack.running[-1].node.is_open
         running = self._stack.push(module)
-        running.look = ModuleLook(module, self._objects)
-        if is_kept:
-            running.given = GivenValues(args, kwargs)
+        with without_torch_functions():
+            running.look = ModuleLook(module, self._objects)
+            if is_kept:
+                running.given = GivenValues(args, kwargs)
 
     def returned(self, output: Any) -> None:
         running = self._stack.running[-1]
-        if running.has_returned:
-            return
-        running.has_returned = True
+        if not running.has_returned:
+            running.has_returned = True
+            with without_torch_functions():
+                self._note(running, output)
+
+    def _note(self, running: RunningFrame, output: Any) -> None:
         node = running.node
         assert running.look is not None
         assert node.module is not None

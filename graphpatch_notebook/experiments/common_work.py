@@ -145,7 +145,9 @@ def _survey(
     full = _baseline(pg, inputs, metric) if is_fused else None
     for extra in [*(trims(pg._root_frame, inputs, targets) if batch is not None else []), {}]:
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
-        found = survey(pg, trimmed, targets, with_gradients=backward)
+        # Torch's fused kernels are not used under a mode: their numbers would be others.
+        notes_reads = batch is not None and not _holds_fused(pg)
+        found = survey(pg, trimmed, targets, with_gradients=backward, notes_reads=notes_reads)
         if extra and any(mark.came_up == NEVER for mark in found.marks.values()):
             continue
         if keeps_last := "logits_to_keep" in extra:
@@ -172,5 +174,8 @@ def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> 
 
 def _is_fused(pg: PatchableGraph, targets: Sequence[Target]) -> bool:
     """Whether frames may have run by torch's fused kernels in one run and without them in another."""
-    sees_ops = any(target.node.kind == "op" for target in targets)
-    return sees_ops and any(isinstance(module, _FUSED) for module in pg._module.modules())
+    return any(target.node.kind == "op" for target in targets) and _holds_fused(pg)
+
+
+def _holds_fused(pg: PatchableGraph) -> bool:
+    return any(isinstance(module, _FUSED) for module in pg._module.modules())

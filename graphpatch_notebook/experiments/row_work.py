@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphpatch_notebook.execution.frame_effects import leaves_of
-from graphpatch_notebook.execution.frame_results import FrameNode
+from graphpatch_notebook.execution.frame_effects import PLAIN, leaves_of
+from graphpatch_notebook.execution.frame_results import NEVER, FrameNode
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.chunking import Work, overhead, rows_at_once
 from graphpatch_notebook.experiments.inputs import Inputs
@@ -37,7 +37,7 @@ class RowWork:
         output: Where the rows are in the output.
         layouts: Where the rows are in what frames returned.
         of_paths: Where the rows are in the values that are patched.
-        problems: For paths whose values have no rows, why.
+        problems: For paths whose values have no rows, or cannot be patched in rows, why.
         most: How many interventions one forward holds.
         overhead: What a run costs besides computing, in rows.
         is_assumed: Whether the rows are taken to be where batches are, in dimension 0, and no run on doubled inputs
@@ -93,13 +93,26 @@ def row_work(
     most = rows_at_once(tokens, device) if batch == "auto" else int(batch)
     if most < 2:
         raise RowsError(f"one forward has {tokens:,} tokens already")
+    if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(survey.output)):
+        raise RowsError("the output holds an object that has no rows")
     extra = overhead(Work.of(survey.tree), tokens, device)
     if may_assume:
         size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
         assumed = _assumed(survey, size)
         if assumed is not None:
-            return RowWork(layout, *assumed, {}, most, extra, is_assumed=True)
-    return RowWork(layout, *_doubled(pg, inputs, layout, survey, targets), most, extra)
+            return RowWork(layout, *assumed, _read_after(pg, survey), most, extra, is_assumed=True)
+    output, layouts, of_paths, problems = _doubled(pg, inputs, layout, survey, targets)
+    return RowWork(layout, output, layouts, of_paths, {**problems, **_read_after(pg, survey)}, most, extra)
+
+
+def _read_after(pg: PatchableGraph, survey: Survey) -> dict[str, str]:
+    """Returns the paths after which Python looks at values: what it does then may be another thing for each cell."""
+    why = "the model looks at values, and may do another thing for each cell"
+    if survey.last_read == NEVER:
+        # Nobody took note: the capture knows.
+        has_doubts = any(frame.doubts for frame in pg._root_frame.walk())
+        return dict.fromkeys(survey.marks, why) if has_doubts else {}
+    return {path: why for path, mark in survey.marks.items() if mark.came_up < survey.last_read}
 
 
 def _assumed(survey: Survey, size: int) -> tuple[Layout, dict[FrameNode, Layout], dict[str, Rows]] | None:

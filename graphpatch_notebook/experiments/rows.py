@@ -6,7 +6,7 @@ the one along which a value is twice itself then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,7 @@ def taken(value: Any, layout: Layout, number: int) -> Any:
 
     def take(leaf: Any) -> Any:
         rows = next(places)
-        if rows is not None:
-            return rows.taken(leaf, number)
-        return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else _Shared(leaf)
+        return leaf if rows is None else rows.taken(leaf, number)
 
     return _rebuilt(value, take)
 
@@ -123,19 +121,6 @@ def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
     if inside is None:
         return function(value)
     return rebuilt(type(value), [key for key, _ in inside], [_rebuilt(child, function) for _, child in inside])
-
-
-class _Shared:
-    """Stands for an object in the output that holds what belongs to several interventions."""
-
-    def __init__(self, value: Any) -> None:
-        self.__dict__["kind"] = type(value).__name__
-
-    def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise RowsError(f"the metric looks into a {self.__dict__['kind']} in the output, which has no rows")
-
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __eq__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
 
 
 def row_inputs(inputs: Inputs) -> Layout:
@@ -223,40 +208,56 @@ class RowsPatch(Patch[Any]):
     Args:
         entries: For each intervention, its entries on this value.
         rows: Where the rows are.
+        is_tested: Whether two more interventions follow: one without patches, and one with wild values, which shows
+            in the other wherever rows meet.
     """
 
-    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows) -> None:
+    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, is_tested: bool) -> None:
         super().__init__(any_shape=True)  # each entry looks at the shape of its rows
         self._entries = entries
         self._rows = rows
+        self._is_tested = is_tested
 
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
         if not isinstance(original_output, Tensor):
             raise RowsError(f"a patched value is no tensor but of type {type(original_output).__name__}")
         assert dim is not None
-        if original_output.dim() <= dim or original_output.shape[dim] != size * len(self._entries):
+        count = len(self._entries) + 2 * self._is_tested
+        if original_output.dim() <= dim or original_output.shape[dim] != size * count:
             raise RowsError(
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
             )
-        pieces = list(self._pieces(original_output))
-        if all(patched is None for _, _, patched in pieces):
-            return original_output
-        return torch.cat(
-            [original_output.narrow(dim, start, length) if new is None else new for start, length, new in pieces], dim
-        )
-
-    def _pieces(self, value: Tensor) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yields start, length and patched value (`None`: nothing is changed) of each piece of the value."""
-        size = self._rows.size
+        pieces: list[Tensor] = []
+        is_changed = self._is_tested
         for number, entries in enumerate(self._entries):
-            block = self._rows.taken(value, number)
-            patched: Any = block
-            for entry in entries:
-                patched = apply_to_rows(entry, patched)
-            if patched is not block:
-                if not isinstance(patched, Tensor) or patched.shape != block.shape or patched.dtype != block.dtype:
-                    raise RowsError("a patch changes the shape or the dtype of a value")
-                yield number * size, size, patched
-            else:
-                yield number * size, size, None
+            block = self._rows.taken(original_output, number)
+            pieces.append(_patched(block, entries))
+            is_changed |= pieces[-1] is not block
+        if self._is_tested:
+            pieces.append(self._rows.taken(original_output, count - 2))
+            pieces.append(wild(self._rows.taken(original_output, count - 1)))
+        return torch.cat(pieces, dim) if is_changed else original_output
+
+
+def _patched(block: Tensor, entries: Sequence[Entry]) -> Tensor:
+    patched: Any = block
+    for entry in entries:
+        patched = apply_to_rows(entry, patched)
+    if not isinstance(patched, Tensor) or patched.shape != block.shape or patched.dtype != block.dtype:
+        raise RowsError("a patch changes the shape or the dtype of a value")
+    return patched
+
+
+def wild(value: Tensor) -> Tensor:
+    """Returns a value that is far off in both directions; for whole numbers, the same ones in another order.
+
+    Example:
+        >>> wild(torch.ones(3)).tolist()
+        [1001.0, -1001.0, 1001.0]
+    """
+    if value.is_floating_point() or value.is_complex():
+        signs = 1 - 2 * (torch.arange(value.numel(), device=value.device) % 2).reshape(value.shape)
+        # Zeros, and a size that all have, must not stay what they are.
+        return value + signs.to(value.dtype) * 1000 * value.detach().abs().clamp(min=1)
+    return value.flip(-1) if value.dim() else value

@@ -256,11 +256,12 @@ class CellRunner:
         frames = frozenset(survey.tree.replayable(survey.came_up(paths), rows.layouts) if common.replays else ())
         key = (frames, frozenset(paths))
         with_control = key not in self._checked_rows
-        count = len(cells) + with_control
+        count = len(cells) + 2 * with_control
         patches: PatchMap = {
             path: RowsPatch(
-                [*([e for e in own if e.target.path == path] for own in entries), *([[]] if with_control else [])],
+                [[entry for entry in own if entry.target.path == path] for own in entries],
                 rows.of_paths[path],
+                is_tested=with_control,
             )
             for path in paths
         }
@@ -269,7 +270,7 @@ class CellRunner:
             output = self._pg(*inputs.args, **inputs.kwargs)
             self._check(output, count)
             if with_control:
-                self._check_control(taken(output, rows.output, count - 1))
+                self._check_control(taken(output, rows.output, count - 2))
             pairs = [
                 self._row_result(number, taken(output, rows.output, place)) for place, (number, _) in enumerate(cells)
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from graphpatch_notebook.execution.frame_results import (
 )
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.value_reads import ValueReads
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
@@ -50,28 +51,39 @@ class Survey:
         tree: The frames, with what some of them returned.
         marks: When each path came up, and what value.
         state_change: What the run changed in the model, in words; `None` for nothing.
+        last_read: When Python looked at values last; `NEVER` where nobody took note of that.
     """
 
     output: Any
     tree: FrameTree
     marks: dict[str, Mark]
     state_change: str | None
+    last_read: float = NEVER
 
     def came_up(self, paths: Sequence[str]) -> float:
         """Returns when the first of `paths` came up."""
         return min((self.marks[path].came_up for path in paths), default=NEVER)
 
 
-def survey(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target], *, with_gradients: bool) -> Survey:
+def survey(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    targets: Sequence[Target],
+    *,
+    with_gradients: bool,
+    notes_reads: bool = False,
+) -> Survey:
     """Runs the model without patches, and returns what that told; gradients are as the caller has them."""
     tree = FrameTree()
     for target in targets:
         _open(tree, target)
     while True:
         recording = Recording(tree, with_gradients=with_gradients)
-        marks, output = watched_run(pg, inputs, targets, tree, recording)
+        reads = ValueReads(tree) if notes_reads else None
+        with reads or nullcontext():
+            marks, output = watched_run(pg, inputs, targets, tree, recording)
         if not recording.close():
-            return Survey(output, tree, marks, recording.state_change)
+            return Survey(output, tree, marks, recording.state_change, NEVER if reads is None else reads.last)
 
 
 def watched_run(
