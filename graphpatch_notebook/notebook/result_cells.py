@@ -43,14 +43,7 @@ class ResultCells:
         values = np.where(np.abs(grid.values) < _LARGEST, grid.values, np.nan)[order]
         center = 0.0 if grid.scale.center is None else grid.scale.center.value
         strength = np.where(np.isnan(values), -1.0, np.abs(values - center))
-        height, width = math.ceil(rows / block[0]), math.ceil(columns / block[1])
-        found = np.empty((height, width, 2), dtype=np.intp)
-        for row in range(height):
-            strip = strength[row * block[0] : (row + 1) * block[0]]
-            for column in range(width):
-                part = strip[:, column * block[1] : (column + 1) * block[1]]
-                place = np.unravel_index(part.argmax(), part.shape)
-                found[row, column] = row * block[0] + place[0], column * block[1] + place[1]
+        found = _strongest(strength, block)
         shown = values[found[..., 0], found[..., 1]]
         found[..., 0] = order[found[..., 0]]
         return cls(grid, shown, found, block, is_upward)
@@ -102,3 +95,15 @@ class ResultCells:
         rows, columns = self.grid.values.shape
         what = f"number farthest from {scale.center or 0}"
         return f"each cell is the {what} of {self.block[0]} x {self.block[1]} of {rows} x {columns}"
+
+
+def _strongest(strength: Numbers, block: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Returns the place of the greatest number of each block, of shape (rows, columns, 2)."""
+    rows, columns = (math.ceil(size / length) for size, length in zip(strength.shape, block, strict=True))
+    padding = [(0, rows * block[0] - strength.shape[0]), (0, columns * block[1] - strength.shape[1])]
+    padded = np.pad(strength, padding, constant_values=-np.inf)
+    blocks = padded.reshape(rows, block[0], columns, block[1]).transpose(0, 2, 1, 3).reshape(rows, columns, -1)
+    place = np.stack(np.unravel_index(blocks.argmax(-1), block), axis=-1)
+    corners = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1) * np.array(block)
+    found: np.ndarray[Any, np.dtype[np.intp]] = corners + place
+    return found

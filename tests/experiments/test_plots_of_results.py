@@ -1,0 +1,121 @@
+"""What experiments give can be drawn as it is: the picture says what it compares with, also after loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments import (
+    LogitDifference,
+    ablate,
+    attribute,
+    causal_trace,
+    load_result,
+    path_patch,
+    plot_heads,
+    plot_heatmap,
+    plot_scores,
+    save_result,
+    show_heatmap,
+)
+
+METRIC = LogitDifference(3, 5)
+PATHS = ["transformer.h_0.mlp.output", "transformer.h_1.mlp.output"]
+
+
+@pytest.fixture(autouse=True)
+def figures() -> Iterator[None]:
+    yield
+    pyplot.close("all")
+
+
+@pytest.fixture(scope="module")
+def runs() -> tuple[PatchableGraph, Tensor, Tensor]:
+    """Returns a graph, clean inputs and corrupted ones."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=20, n_positions=8, bos_token_id=None, eos_token_id=None
+    )
+    clean = torch.randint(0, 20, (1, 6))
+    corrupted = clean.clone()
+    corrupted[0, 2] = (clean[0, 2] + 1) % 20
+    return PatchableGraph(GPT2LMHeadModel(config).eval(), clean), clean, corrupted
+
+
+def label(ax: pyplot.Axes) -> str:
+    return " ".join(ax.collections[0].colorbar.ax.get_ylabel().split())
+
+
+@pytest.mark.parametrize("suffix", [None, "json", "parquet"])
+def test_a_causal_trace(runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: Path, suffix: str | None) -> None:
+    result = causal_trace(*runs, PATHS, None, METRIC, progress=False)
+    if suffix is not None:
+        save_result(result, tmp_path / f"trace.{suffix}")
+        result = load_result(tmp_path / f"trace.{suffix}")
+    tokens = [f" {token}" for token in runs[1][0].tolist()]
+    ax = plot_heatmap(result, tokens=tokens)
+    low, high = ax.collections[0].get_clim()
+    assert (low + high) / 2 == pytest.approx(result.attrs["corrupted"])
+    assert label(ax) == f"{METRIC.name} (no colour: corrupted {result.attrs['corrupted']:.4g})"
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == [f"␣{token}" for token in runs[1][0].tolist()]
+    assert np.array_equal(ax.collections[0].get_array(), result.values)
+    assert show_heatmap(result, tokens=tokens).heatmap["center"] == f"corrupted {result.attrs['corrupted']:.4g}"
+
+
+def test_a_normalized_trace(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
+    result = causal_trace(*runs, PATHS, None, METRIC, normalize=True, progress=False)
+    ax = plot_heatmap(result)
+    low, high = ax.collections[0].get_clim()
+    assert low == -high
+    assert label(ax).endswith("normalized (no colour: corrupted 0)")
+    with pytest.raises(ExperimentError, match="normalized already"):
+        plot_heatmap(result, relative_to="corrupted")
+
+
+def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
+    pg, clean, corrupted = runs
+    result = attribute(pg, METRIC, clean, corrupted)
+    ax = plot_scores(result, top=5)
+    strongest = np.sort(np.abs(result.values[np.isfinite(result.values)]))[::-1][:5]
+    assert [abs(bar.get_width()) for bar in ax.patches] == strongest.tolist()
+    assert ax.get_xlabel() == f"score ({METRIC.name})"
+    ax = plot_heatmap(attribute(pg, METRIC, clean, corrupted, paths=PATHS, positions=True))
+    low, high = ax.collections[0].get_clim()
+    assert low == -high
+    assert label(ax) == f"score ({METRIC.name})"
+
+
+def test_ablated_heads(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
+    pg, clean, _ = runs
+    paths = [f"transformer.h_{layer}.attn.c_proj.x" for layer in range(2)]
+    result = ablate(pg, paths, clean, metric=METRIC, heads=2, positions=[2, 5], progress=False)
+    axes = plot_heads(result, facet="position", tokens=[f" {token}" for token in clean[0].tolist()])
+    assert [ax.get_title() for ax in axes] == [f"position {at}: ␣{clean[0, at].item()}" for at in (2, 5)]
+    low, high = axes[0].collections[0].get_clim()
+    assert (low + high) / 2 == pytest.approx(result.attrs["baseline"])
+    assert [tick.get_text() for tick in axes[0].get_yticklabels()] == ["h_0", "h_1"]
+
+
+def test_patched_edges(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
+    pg, clean, corrupted = runs
+    senders = [f"transformer.h_{layer}.mlp.output" for layer in range(2)]
+    result = path_patch(
+        pg, senders, ["transformer.h_1.mlp.hidden_states", None], clean, corrupted, METRIC, progress=False
+    )
+    ax = plot_heatmap(result)
+    assert ax.get_ylabel().startswith("sender")
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["h_0", "h_1"]
+    assert label(ax).endswith(f"(no colour: corrupted {result.attrs['corrupted']:.4g})")
