@@ -81,7 +81,8 @@ def _tell(cells: Sequence[Cell], results: Mapping[int, CellResult], failures: in
     if failures == len(cells):
         kinds = len({results[cell.number].error for cell in failed})
         others = f" (and {kinds - 1} other errors)" if kinds > 1 else ""
-        raise ExperimentError(f"all {failures} cells failed, the first being {first}{others}")
+        which = f"all {failures} cells failed, the first being" if failures > 1 else "the only cell failed:"
+        raise ExperimentError(f"{which} {first}{others}")
     warn_each_time(
         f"{failures} of {len(cells)} cells failed and are NaN, the first being {first}; all of them are in "
         'attrs["errors"]',

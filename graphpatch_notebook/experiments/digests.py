@@ -138,11 +138,16 @@ def _function_parts(function: types.FunctionType) -> Iterator[Any]:
 
 def global_names(code: types.CodeType) -> list[str]:
     """Returns the names of the globals that a function, and the functions in it, may read, sorted."""
+    return list(_global_names(code))
+
+
+@functools.lru_cache(maxsize=1024)  # thousands of cells have functions of one code
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in _GLOBAL_LOADS}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= set(global_names(constant))
-    return sorted(names)
+            names |= set(_global_names(constant))
+    return tuple(sorted(names))
 
 
 def _seen_global(value: Any, module: str) -> Any:

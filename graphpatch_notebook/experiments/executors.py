@@ -18,6 +18,7 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.execution.context import innermost
 from graphpatch_notebook.experiments.cells import Cell, CellResult
 from graphpatch_notebook.experiments.parcels import RECIPE, packed
 from graphpatch_notebook.experiments.runner import CellRunner
@@ -36,12 +37,17 @@ Task = Callable[[Sequence[Cell], int], "tuple[Any, ...]"]
 """From some cells, and how often they were submitted before, to the arguments of `submit`."""
 
 
-def check_executor(executor: Any, recipe: Any) -> None:
-    """Makes sure that an executor can be used, with this recipe.
+def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
+    """Makes sure that an executor can be used, with this recipe, for this graph.
 
     Raises:
         ExperimentError: It cannot.
     """
+    if innermost(pg) is not None:
+        raise ExperimentError(
+            "the patches of a context hold for the thread that entered it, and executor= runs cells elsewhere: leave "
+            "the with block, and have make_patches return these patches too"
+        )
     if not callable(getattr(executor, "submit", None)):
         raise ExperimentError(
             f"executor= takes an executor, with a method submit that returns a future, not {type(executor).__name__}"
@@ -128,6 +134,9 @@ class Dispatch:
         executor: The executor.
         task: Makes the tasks.
         runner: Runs cells here.
+
+    Attributes:
+        remarks: Those of the runners that ran cells elsewhere, in order, as keys.
     """
 
     def __init__(self, executor: Any, task: Task, runner: CellRunner) -> None:
@@ -140,6 +149,7 @@ class Dispatch:
         self._breakage: BaseException | None = None
         self._has_results = False
         self._messages: dict[str, None] = {}
+        self.remarks: dict[str, None] = {}
         self._ledger: Ledger
 
     def run(self, chunks: Chunks, ledger: Ledger) -> None:
@@ -190,13 +200,14 @@ class Dispatch:
 
     def _take(self, portion: _Portion) -> None:
         try:
-            results, messages = portion.future.result()
+            results, messages, remarks = portion.future.result()
         except (Exception, asyncio.CancelledError) as error:
             self._take_failure(portion, error)
         else:
             self._has_results = True
             self._ledger.keep(results)
             self._messages |= dict.fromkeys(messages)
+            self.remarks |= dict.fromkeys(remarks)
             del self._out[portion]
 
     def _take_failure(self, portion: _Portion, error: BaseException) -> None:

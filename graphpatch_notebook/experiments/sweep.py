@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from graphpatch_notebook.experiments.fitness import Reference
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.progress import shown_progress
 from graphpatch_notebook.experiments.runner import CellRunner
-from graphpatch_notebook.experiments.scheduling import Chunks, Ledger, remaining, run_here
+from graphpatch_notebook.experiments.scheduling import Ledger, remaining, run_here
 from graphpatch_notebook.experiments.worker import Work
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -39,9 +38,57 @@ def sweep(
     executor: Any = None,
     recipe: Any = None,
 ) -> DataArray:
-    """Returns what `metric` gives for each cell: see `PatchableGraph.sweep`."""
+    """Returns what `metric` gives for each combination of the values of `axes`: what `PatchableGraph.sweep` calls.
+
+    A cell that fails does not lose the others: it is NaN, `attrs["errors"]` says why, and one `ExperimentWarning` is
+    given at the end.
+
+    Args:
+        pg: The graph.
+        axes: From names to values, the dimensions of the result.
+        make_patches: From a value of each axis to the patch map of a cell.
+        inputs: What the model runs on.
+        metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name.
+        batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
+        progress: Whether to show how far it is, how many cells are done in a second, and how long it will take.
+        backward: Whether the metric of each cell is differentiated, with gradients that add up. Neither with
+            `checkpoint` nor with `executor`, which do not keep gradients.
+        checkpoint: The name of a file in which each chunk of cells is kept when it is done. The same call goes on from
+            it, after an interrupt, a crash or a power cut: cells that are done are not run again, cells that failed
+            are. The file of another sweep (axes, patches, metric, inputs, or weights, by the metric without patches)
+            is refused and left as it is; `Digester` says what it cannot see. Numbers are those of an uninterrupted
+            sweep, bit for bit, in the same environment.
+        executor: What runs the chunks: an executor as in `concurrent.futures`, with a method `submit` that returns a
+            future. Threads share this process's graph. Other executors (processes, `joblib`'s, a Dask `Client` or its
+            `get_executor()`) need a `recipe`, and no weights go through them. Where a worker is lost, its chunk is
+            submitted again; where the executor breaks, the rest is run here, with an `ExperimentWarning`.
+        recipe: How another process gets the graph: a function without arguments that returns it, in the mode, dtype
+            and with the weights that it has here, or the name of a file that `pg.save` wrote. Each process does it
+            once, and its model must give what this one gives without patches, up to rounding: its cells fail
+            otherwise.
+
+    Raises:
+        SweepInterrupted: On an interrupt, once cells are run; a `KeyboardInterrupt`, whose `.result` has what is done.
+        ExperimentError: Something cannot be done like this, said before any cell is run; or all cells failed.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+        >>> pg = PatchableGraph(torch.nn.Linear(2, 2), torch.ones(1, 2))
+        >>> result = pg.sweep(
+        ...     {"unit": range(2)},
+        ...     lambda unit: {"output": ZeroPatch(slice=(..., unit))},
+        ...     torch.ones(1, 2),
+        ...     metric=lambda output: (output == 0).sum(),
+        ...     progress=False,
+        ... )
+        >>> result.dims, result.values
+        (('unit',), array([1., 1.]))
+    """
     extra("xarray", "the result of a sweep")
-    _check_options(backward, checkpoint, executor, recipe)
+    _check_options(backward, checkpoint, executor)
+    if executor is not None:
+        check_executor(executor, recipe, pg)
     values = axes_of(axes)
     cells = cells_of(values, make_patches)
     paths = list(dict.fromkeys(str(path) for cell in cells for path in cell.patches))
@@ -52,17 +99,18 @@ def sweep(
         file = Checkpoint(checkpoint, Identity.of(values, cells, metric, inputs, runner.baseline), cells)
     results = dict(file.done) if file is not None else {}
     chunks = list(remaining(runner.chunks(cells), results))
-    run: Callable[[Chunks, Ledger], None] = functools.partial(run_here, runner)
+    dispatch = None
     if executor is not None and chunks:
         work = Work(inputs, metric, paths, batch, Reference.of(pg, inputs, runner.baseline))
-        run = Dispatch(executor, task_maker(executor, recipe, pg, work), runner).run
+        dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
     is_interrupted = False
     try:
         with shown_progress(len(cells), len(results), progress) as shown:
-            run(chunks, Ledger(runner.baseline, file, shown, results))
+            ledger = Ledger(runner.baseline, file, shown, results)
+            run_here(runner, chunks, ledger) if dispatch is None else dispatch.run(chunks, ledger)
     except KeyboardInterrupt:
         is_interrupted = True
-    remarks = list(runner.remarks)
+    remarks = list(dict.fromkeys([*runner.remarks, *(dispatch.remarks if dispatch is not None else ())]))
     if is_interrupted:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
     result = data_array(values, cells, results, runner.baseline, metric, remarks)
@@ -71,7 +119,7 @@ def sweep(
     return result
 
 
-def _check_options(backward: bool, checkpoint: Any, executor: Any, recipe: Any) -> None:
+def _check_options(backward: bool, checkpoint: Any, executor: Any) -> None:
     if backward and checkpoint is not None:
         raise ExperimentError(
             "backward=True accumulates gradients, which checkpoint= does not keep: they would lack the cells that were "
@@ -81,8 +129,6 @@ def _check_options(backward: bool, checkpoint: Any, executor: Any, recipe: Any) 
         raise ExperimentError(
             "backward=True accumulates gradients in this process, executor= runs cells elsewhere; use one of the two"
         )
-    if executor is not None:
-        check_executor(executor, recipe)
 
 
 def _stopped(done: int, total: int, checkpoint: str | os.PathLike[str] | None) -> str:

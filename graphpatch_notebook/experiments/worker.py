@@ -21,8 +21,8 @@ from graphpatch_notebook.experiments.runner import CellRunner
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.warning_places import collected_warnings
 
-Outcome: TypeAlias = "tuple[list[CellResult], list[str]]"
-"""The results of a chunk, and the warnings that were given."""
+Outcome: TypeAlias = "tuple[list[CellResult], list[str], list[str]]"
+"""The results of a chunk, the warnings that were given, and the remarks of the runner so far."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SharedGraph:
                 if (problem := self.work.problem(self.pg, runner)) is not None:  # autocast, say, is one thread's
                     raise ExperimentError(f"the model gives other numbers in a thread of the executor: {problem}")
                 self._own.runner = runner
-            return runner.run(cells), messages
+            return runner.run(cells), messages, list(runner.remarks)
 
 
 @dataclass
@@ -103,7 +103,8 @@ def run_parcel(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: in
     """
     with collected_warnings() as messages:
         bench = _bench(token, recipe, work)
-        return _runner(bench).run(unpacked(cells)), messages
+        runner = _runner(bench)
+        return runner.run(unpacked(cells)), messages, list(runner.remarks)
 
 
 def _bench(token: str, recipe: bytes, work: bytes) -> _Bench:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch
-from graphpatch_notebook.experiments import SweepInterrupted
+from graphpatch_notebook.experiments import LogitDifference, Noise, SweepInterrupted, ablate, causal_trace
 from graphpatch_notebook.experiments.parcels import packed, unpacked
 
 WIDTH = 128
@@ -140,6 +140,45 @@ def test_what_holds_for_one_thread_only_is_noticed(pg: PatchableGraph) -> None:
         pytest.raises(ExperimentError, match="in a thread of the executor: without"),
     ):
         swept(pg, executor=executor, metric=metric)
+
+
+def test_patches_of_a_context_are_not_lost(pg: PatchableGraph) -> None:
+    message = "the patches of a context hold for the thread that entered it"
+    context = pg.patch({"sub_0.output": AddPatch(value=1e-9)})
+    with ThreadPoolExecutor(2) as executor, context, pytest.raises(ExperimentError, match=message):
+        swept(pg, executor=executor)
+
+
+def test_threads_and_files_keep_the_numbers_of_rows(tmp_path: Path) -> None:
+    """Cells in the rows of one forward, on a transformer whose layers before the patch are not run."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    ids = torch.arange(8)[None]
+    graph = PatchableGraph(transformers.GPT2LMHeadModel(config).eval(), ids)
+    paths = [f"transformer.h_{layer}.{part}.output" for layer in range(3) for part in ("attn.c_proj", "mlp")]
+
+    def sweep(**options: Any) -> Any:
+        return graph.sweep(
+            {"path": paths, "position": range(8)},
+            lambda path, position: {path: ReplacePatch(value=torch.linspace(-1, 1, 16), slice=(0, position))},
+            ids,
+            metric=LogitDifference(3, 5),
+            progress=False,
+            **options,
+        )
+
+    here = sweep()
+    with ThreadPoolExecutor(3) as executor:
+        assert sweep(executor=executor).values.tobytes() == here.values.tobytes()
+    file = tmp_path / "sweep.jsonl"
+    sweep(checkpoint=file)
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert 2 < len(lines) < here.size  # several cells a chunk
+    for keep in range(1, len(lines), 2):
+        file.write_bytes(b"".join(lines[:keep]))
+        assert sweep(checkpoint=file).values.tobytes() == here.values.tobytes()
 
 
 def test_an_interrupt_cancels_what_has_not_begun(pg: PatchableGraph, here: Any, tmp_path: Path) -> None:
@@ -300,6 +339,22 @@ def test_warnings_of_workers_are_given_here(pg: PatchableGraph, processes: Proce
     assert one.identical(other)
     assert [str(w.message) for w in in_thread] == [str(w.message) for w in in_process]
     assert {w.category for w in in_process} == {ExperimentWarning}
+
+
+def test_other_experiments_go_out_too(pg: PatchableGraph, processes: ProcessPoolExecutor, tmp_path: Path) -> None:
+    def metric(output: torch.Tensor) -> torch.Tensor:
+        return output[:, :5].sum()
+
+    paths, options = ["sub_0.output", "sub_2.output"], {"progress": False, "position_dim": 1}
+    away = {"executor": processes, "recipe": build, "checkpoint": tmp_path / "trace.jsonl"}
+    for corrupted in (X + 1, Noise("sub_0.output", samples=2, scale=0.5)):
+        here = causal_trace(pg, X, corrupted, paths, range(4), metric, **options)
+        there = causal_trace(pg, X, corrupted, paths, range(4), metric, **options, **away)
+        assert there.values.tobytes() == here.values.tobytes()
+        away["checkpoint"] = tmp_path / "noise.jsonl"
+    del away["checkpoint"]
+    here = ablate(pg, paths, X, metric=metric, progress=False)
+    assert ablate(pg, paths, X, metric=metric, progress=False, **away).values.tobytes() == here.values.tobytes()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
