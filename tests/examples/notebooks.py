@@ -22,7 +22,9 @@ _REPORT = """
 import json
 
 def _plain(value):
-    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value.to_dict() if hasattr(value, "to_dict") else value
 
 print(json.dumps({name: _plain(globals()[name]) for name in NAMES}))
 """
@@ -35,7 +37,8 @@ def read(file: Path) -> NotebookNode:
 def execute(notebook: NotebookNode, names: tuple[str, ...] = ()) -> tuple[NotebookNode, dict[str, Any]]:
     """Returns the notebook as a real kernel ran it, and the values that the variables `names` have at its end.
 
-    The outputs are free of this machine's folders. The keys of dictionaries come back as strings.
+    The outputs are free of this machine's folders. The keys of dictionaries come back as strings, and results of
+    experiments as dictionaries.
     """
     running = copy.deepcopy(notebook)
     running.cells.append(nbformat.v4.new_code_cell(_REPORT.replace("NAMES", repr(names))))

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from nbformat import NotebookNode
 
@@ -37,6 +38,7 @@ NAMES = {
     ),
     "04_magics": ("accuracy_without", "to_follower", "share_without", "share_with_10", "share_with_20", "code"),
     "05_browser": ("without_head", "scores"),
+    "06_causal_tracing": ("trace", "trace_lost", "without", "edges", "shares", "correlations"),
 }
 HEADS = [str((layer, head)) for layer in range(2) for head in range(4)]
 
@@ -191,3 +193,47 @@ def test_browser_leaves_a_tree_that_lives_without_a_kernel() -> None:
     for tree in trees:
         assert "<details" in tree
         assert "transformer.h_1.attn.c_proj.x[..., 48:64]" in tree
+
+
+def test_tracing_follows_the_copied_token() -> None:
+    found = run("06_causal_tracing")[1]
+    carried, told = np.array(found["trace"]["data"]), np.array(found["trace_lost"]["data"])
+    expected, expected_told = np.zeros((7, 13)), np.zeros((7, 13))
+    expected[[0, 3], 5] = expected[[4, 6], 12] = 1
+    expected[2, 5], expected[5, 12] = 0.8, 0.9
+    expected_told[0, 4] = expected_told[[1, 3], 5] = expected_told[4:, 12] = 1
+    expected_told[2, 5] = 0.9
+    assert carried == pytest.approx(expected, abs=0.06)
+    assert told == pytest.approx(expected_told, abs=0.06)
+
+
+def test_tracing_finds_where_each_head_is_needed() -> None:
+    found = run("06_causal_tracing")[1]["without"]
+    lost = found["attrs"]["baseline"] - np.array(found["data"])
+    assert np.argwhere(lost > 0.1).tolist() == [[0, 3, 1], [1, 3, 2]]  # layer, head, of the positions 4, 5 and 12
+    assert min(lost[0, 3, 1], lost[1, 3, 2]) > 5
+
+
+def test_tracing_tells_keys_from_values() -> None:
+    found = run("06_causal_tracing")[1]
+    keys, values = np.array(found["edges"]["found"]["data"]), np.array(found["edges"]["copied"]["data"])
+    assert np.argwhere(keys > 0.1).tolist() == [[3, 1], [4, 1]]
+    assert np.argwhere(values > 0.1).tolist() == [[4, 2], [5, 2]]
+    assert values[4, 2] == pytest.approx(0.8, abs=0.05)
+    assert values[:, 2].sum() == pytest.approx(1, abs=0.05)
+    assert list(found["shares"].values()) == pytest.approx([0.5, 0.85, 1], abs=0.05)
+
+
+def test_attribution_agrees_with_patching_as_far_as_is_said() -> None:
+    found = run("06_causal_tracing")[1]["correlations"]
+    assert list(found) == [
+        f"{question}, {m}" for question in ("found", "copied") for m in ("attribution", "integrated")
+    ]
+    for of_all, of_those, size in (found["found, integrated"], found["copied, integrated"]):
+        assert of_all > 0.97
+        assert of_those > 0.8
+        assert 0.7 < size < 1
+    for of_all, of_those, size in (found["found, attribution"], found["copied, attribution"]):
+        assert 0.8 < of_all < 0.98
+        assert of_those < 0.7
+        assert 0.5 < size < 0.7
