@@ -34,7 +34,7 @@ def draw_bars(ax: Axes, bars: Bars, title: str | None) -> None:
     for bar, value in zip(drawn, bars.values, strict=True):
         if value < 0:
             bar.set(facecolor=_NEGATIVE, edgecolor="white", hatch="////", linewidth=0.0)
-    ax.axvline(0.0, color="0.25", linewidth=0.8)
+    ax.axvline(0.0, color=ax.spines["bottom"].get_edgecolor(), linewidth=0.8)
     ax.set_ylim(count - 0.4, -0.6)
     ax.margins(x=0.03)
     box, dpi = ax.get_window_extent(), ax.figure.dpi

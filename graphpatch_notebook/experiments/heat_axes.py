@@ -285,6 +285,7 @@ def draw_figure_legend(figure: Any, grids: Sequence[Grid], title: str | None, *,
 
 
 def _handles(grids: Sequence[Grid], *, has_marks: bool) -> list[Any]:
+    from matplotlib import rcParams
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -293,7 +294,8 @@ def _handles(grids: Sequence[Grid], *, has_marks: bool) -> list[Any]:
     handles: list[Any] = []
     if has_marks and center is not None:
         words = f"below {center}"
-        handles.append(Line2D([], [], linestyle="none", marker="_", color="0.15", markersize=6, label=words))
+        style: dict[str, Any] = {"linestyle": "none", "marker": "_", "markersize": 6}
+        handles.append(Line2D([], [], color=rcParams["text.color"], label=words, **style))
     if missing:
         words = " or ".join(missing)
         handles.append(Patch(facecolor=_MISSING, edgecolor="0.6", hatch=_HATCH, linewidth=0.0, label=words))

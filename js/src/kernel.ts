@@ -21,7 +21,7 @@ export function connect(model: Model, onRemove: (undo: () => void) => void): Ker
   model.on("msg:custom", listener);
   onRemove(() => model.off("msg:custom", listener));
   onRemove(() => connection.close());
-  watchLife(model, connection, onRemove);
+  watchLife(model, model.get("about")?.model_id, connection, onRemove);
   return connection;
 }
 

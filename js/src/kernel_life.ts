@@ -26,11 +26,19 @@ interface Signal {
 
 const ENDS = new Set(["restarting", "autorestarting", "dead", "terminated"]);
 
-export function watchLife(model: Model, life: Life, onRemove: (undo: () => void) => void): void {
+/** What is watched of a model, of whichever widget. */
+type Watched = Pick<Model, "on" | "off" | "widget_manager">;
+
+export function watchLife(
+  model: Watched,
+  id: string | undefined,
+  life: Life,
+  onRemove: (undo: () => void) => void,
+): void {
   const gone = () => life.lost(GONE);
   const closed = () => life.lost(CLOSED);
   const isLive = async () => {
-    if ((await commLive(model)) === false) gone();
+    if ((await commLive(model.widget_manager, id)) === false) gone();
   };
   const listen = (event: string, listener: () => void) => {
     model.on(event, listener);
@@ -44,9 +52,8 @@ export function watchLife(model: Model, life: Life, onRemove: (undo: () => void)
 }
 
 /** Whether the model that the host holds has a living comm; `undefined` where the host does not say. */
-async function commLive(model: Model): Promise<unknown> {
-  const manager = model.widget_manager as { get_model?(id: string): Promise<unknown> } | undefined;
-  const id = model.get("about")?.model_id;
+async function commLive(host: unknown, id: string | undefined): Promise<unknown> {
+  const manager = host as { get_model?(id: string): Promise<unknown> } | undefined;
   if (typeof manager?.get_model !== "function" || !id) return undefined;
   try {
     return property(await manager.get_model(id), "comm_live");

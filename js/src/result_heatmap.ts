@@ -1,6 +1,7 @@
 /** The heatmap of a result: what `show_heatmap` of the kernel shows. A click on a cell goes back as the trait `cell`. */
 import { element } from "./dom";
 import { HeatmapFigure, type ResultOptions } from "./heatmap";
+import { GONE, watchLife } from "./kernel_life";
 import { formatNumber } from "./numbers";
 import type { Model } from "./parts";
 import type { Heatmap, HeatmapTraits, ResultHeatmap, ResultSide } from "./protocol";
@@ -35,8 +36,21 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     const before = model.get("cell");
     const isSame = before !== null && before[0] === row && before[1] === column;
     model.set("cell", isSame ? null : [row, column]);
-    model.save_changes();
+    try {
+      model.save_changes();
+    } catch {
+      lost(GONE); // hosts throw where there is no connection at all
+    }
   };
+  const warning = element("p", { class: "gp-note gp-error", role: "status", hidden: true });
+  const lost = (why: string) => {
+    warning.textContent = `${why} What is selected here stays here.`;
+    warning.hidden = false;
+  };
+  const found = () => {
+    warning.hidden = true;
+  };
+  watchLife(model, result.model_id, { lost, found }, onRemove);
   const options: ResultOptions = {
     scale: { map: result.map, low: result.low, high: result.high },
     name: result.center === null ? result.name : `${result.name} (no colour: ${result.center})`,
@@ -56,7 +70,14 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
   onRemove(() => model.off("change:cell", showCell));
   showCell();
   const heading = title !== null && element("h3", { class: "gp-heading" }, title);
-  return element("section", { class: "gp-result", "aria-label": "Heatmap" }, heading, figure.element, selection);
+  return element(
+    "section",
+    { class: "gp-result", "aria-label": "Heatmap" },
+    heading,
+    figure.element,
+    selection,
+    warning,
+  );
 }
 
 function asHeatmap({ rows, columns, full, reduced }: ResultHeatmap): Heatmap {

@@ -223,6 +223,21 @@ test("the keyboard's cell is kept in sight of a frame that scrolls", async () =>
   isSeen();
 });
 
+test("where nothing hears of a click, it is said", async () => {
+  const { model, query, canvas } = await shown();
+  const warning = query(".gp-result > [role=status]");
+  expect(warning.hidden).toBe(true);
+  model.trigger("comm:close");
+  expect(warning.textContent).toContain("run the cell again. What is selected here stays here.");
+  expect(warning.hidden).toBe(false);
+  model.save_changes = () => {
+    throw "Syncing error: no comm channel defined"; // as ipywidgets does
+  };
+  await userEvent.click(canvas, centre(canvas, 0, 0));
+  expect(warning.textContent).toContain("The kernel is gone");
+  expect(query(".gp-result > .gp-note").textContent).toContain("Selected: path transformer.h_2");
+});
+
 test("cells without a number are hatched, and it is said why", async () => {
   const values = VALUES.map((value, index) => (index === 5 ? Number.NaN : value));
   const { query } = await shown({ missing: "failed" }, values);
