@@ -29,12 +29,13 @@ class Digester:
     """Makes digests: equal for what is equal, in this process and in others of the same version of Python.
 
     What is seen: numbers, texts, slices, containers and dataclasses by their contents; tensors and arrays by dtype,
-    shape and bytes; patches by class and fields (not by what a probe has kept); functions by code, defaults, closure
-    and the global data and functions of their module that they use; other objects by class and plain attributes.
+    shape and bytes; patches by class, fields (not by what a probe has kept) and, for classes of the user's, methods;
+    functions by code, defaults, closure and the global data and functions of their module that they use; other objects
+    by class, plain attributes and, where they can be called, methods.
 
-    What is **not** seen: a module's weights (the baseline of a sweep tells these), the code of methods and of functions
-    of other modules, the state of objects within objects, tensors without plain memory (sparse, on `meta`), and what a
-    function finds by other ways, say in a file.
+    What is **not** seen: a module's weights (the baseline of a sweep tells these), the code of functions of other
+    modules that a function calls, the state of objects within objects, tensors without plain memory (sparse, on
+    `meta`), and what a function finds by other ways, say in a file.
 
     What was seen must not change while this object lives: it is looked at once.
     """
@@ -162,7 +163,18 @@ def _seen(value: Any) -> Any:
     return value if is_seen else _class_name(value)
 
 
+def _methods(kind: type[Any]) -> list[Any]:
+    """Returns the methods of a class of the user's: the code of what a patch, or a metric, does."""
+    found: list[Any] = []
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("builtins", "graphpatch_notebook", "torch", "typing"):
+            found += [(name, part) for name, part in vars(base).items() if isinstance(part, types.FunctionType)]
+    return found
+
+
 def _attributes(value: Any) -> Iterator[Any]:
+    if isinstance(value, Patch) or callable(value):
+        yield from _methods(type(value))
     if isinstance(value, Patch):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         yield from ((name, getattr(value, name, None)) for name in names)

@@ -21,6 +21,7 @@ from graphpatch_notebook import (
     CustomPatch,
     ExperimentError,
     ExperimentWarning,
+    Patch,
     PatchableGraph,
     ProbePatch,
     ReplacePatch,
@@ -98,6 +99,7 @@ def runs_of(folder: Path) -> list[str]:
     return (folder / "runs.txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_killed_process_repeats_at_most_one_chunk(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
@@ -321,6 +323,32 @@ def test_digests_of_equal_things_are_equal() -> None:
     assert digest({"b", "a", "c"}) == digest({"c", "b", "a"})
     assert digest(tensor.T) == digest(tensor.T.contiguous())
     assert digest(np.arange(3)) == digest(np.arange(6)[:3])
+
+
+def test_digests_see_the_code_of_classes() -> None:
+    patch = """
+@dataclasses.dataclass(kw_only=True)
+class Scale(Patch):
+    factor: float
+    def op(self, value):
+        return value {} self.factor
+"""
+    metric = """
+class Mean:
+    def __call__(self, output):
+        return self.inner(output)
+    def inner(self, output):
+        return output.mean() {} 1
+"""
+
+    def made(source: str, **fields: Any) -> Any:
+        names: dict[str, Any] = {"dataclasses": dataclasses, "Patch": Patch, "__name__": "own"}
+        exec(compile(source, "own", "exec", dont_inherit=True), names)
+        return next(kind for name, kind in names.items() if name in ("Scale", "Mean"))(**fields)
+
+    for source, fields in ((patch, {"factor": 2.0}), (metric, {})):
+        plus, again, times = (digest(made(source.format(sign), **fields)) for sign in "++*")
+        assert plus == again != times
 
 
 def test_digests_see_globals() -> None:

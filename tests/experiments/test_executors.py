@@ -218,6 +218,7 @@ class Weighing(Executor):
         return self.executor.submit(function, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_processes_build_the_graph_once_and_are_sent_no_weights(
     pg: PatchableGraph, here: Any, processes: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
@@ -313,6 +314,7 @@ def test_one_process_with_another_model_fails_its_cells_only(
     assert result.values[~failed].tolist() == here.values[~failed].tolist()
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, one_thread_each: None, tmp_path: Path) -> None:
     flag, parent = tmp_path / "killed", os.getpid()
 
@@ -457,6 +459,7 @@ def test_a_sweep_that_is_done_needs_no_workers(pg: PatchableGraph, here: Any, tm
 # -- a cluster ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_worker_is_killed_loses_nothing(
     pg: PatchableGraph, here: Any, client: Any, tmp_path: Path
 ) -> None:
@@ -480,11 +483,13 @@ def test_a_cluster_whose_worker_is_killed_loses_nothing(
     assert len(workers) >= 2
 
 
+@pytest.mark.slow
 def test_the_client_of_a_cluster_is_an_executor(pg: PatchableGraph, here: Any, client: Any) -> None:
     """Its futures are of another kind than those of `client.get_executor()`."""
     assert swept(pg, executor=client, recipe=build).values.tobytes() == here.values.tobytes()
 
 
+@pytest.mark.slow
 def test_a_cell_that_kills_every_worker_does_not_lose_the_others(pg: PatchableGraph, here: Any, client: Any) -> None:
     def act(layer: int, unit: int) -> None:
         if (layer, unit) == (2, 0):
