@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
-from graphpatch_notebook.experiments import LogitDifference, Noise, Probability, SweepInterrupted, causal_trace
+from graphpatch_notebook.experiments import (
+    LogitDifference,
+    Noise,
+    Probability,
+    SweepInterrupted,
+    ablate,
+    causal_trace,
+    path_patch,
+)
 from tests.experiments.hooked import edited, gpt2, llama, mixer, outputs, putting
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
@@ -292,3 +301,17 @@ def test_a_trace_goes_on_from_its_file(pg: PatchableGraph, tmp_path: Any) -> Non
     again = causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, Counted(), **settings)
     assert before - calls == 7
     assert (again.values == first.values).all()
+
+
+def test_threads_give_the_same(pg: PatchableGraph) -> None:
+    paths, settings = [PATH, "transformer.h_1.mlp.output"], {"progress": False, "batch": None}
+    calls: dict[str, Any] = {
+        "trace": lambda **options: causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC, **settings, **options),
+        "ablate": lambda **options: ablate(pg, paths, CLEAN, metric=METRIC, positions=True, **settings, **options),
+        "path": lambda **options: path_patch(
+            pg, PATH, [paths[1], None], CLEAN, CORRUPTED, METRIC, **settings, **options
+        ),
+    }
+    with ThreadPoolExecutor(2) as executor:
+        for call in calls.values():
+            assert (call(executor=executor).values == call().values).all()
