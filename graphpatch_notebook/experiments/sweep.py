@@ -14,7 +14,8 @@ from graphpatch_notebook.experiments.executors import Dispatch, check_executor, 
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.fitness import Reference
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.progress import shown_progress
+from graphpatch_notebook.experiments.interrupts import interrupts_deferred
+from graphpatch_notebook.experiments.progress import Progress, shown_progress
 from graphpatch_notebook.experiments.runner import CellRunner
 from graphpatch_notebook.experiments.scheduling import Ledger, remaining, run_here
 from graphpatch_notebook.experiments.worker import Work
@@ -103,20 +104,33 @@ def sweep(
     if executor is not None and chunks:
         work = Work(inputs, metric, paths, batch, Reference.of(pg, inputs, runner.baseline))
         dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
-    is_interrupted = False
-    try:
-        with shown_progress(len(cells), len(results), progress) as shown:
-            ledger = Ledger(runner.baseline, file, shown, results)
-            run_here(runner, chunks, ledger) if dispatch is None else dispatch.run(chunks, ledger)
-    except KeyboardInterrupt:
-        is_interrupted = True
+
+    def run(shown: Progress) -> None:
+        ledger = Ledger(runner.baseline, file, shown, results)
+        run_here(runner, chunks, ledger) if dispatch is None else dispatch.run(chunks, ledger)
+
+    is_whole = _runs_through(run, len(cells), len(results), progress)
     remarks = list(dict.fromkeys([*runner.remarks, *(dispatch.remarks if dispatch is not None else ())]))
-    if is_interrupted:
+    if not is_whole:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
-    result = data_array(values, cells, results, runner.baseline, metric, remarks)
-    if is_interrupted:
+    try:
+        with interrupts_deferred():  # what is done does not get lost while it is put together
+            result = data_array(values, cells, results, runner.baseline, metric, remarks)
+    except KeyboardInterrupt:
+        is_whole = False
+    if not is_whole:
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result
+
+
+def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_shown: bool) -> bool:
+    """Returns whether `run` comes to its end without an interrupt."""
+    try:
+        with shown_progress(total, done, is_shown) as shown:
+            run(shown)
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 def _check_options(backward: bool, checkpoint: Any, executor: Any) -> None:

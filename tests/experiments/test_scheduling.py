@@ -89,6 +89,27 @@ def test_after_an_interrupt_the_same_call_goes_on(pg: PatchableGraph, tmp_path: 
     assert not np.isnan(call().values).any()
 
 
+def test_an_interrupt_after_the_last_cell_loses_nothing(pg: PatchableGraph) -> None:
+    name = "interrupting"
+
+    class Metric:
+        """Its name is asked for when all cells are done, for the result."""
+
+        @property
+        def name(self) -> str:
+            interrupt()
+            return name
+
+        def __call__(self, output: torch.Tensor) -> torch.Tensor:
+            return output.sum()
+
+    whole = pg.sweep({"unit": range(3)}, halved, X, metric=torch.sum, batch=None, progress=False)
+    with pytest.raises(SweepInterrupted, match="stopped after 3 of 3 cells") as caught:
+        pg.sweep({"unit": range(3)}, halved, X, metric=Metric(), batch=None, progress=False)
+    assert caught.value.result.name == name
+    assert caught.value.result.values.tolist() == whole.values.tolist()
+
+
 def test_interrupts_wait_for_the_end_of_a_block() -> None:
     order = []
 
