@@ -148,27 +148,36 @@ class AttributionRuns:
         return self._found
 
     def _run_all(self, state: ModuleState) -> None:
-        remaining = {node.path for node in self._nodes if node.is_compared}
-        is_integrated = list(self._fractions) != [0.0]
-        compared = self._compared(remaining, state)
-        if is_integrated and compared.left:
-            while compared.left:  # all roots are to be in place at each step
-                compared = self._compared(compared.left, state)
-            compared = self._compared(remaining, state)
-        while True:
-            self._score(compared, state)
-            if not compared.left:
-                break
-            compared = self._compared(compared.left, state)
-        careful = {path for path, score in self._found.scores.items() if not np.isfinite(score).all()}
-        while careful:
-            compared = self._compared(careful, state, is_careful=True)
-            self._score(compared, state)
-            careful = compared.left
+        wanted = {node.path for node in self._nodes if node.is_compared}
+        if list(self._fractions) != [0.0]:
+            wanted = self._scored_on_the_way(wanted, state)
+        while wanted:
+            wanted = self._scored(wanted, state)
+        infinite = {path for path, score in self._found.scores.items() if not np.isfinite(score).all()}
+        while infinite:
+            infinite = self._scored(infinite, state, is_careful=True)
         for path in [path for path, score in self._found.scores.items() if not np.isfinite(score).all()]:
             self._found.problems[path] = f"its score is not finite: {self._found.scores.pop(path).sum()}"
 
     # -- one group -----------------------------------------------------------------------------------------------------
+
+    def _scored_on_the_way(self, wanted: set[str], state: ModuleState) -> set[str]:
+        """Finds all roots, which are to be in place in each run on the way; scores the paths if all fit at once."""
+        compared = self._compared(wanted, state)
+        if not compared.left:
+            self._score(compared, state)
+            return set()
+        left = compared.left
+        del compared
+        while left:
+            left = self._compared(left, state).left
+        return wanted
+
+    def _scored(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> set[str]:
+        """Scores as many of some paths as fit; returns the others."""
+        compared = self._compared(wanted, state, is_careful)
+        self._score(compared, state)
+        return compared.left
 
     def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> Compared:
         """Runs the model on the clean inputs, and on the corrupted ones to see where they differ."""
@@ -190,7 +199,7 @@ class AttributionRuns:
                 differences.problems.setdefault(path, problem)
         for path in differences.rewritten:
             run.by_path.pop(path, None)
-        differences.forget_graph()
+        differences.settle()
         return Compared(differences, (run, metric), left)
 
     def _score(self, compared: Compared, state: ModuleState) -> None:

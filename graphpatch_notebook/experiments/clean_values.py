@@ -86,3 +86,8 @@ class CleanValues:
             kept = CleanValue(value, version_of(value))  # the very tensor: its id is its own as long as it lives
         self._by_id[id(kept.tensor)] = kept
         return kept
+
+    def release(self) -> None:
+        """Lets all values go."""
+        self.by_path.clear()
+        self._by_id.clear()

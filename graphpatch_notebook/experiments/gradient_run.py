@@ -19,22 +19,46 @@ from torch.autograd.graph import GradientEdge, Node
 
 from graphpatch_notebook.experiments.clean_values import CleanValue, CleanValues
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
+from graphpatch_notebook.experiments.value_flow import ValueFlow
 
 Occurrence: TypeAlias = "tuple[str, int]"
 """A path, and how often it came up before in the same run."""
 
-_NO_GRADIENT = "it differs between the runs, but was computed without gradients (under torch.no_grad, say)"
+_NO_GRADIENT = (
+    "it differs between the runs, but by what cannot be differentiated (whole numbers, comparisons, .detach(), "
+    "torch.no_grad)"
+)
+_SHARED = "the same tensor as under another name, which is used elsewhere too, and cannot be told apart from it here"
 
 
 class Roots:
-    """Where the runs begin to differ.
+    """Where the runs begin to differ, and what is known of what follows from that.
 
     Attributes:
-        clean: The clean values there.
+        clean: The clean values at the roots.
+        tracked: The nodes (by id) that autograd traces back to a root.
+        untracked: Those whose values differ, but were computed while gradients were switched off.
+        flow: What the records tell.
     """
 
     def __init__(self) -> None:
         self.clean: dict[Occurrence, Tensor] = {}
+        self.tracked: set[int] = set()
+        self.untracked: set[int] = set()
+        self.flow = ValueFlow()
+
+    def may_begin_at(self, node: ScoredNode) -> bool:
+        """Whether a value that differs without a gradient is to be a root.
+
+        Not if it was computed from tracked values all the same: what a model detaches, counts or sorts must stay free
+        of gradients, which such code does not expect. But where a part of the model is run under `torch.no_grad`, what
+        comes of it is a root for the part behind it.
+        """
+        if not node.can_be_cut:
+            return False
+        if any(id(inner) in self.untracked for inner in self.flow.made_of(node)):
+            return True
+        return not self.flow.comes_from(node, self.tracked)
 
 
 class Differences:
@@ -72,8 +96,9 @@ class Differences:
             self.tensors.append(self._difference(clean.tensor.detach(), value.detach()))
         return number
 
-    def forget_graph(self) -> None:
-        """Lets the graph of the corrupted run go."""
+    def settle(self) -> None:
+        """Lets the values themselves go, and the graph of the corrupted run."""
+        self.clean.release()
         self._known.clear()
 
     def _difference(self, clean: Tensor, value: Tensor) -> Tensor:
@@ -110,6 +135,8 @@ class GradientRun:
         self.counts: dict[str, int] = {}
         self._depends: dict[Any, bool] = {None: False}
         self._origins: dict[tuple[Any, int], tuple[Any, int]] = {}
+        self._named: dict[tuple[Any, int], ScoredNode] = {}
+        self._shared: set[tuple[Any, int]] = set()
         self._kept_alive: list[Tensor] = []
         self.is_over = False
         self._slots: dict[tuple[Any, int, int], int] = {}
@@ -126,14 +153,15 @@ class GradientRun:
         if isinstance(value, Tensor) and value.requires_grad:
             value = self._under_own_name(node, value)
         is_root = (path, occurrence) in self._roots.clean
-        if not is_root and (path not in self._clean or path in self._differences.problems):
+        known = self._clean if self._is_first else self._differences.by_path
+        if not is_root and (path not in known or path in self._differences.problems):
             return value
         problem = node.problem(value)
         if problem is not None:
             self._differences.problems.setdefault(path, problem)
             return value
         if is_root:
-            value, edge = self._cut(value, self._roots.clean[path, occurrence])
+            value, edge = self._cut(node, value, self._roots.clean[path, occurrence])
             self._note(path, occurrence, value, edge)
             return value
         return self._compared(node, occurrence, value)
@@ -143,6 +171,8 @@ class GradientRun:
         self.is_over = True
         self._depends.clear()
         self._origins.clear()
+        self._named.clear()
+        self._shared.clear()
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -153,13 +183,25 @@ class GradientRun:
         change it for the module only, and so its gradient is to be that of this one use.
         """
         edge = (value.grad_fn, value.output_nr)
-        if edge[0] is None or edge not in self._origins:
+        if edge[0] is None or node.node.op == "requires_grad_":  # which makes no value
+            return value
+        before, self._named[edge] = self._named.get(edge), node
+        if before is None:
             self._origins[edge] = edge
             return value
-        if not node.can_be_cut or node.node.is_mutated_later or node.node.is_in_place or not torch.is_grad_enabled():
+        stays = node.node.is_mutated_later or node.node.is_in_place or value.layout is not torch.strided
+        stays |= node.is_in_container  # which would have to be another one
+        if stays or not node.can_be_cut or not torch.is_grad_enabled():
+            # A view would keep the gradient of what the model writes into it to itself.
+            if not torch.is_grad_enabled() or not self._roots.flow.has_one_use(before):
+                self._shared.add(edge)
+            if edge in self._shared:
+                self._differences.problems.setdefault(node.path, _SHARED)
             return value
         alias = value.view_as(value)
-        self._origins[alias.grad_fn, alias.output_nr] = self._origins[edge]
+        alias_edge = (alias.grad_fn, alias.output_nr)
+        self._named[alias_edge] = node
+        self._origins[alias_edge] = self._origins[edge]
         return alias
 
     def _compared(self, node: ScoredNode, occurrence: int, value: Tensor) -> Tensor:
@@ -180,21 +222,26 @@ class GradientRun:
         if not clean[occurrence].is_current:
             differences.rewritten.add(path)
         if value.requires_grad and self._depends_on_root(value):
+            self._roots.tracked.add(id(node.node))
             self._note(path, occurrence, value, self._edge(value))
         elif torch.equal(clean[occurrence].tensor, value):
             differences.by_path.setdefault(path, []).append(None)
             self.by_path.setdefault(path, []).append(None)
         elif path in differences.rewritten:
             pass  # which of the two it is will be known when the value is copied in time
-        elif node.can_be_cut and torch.is_grad_enabled():
+        elif not torch.is_grad_enabled():
+            self._roots.untracked.add(id(node.node))
+            differences.problems[path] = _NO_GRADIENT
+        elif self._roots.may_begin_at(node):
+            self._roots.tracked.add(id(node.node))
             self._roots.clean[path, occurrence] = clean[occurrence].tensor.detach()
-            value, edge = self._cut(value, clean[occurrence].tensor)
+            value, edge = self._cut(node, value, clean[occurrence].tensor)
             self._note(path, occurrence, value, edge)
         else:
             differences.problems[path] = _NO_GRADIENT
         return value
 
-    def _cut(self, value: Tensor, clean: Tensor) -> tuple[Tensor, GradientEdge]:
+    def _cut(self, node: ScoredNode, value: Tensor, clean: Tensor) -> tuple[Tensor, GradientEdge]:
         """Returns a tensor that depends on a new leaf only, and the leaf's edge."""
         start = value.detach()
         if self._fraction:
@@ -203,6 +250,7 @@ class GradientRun:
         edge = GradientEdge(_node_of(copied), copied.output_nr)
         self._depends[copied.grad_fn] = True
         self._origins[edge.node, edge.output_nr] = (edge.node, edge.output_nr)
+        self._named[edge.node, edge.output_nr] = node
         return copied, edge
 
     def _edge(self, value: Tensor) -> GradientEdge:

@@ -51,12 +51,20 @@ class ScoredNode:
         return self.node.kind in _HELD
 
     @property
+    def is_in_container(self) -> bool:
+        """Whether the value of the node is a container, with this value in it."""
+        return self.spec is not self.node.spec
+
+    @property
     def can_be_cut(self) -> bool:
         """Whether another tensor may take the place of the value in a run.
 
-        The state of a module is left alone, and so is a view through which the model fills in another tensor.
+        The state of a module is left alone, and so are a view through which the model fills in another tensor, and a
+        container that a module is given: it may write into it.
         """
         if self.is_state or self.node.is_view_filled_later:
+            return False
+        if self.is_in_container and self.node.kind == "input" and self.frame.parent is not None:
             return False
         return not (self.frame.has_own_graph and self.node.kind == "input")
 
@@ -68,6 +76,8 @@ class ScoredNode:
             return _not_floating(value.dtype)
         if value.layout is not torch.strided:
             return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
+        if not has_storage(value):
+            return "inside of torch.func or vmap, where it stands for several values"
         if value.shape != self.spec.shape:
             problem = shape_problem(self._target, value.shape)
             if problem is not None:
@@ -115,6 +125,15 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     if wanted is None:
         wanted = [node.path for node in found if node.is_wanted]
     return Selected(wanted, found, skipped)
+
+
+def has_storage(value: Tensor) -> bool:
+    """Whether a tensor has memory of its own: not one that stands for others."""
+    try:
+        value.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _known(nodes: NodeMap, paths: Iterable[Any]) -> Iterator[str]:

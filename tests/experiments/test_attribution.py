@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 
 from graphpatch_notebook import CustomPatch, PatchableGraph, ReplacePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments import attribute, top_scores
+from tests.benchmarks.memory import peak_bytes
 from tests.zoo import case_by_name
 from tests.zoo.values import same_state, snapshot
 
@@ -294,7 +296,7 @@ def test_what_has_no_score_is_said() -> None:
     assert skipped["rotated"] == "of dtype complex64: scores are of floating-point values"
     assert skipped["counted"].startswith("of dtype int64")
     assert "no gradient reaches it" in skipped["unused"]
-    assert "computed without gradients" in skipped["constant"]
+    assert "what cannot be differentiated" in skipped["constant"]
     assert "of shape (3,) in the clean run, of shape (2,) in the corrupted one" in skipped["long"]
     assert scores.isnull().values.tolist() == [path in skipped for path in chosen]
 
@@ -393,3 +395,126 @@ def test_patches_that_are_active_belong_to_both_runs(tiny: Any) -> None:
         assert scores.attrs["clean"] == pytest.approx(pg(clean).sum().item())
     free = attribute(pg, torch.sum, clean, corrupted)
     assert scores.sel(path="sub_0.output") != free.sel(path="sub_0.output")
+
+
+def token_model(name: str = "gpt2-eager") -> nn.Module:
+    return case_by_name(name).build().double()
+
+
+def last_logit(output: Any) -> Tensor:
+    return output.logits[:, -1, 7].mean()
+
+
+def test_scores_by_position() -> None:
+    clean, corrupted = torch.tensor([[5, 17, 40, 61, 23]]), torch.tensor([[5, 17, 41, 61, 9]])
+    pg = PatchableGraph(token_model(), torch.tensor([[5, 17, 40]]))
+    whole = attribute(pg, last_logit, clean, corrupted)
+
+    scores = attribute(pg, last_logit, clean, corrupted, positions=True)
+
+    assert scores.dims == ("path", "position")
+    assert scores.coords["position"].values.tolist() == [0, 1, 2, 3, 4]
+    by_position = scores.dropna("path")
+    assert np.allclose(by_position.sum("position"), whole.sel(path=by_position.coords["path"]))
+    embedding = scores.sel(path="transformer.wte.embedding").values
+    assert (embedding != 0).tolist() == [False, False, True, False, True]
+    assert "has no positions" in scores.attrs["skipped"]["transformer.wte.weight"]
+    # Attention scores: two dimensions run along the sequence.
+    path = "transformer.h_0.attn.attn_weights"
+    assert "say which one is meant: position_dim=2 or 3" in scores.attrs["skipped"][path]
+    some = attribute(pg, last_logit, clean, corrupted, positions=[2, 3, 4], position_dim=2, paths=[path, "output|logits"])
+    assert some.shape == (2, 3)
+    assert some.coords["position"].values.tolist() == [2, 3, 4]
+    assert "output|logits" not in some.attrs["skipped"]
+    assert some.sel(path=path).sum() == pytest.approx(whole.sel(path=path))
+
+
+def test_positions_after_a_cache() -> None:
+    """Positions count from the start of the sequence, as those of patches do."""
+    model = token_model("llama-sdpa")
+    prompt, clean, corrupted = torch.tensor([[5, 17, 40]]), torch.tensor([[61, 23]]), torch.tensor([[61, 9]])
+    pg = PatchableGraph(model, prompt)
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True).past_key_values
+
+    inputs = [{"input_ids": ids, "past_key_values": cache} for ids in (clean, corrupted)]
+    scores = attribute(pg, last_logit, *inputs, positions=True, paths=["model.embed_tokens.output", "lm_head.output"])
+
+    assert scores.sizes == {"path": 2, "position": 5}
+    assert scores.isnull().values.tolist() == [[True] * 3 + [False] * 2] * 2
+    assert (scores.sel(path="model.embed_tokens.output").fillna(0) != 0).values.tolist() == [False] * 4 + [True]
+    assert cache.get_seq_length() == 3
+
+
+def test_positions_of_a_model_that_takes_no_tokens() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    clean = torch.randn(2, 6, 3).double()
+    corrupted = clean.clone()
+    corrupted[:, 4] += 1.0
+    pg = PatchableGraph(model, clean)
+    scores = attribute(pg, torch.sum, clean, corrupted, positions=True, position_dim=1)
+    row = scores.sel(path="sub_1.tanh")
+    assert (row != 0).values.tolist() == [False, False, False, False, True, False]
+    with pytest.raises(ExperimentError, match="selects none of the 6 positions"):
+        attribute(pg, torch.sum, clean, corrupted, positions=[6], position_dim=1)
+    with pytest.raises(ExperimentError, match="counts from the end"):
+        attribute(pg, torch.sum, clean, corrupted, positions=-1, position_dim=1)
+
+
+def test_memory_stays_within_the_bound() -> None:
+    """Beyond the forward with gradients and its backward, there is only what `max_bytes` grants."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)])
+    clean, corrupted = torch.randn(512, 64), torch.randn(512, 64)
+    pg = PatchableGraph(model, clean)
+    one_value = clean.numel() * 4
+
+    def plainly() -> None:
+        leaf = corrupted.clone().requires_grad_()
+        torch.autograd.grad(model(leaf).sum(), leaf)
+
+    def peak(max_bytes: int) -> int:
+        return peak_bytes(lambda: attribute(pg, torch.sum, clean, corrupted, max_bytes=max_bytes))
+
+    plain, free, bound = peak_bytes(plainly), peak(2**30), 8 * one_value
+    bounded = peak(bound)
+
+    assert free > plain + 20 * one_value  # a difference and a gradient for each of 24 values
+    assert bounded < plain + bound + 4 * one_value  # copies of the inputs, and what is at work
+
+
+@pytest.mark.parametrize("case_name", ["llama-checkpointing-sdpa", "awkward-checkpoint"])
+def test_models_that_recompute_their_forward_in_backward(case_name: str) -> None:
+    case = case_by_name(case_name)
+    model, call = case.build(), case.example()
+    inputs = call.args or call.kwargs
+    other = {name: value.flip(-1) for name, value in call.kwargs.items()} or tuple(x.flip(-1) for x in call.args)
+    pg = PatchableGraph(model, *call.args, **call.kwargs)
+    found = attribute(pg, metric_of_floats, inputs, other)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert found.notnull().sum() > 10
+    assert (found != 0).sum() > 10
+
+
+def metric_of_floats(output: Any) -> Tensor:
+    first = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else output.logits
+    return first.square().mean()
+
+
+def test_models_with_quantized_weights() -> None:
+    """Weights that have no gradients: the values do."""
+        torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    quantized = nn.Sequential(Linear4bit(64, 64, compute_dtype=torch.float32), nn.Tanh(), nn.Linear(64, 8))
+    quantized.load_state_dict(plain.state_dict())
+    quantized = quantized.to("cpu").requires_grad_(False)
+    x = torch.randn(2, 64)
+    quantized(x)
+    pg = PatchableGraph(quantized, x)
+    scores = attribute(pg, torch.sum, x, x * 0.9)
+    assert scores.attrs["skipped"] == {}
+    values = kept(pg, ["sub_0.output"], x), kept(pg, ["sub_0.output"], x * 0.9)
+    clean, corrupted = (value["sub_0.output"].requires_grad_() for value in values)
+    (gradient,) = torch.autograd.grad(quantized[1:](corrupted).sum(), corrupted)
+    expected = ((clean - corrupted) * gradient).sum().item()
+    assert scores.sel(path="sub_0.output").item() == pytest.approx(expected, rel=1e-4)
+    assert scores.sel(path=scores.attrs["roots"][0]).item() != 0

@@ -1,0 +1,72 @@
+"""What the records tell of where values come from and where they go, for values of which autograd does not tell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.records import Frame, Node, refs_in
+from graphpatch_notebook.experiments.scored_nodes import ScoredNode
+
+_NO_USE = ("requires_grad_",)
+
+
+class ValueFlow:
+    """Follows values through the records of a capture, across frames."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, Counter[int]] = {}
+
+    def has_one_use(self, node: ScoredNode) -> bool:
+        """Whether the value of a node is known to be used once, under this name."""
+        used, frame = node.node, node.frame
+        if node.node.kind == "output":
+            if frame.call is None or frame.parent is None:
+                return True
+            used, frame = frame.call, frame.parent
+        if frame.opaque_reason is not None or frame.has_own_graph:
+            return False
+        if id(frame) not in self._uses:
+            lists = [(node.args, node.kwargs) for node in frame.nodes if node.op not in _NO_USE]
+            self._uses[id(frame)] = Counter(id(ref.node) for value in (*lists, frame.output) for ref in refs_in(value))
+        return self._uses[id(frame)][id(used)] == 1
+
+    def comes_from(self, node: ScoredNode, sources: Collection[int]) -> bool:
+        """Whether a value is computed, by whatever operations, from one of some nodes (by id)."""
+        waiting = list(_made_of(node.node, node.frame))
+        seen: set[int] = set()
+        while waiting:
+            inner, frame = waiting.pop()
+            if id(inner) in sources:
+                return True
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                waiting += _made_of(inner, frame)
+        return False
+
+    def made_of(self, node: ScoredNode) -> list[Node]:
+        """Returns the nodes that a value is directly made of."""
+        return [inner for inner, _ in _made_of(node.node, node.frame)]
+
+
+def _made_of(node: Node, frame: Frame) -> Iterator[tuple[Node, Frame]]:
+    if node.kind == "call":
+        if node.frame is not None and node.frame.nodes:
+            yield node.frame.output_node, node.frame
+    elif node.kind == "input":
+        if frame.parent is not None and frame.call is not None:
+            given = given_input(frame.parameters, node.target, frame.call.args, frame.call.kwargs)
+            for ref in refs_in(given):
+                yield ref.node, frame.parent
+    elif node.kind == "output" and frame.opaque_reason is None:
+        for ref in refs_in(frame.output):
+            yield ref.node, frame
+    elif node.kind == "output":
+        for inner in frame.nodes:
+            if inner.kind in ("input", "call"):
+                yield inner, frame
+    else:
+        made = node.element[0] if node.element is not None else node
+        for ref in refs_in((made.args, made.kwargs)):
+            yield ref.node, frame
