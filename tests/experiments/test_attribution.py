@@ -422,7 +422,8 @@ def test_scores_by_position() -> None:
     # Attention scores: two dimensions run along the sequence.
     path = "transformer.h_0.attn.attn_weights"
     assert "say which one is meant: position_dim=2 or 3" in scores.attrs["skipped"][path]
-    some = attribute(pg, last_logit, clean, corrupted, positions=[2, 3, 4], position_dim=2, paths=[path, "output|logits"])
+    chosen = [path, "output|logits"]
+    some = attribute(pg, last_logit, clean, corrupted, positions=[2, 3, 4], position_dim=2, paths=chosen)
     assert some.shape == (2, 3)
     assert some.coords["position"].values.tolist() == [2, 3, 4]
     assert "output|logits" not in some.attrs["skipped"]
@@ -502,7 +503,7 @@ def metric_of_floats(output: Any) -> Tensor:
 
 def test_models_with_quantized_weights() -> None:
     """Weights that have no gradients: the values do."""
-        torch.manual_seed(0)
+    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     quantized = nn.Sequential(Linear4bit(64, 64, compute_dtype=torch.float32), nn.Tanh(), nn.Linear(64, 8))
     quantized.load_state_dict(plain.state_dict())
