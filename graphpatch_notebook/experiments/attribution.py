@@ -10,7 +10,9 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
+from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.inputs import inputs_of
+from graphpatch_notebook.experiments.labels import metric_name
 from graphpatch_notebook.experiments.score_positions import PositionAxis
 from graphpatch_notebook.experiments.scored_nodes import selected_nodes
 from graphpatch_notebook.node_path import NodePath
@@ -98,9 +100,10 @@ def attribute(
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
     dims = {} if axis is None else axis.dims
+    xarray = extra("xarray", "an array of scores")  # before anything runs
     found = AttributionRuns(pg, metric, *given, selected.nodes, dims, fractions, _bytes(max_bytes)).run()
     found.problems |= selected.skipped
-    result = _data_array(selected.paths, found, axis, metric)
+    result = _data_array(xarray, selected.paths, found, axis, metric)
     result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
     _tell(result)
     return result
@@ -134,14 +137,9 @@ def _bytes(max_bytes: Any) -> int:
     return int(min(max_bytes, 2**62))
 
 
-def _data_array(paths: list[str], found: Found, axis: PositionAxis | None, metric: Callable[[Any], Any]) -> DataArray:
-    try:
-        from xarray import DataArray
-    except ImportError as error:
-        raise ExperimentError(
-            "scores are an xarray.DataArray: pip install 'graphpatch-notebook[experiments]'"
-        ) from error
-
+def _data_array(
+    xarray: Any, paths: list[str], found: Found, axis: PositionAxis | None, metric: Callable[[Any], Any]
+) -> DataArray:
     scores = found.scores
     if axis is None:
         data = np.array([float(scores[path]) if path in scores else math.nan for path in paths])
@@ -156,12 +154,13 @@ def _data_array(paths: list[str], found: Found, axis: PositionAxis | None, metri
     attrs = {
         "clean": found.clean,
         "corrupted": found.corrupted,
-        "metric": str(getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__)),
+        "metric": metric_name(metric),
         "skipped": skipped,
         "roots": found.roots,
         "remarks": found.remarks,
     }
-    return DataArray(data, coords, list(coords), name="score", attrs=attrs)
+    result: DataArray = xarray.DataArray(data, coords, list(coords), name="score", attrs=attrs)
+    return result
 
 
 def _tell(result: DataArray) -> None:

@@ -20,12 +20,13 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.clean_values import CleanValues
 from graphpatch_notebook.experiments.gradient_run import Differences, GradientRun, Roots
 from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.reductions import Scores, scores_of
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
-from graphpatch_notebook.graph_modules.snapshots import ModuleState
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
 
 
@@ -36,18 +37,22 @@ class Stage:
         self.listener: Callable[[ScoredNode, Any], Any] = _nobody
 
 
-@dataclass(kw_only=True, eq=False)
 class WatchPatch(Patch[Any]):
     """Shows each value to whoever is on stage, who may put another one in its place."""
 
-    node: ScoredNode
-    stage: Stage
+    any_shape = True
+
+    def __init__(self, node: ScoredNode, stage: Stage) -> None:  # not that of a dataclass: there are thousands of these
+        self.node = node
+        self.stage = stage
 
     def op(self, original_output: Any) -> Any:
-        return self.stage.listener(self.node, original_output)
+        if type(original_output) is not Tensor:
+            return self.stage.listener(self.node, original_output)
+        with without_torch_functions():  # else each look at it would go through the mode of the run
+            return self.stage.listener(self.node, original_output)
 
 
-@dataclass(kw_only=True, eq=False)
 class LookPatch(WatchPatch):
     """The same, where the value must stay."""
 
@@ -132,11 +137,10 @@ class AttributionRuns:
     def run(self) -> Found:
         """Returns scores and problems. The model, and the random state, are as before."""
         patches: dict[str | NodePath, Patch[Any]] = {
-            node.path: (WatchPatch if node.can_be_cut else LookPatch)(node=node, stage=self._stage, any_shape=True)
-            for node in self._nodes
+            node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self._stage) for node in self._nodes
         }
         with collected_warnings() as messages, torch.inference_mode(False), self._pg.patch(patches):
-            state = ModuleState(self._pg._module)
+            state = KeptState(self._pg._module)
             try:
                 self._run_all(state)
             finally:
@@ -147,7 +151,7 @@ class AttributionRuns:
         self._found.remarks = [message for message in messages if "never fired" not in message]
         return self._found
 
-    def _run_all(self, state: ModuleState) -> None:
+    def _run_all(self, state: KeptState) -> None:
         wanted = {node.path for node in self._nodes if node.is_compared}
         if list(self._fractions) != [0.0]:
             wanted = self._scored_on_the_way(wanted, state)
@@ -161,7 +165,7 @@ class AttributionRuns:
 
     # -- one group -----------------------------------------------------------------------------------------------------
 
-    def _scored_on_the_way(self, wanted: set[str], state: ModuleState) -> set[str]:
+    def _scored_on_the_way(self, wanted: set[str], state: KeptState) -> set[str]:
         """Finds all roots, which are to be in place in each run on the way; scores the paths if all fit at once."""
         compared = self._compared(wanted, state)
         if not compared.left:
@@ -173,13 +177,13 @@ class AttributionRuns:
             left = self._compared(left, state).left
         return wanted
 
-    def _scored(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> set[str]:
+    def _scored(self, wanted: set[str], state: KeptState, is_careful: bool = False) -> set[str]:
         """Scores as many of some paths as fit; returns the others."""
         compared = self._compared(wanted, state, is_careful)
         self._score(compared, state)
         return compared.left
 
-    def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> Compared:
+    def _compared(self, wanted: set[str], state: KeptState, is_careful: bool = False) -> Compared:
         """Runs the model on the clean inputs, and on the corrupted ones to see where they differ."""
         clean = CleanValues(wanted, self._copied, self._max_bytes)
         with torch.no_grad():
@@ -202,7 +206,7 @@ class AttributionRuns:
         differences.settle()
         return Compared(differences, (run, metric), left)
 
-    def _score(self, compared: Compared, state: ModuleState) -> None:
+    def _score(self, compared: Compared, state: KeptState) -> None:
         differences = compared.differences
         problems = dict(differences.problems)
         totals: dict[str, Scores] = {}
@@ -222,13 +226,13 @@ class AttributionRuns:
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
-    def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: ModuleState) -> Any:
+    def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: KeptState) -> Any:
         state.restore()  # the same random numbers, and the same buffers, in all runs
         fresh = inputs.fresh()
         self._stage.listener = listener
         return self._pg(*fresh.args, **fresh.kwargs)
 
-    def _gradient_run(self, run: GradientRun, state: ModuleState) -> Tensor:
+    def _gradient_run(self, run: GradientRun, state: KeptState) -> Tensor:
         with torch.enable_grad():
             metric = _number(self._metric(self._output(run, self._corrupted, state)))
         run.finish()

@@ -156,7 +156,7 @@ class GradientRun:
         known = self._clean if self._is_first else self._differences.by_path
         if not is_root and (path not in known or path in self._differences.problems):
             return value
-        problem = node.problem(value)
+        problem = self._problem(node, occurrence, value)
         if problem is not None:
             self._differences.problems.setdefault(path, problem)
             return value
@@ -215,10 +215,6 @@ class GradientRun:
         clean = self._clean[path]
         if occurrence >= len(clean):
             return value
-        problem = _unlike(clean[occurrence], value)
-        if problem is not None:
-            differences.problems[path] = problem
-            return value
         if not clean[occurrence].is_current:
             differences.rewritten.add(path)
         if value.requires_grad and self._depends_on_root(value):
@@ -240,6 +236,15 @@ class GradientRun:
         else:
             differences.problems[path] = _NO_GRADIENT
         return value
+
+    def _problem(self, node: ScoredNode, occurrence: int, value: Any) -> str | None:
+        clean = self._clean.get(node.path, ())
+        if occurrence >= len(clean) or not isinstance(value, Tensor):
+            return node.problem(value)
+        mine = clean[occurrence].tensor  # in which nothing was wrong
+        if mine.shape == value.shape and mine.dtype == value.dtype and mine.device == value.device:
+            return None
+        return node.problem(value) or _unlike(mine, value)
 
     def _cut(self, node: ScoredNode, value: Tensor, clean: Tensor) -> tuple[Tensor, GradientEdge]:
         """Returns a tensor that depends on a new leaf only, and the leaf's edge."""
@@ -315,10 +320,7 @@ def _written_into_at_will(value: Tensor) -> Tensor:
     return value.requires_grad_().clone()
 
 
-def _unlike(clean: CleanValue, value: Tensor) -> str | None:
-    mine = clean.tensor
+def _unlike(mine: Tensor, value: Tensor) -> str:
     if mine.shape != value.shape:
         return f"of shape {tuple(mine.shape)} in the clean run, of shape {tuple(value.shape)} in the corrupted one"
-    if mine.dtype != value.dtype or mine.device != value.device:
-        return f"{mine.dtype} on {mine.device} in the clean run, {value.dtype} on {value.device} in the corrupted one"
-    return None
+    return f"{mine.dtype} on {mine.device} in the clean run, {value.dtype} on {value.device} in the corrupted one"

@@ -42,7 +42,7 @@ def scores_of(
             else:
                 found.append(score)
         if path not in problems:
-            scores[path] = np.sum(np.broadcast_arrays(*found), axis=0)
+            scores[path] = found[0] if len(found) == 1 else np.sum(np.broadcast_arrays(*found), axis=0)
     return scores
 
 
@@ -54,12 +54,17 @@ def _by_part(
         return {}
     gradients = _gradients(metric, run)
     tensors: dict[Part, Tensor | None] = {}
+    known: dict[Any, Tensor] = {}  # names of one tensor often have one gradient, too
     for slot, dim in parts:
-        difference, gradient = differences.tensors[run.slots[slot]], gradients[slot]
-        if gradient is not None:
-            tensors[slot, dim] = _reduced(difference, gradient, dim, differences.is_careful)
-        else:
+        number, gradient = run.slots[slot], gradients[slot]
+        difference = differences.tensors[number]
+        if gradient is None:
             tensors[slot, dim] = None if bool(difference.any()) else difference.new_zeros(())
+            continue
+        key = (number, dim, gradient.data_ptr(), gradient.stride())
+        if key not in known:
+            known[key] = _reduced(difference, gradient, dim, differences.is_careful)
+        tensors[slot, dim] = known[key]
     return _as_arrays(tensors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
 _HELD = ("parameter", "buffer", "attribute", "constant")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ScoredNode:
     """A value that is compared between the runs.
 
@@ -55,7 +56,7 @@ class ScoredNode:
         """Whether the value of the node is a container, with this value in it."""
         return self.spec is not self.node.spec
 
-    @property
+    @functools.cached_property
     def can_be_cut(self) -> bool:
         """Whether another tensor may take the place of the value in a run.
 
@@ -114,7 +115,7 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
     of_interest = set(wanted or ())
     found: list[ScoredNode] = []
     skipped: dict[str, str] = {}
-    for path, node, frame, spec in _rows(nodes.root):
+    for path, node, frame, spec in _rows(nodes.root, with_plumbing=wanted is not None):
         is_wanted = path in of_interest if wanted is not None else not node.is_plumbing
         if not is_wanted and node.is_plumbing:
             continue
@@ -149,8 +150,8 @@ def _known(nodes: NodeMap, paths: Iterable[Any]) -> Iterator[str]:
         raise UnknownPathError("; ".join(unknown))
 
 
-def _rows(root: Frame) -> Iterator[tuple[str, Node, Frame, ValueSpec]]:
-    rows = NodeRows.of(root)
+def _rows(root: Frame, *, with_plumbing: bool) -> Iterator[tuple[str, Node, Frame, ValueSpec]]:
+    rows = NodeRows.of(root, with_plumbing=with_plumbing)
     return zip(rows.paths, rows.nodes, rows.frames, rows.specs, strict=True)
 
 

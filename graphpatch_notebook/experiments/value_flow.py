@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame, Node, refs_in
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure, refs_in
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
 
 _NO_USE = ("requires_grad_",)
+_HOLDERS = (tuple, list, dict, slice, Structure)
 
 
 class ValueFlow:
@@ -27,10 +28,17 @@ class ValueFlow:
             used, frame = frame.call, frame.parent
         if frame.opaque_reason is not None or frame.has_own_graph:
             return False
-        if id(frame) not in self._uses:
-            lists = [(node.args, node.kwargs) for node in frame.nodes if node.op not in _NO_USE]
-            self._uses[id(frame)] = Counter(id(ref.node) for value in (*lists, frame.output) for ref in refs_in(value))
-        return self._uses[id(frame)][id(used)] == 1
+        uses = self._uses.get(id(frame))
+        if uses is None:
+            uses = self._uses[id(frame)] = Counter(id(ref.node) for ref in refs_in(frame.output))
+            for inner in frame.nodes:
+                if inner.op not in _NO_USE:
+                    for value in (*inner.args, *inner.kwargs.values()):
+                        if type(value) is Ref:
+                            uses[id(value.node)] += 1
+                        elif isinstance(value, _HOLDERS):
+                            uses.update(id(ref.node) for ref in refs_in(value))
+        return uses[id(used)] == 1
 
     def comes_from(self, node: ScoredNode, sources: Collection[int]) -> bool:
         """Whether a value is computed, by whatever operations, from one of some nodes (by id)."""
