@@ -1,0 +1,214 @@
+"""Sweeps have the numbers of a loop over patch contexts, over the zoo: not a bit differs, or 2e-6 where cells are rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphpatch_notebook import ProbePatch, ReplacePatch
+from tests.experiments.loops import (
+    TOLERANCE,
+    Everything,
+    disagreement,
+    last_logits,
+    leaves_of,
+    looped,
+    swept,
+    takes_short_cuts,
+)
+from tests.experiments.sweep_cells import cells_of, with_probes
+from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone
+from tests.zoo import CASES, Call, Case, case_by_name, seed_all
+from tests.zoo.values import bit_equal, close, copy_call, same_state, snapshot
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning"),
+]
+
+SINGLE = "single"
+"""The name of the example's first sequence: a batch of one."""
+
+ONLY_SEVERAL = ("torch-attention", "awkward-scatter-in-place", "awkward-called-from-c")
+"""The models that take no batch of one."""
+
+
+def tolerance_of(case: Case) -> float:
+    """What rows may differ by: more in models of less precision, and where torch's fast paths come and go."""
+    return max(TOLERANCE * (65536 if "bfloat16" in case.name else 1), case.tolerance)
+
+
+def calls_of(case: Case) -> list[str]:
+    """Returns the names of the calls of a case besides the example."""
+    call = case.example()
+    tensors = [*call.args, *call.kwargs.values()]
+    has_batch = all(isinstance(tensor, Tensor) for tensor in tensors) and len({len(tensor) for tensor in tensors}) == 1
+    names = list(case.calls(capture_of(case).reference))[1:]
+    return [*names, SINGLE] if has_batch and case.name not in ONLY_SEVERAL else names
+
+
+def call_maker(case: Case, name: str) -> Callable[[], Call]:
+    """Returns what makes the call of that name, anew each time."""
+    if name == "example":
+        return case.example
+    if name == SINGLE:
+        call = case.example()
+        return lambda: Call(
+            tuple(tensor[:1].clone() for tensor in call.args), {key: t[:1].clone() for key, t in call.kwargs.items()}
+        )
+    if case.name.startswith(("torch-", "awkward-")):
+        return lambda: capture_of(case).call(name)
+    prototype = capture_of(case).call(name)  # that of a language model may need a run
+    return lambda: copy_call(prototype)
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """Sweeps of one call of a case, to be compared with the loop."""
+
+    case: Case
+    call_name: str
+    make_call: Callable[[], Call]
+    nodes: int = 1
+
+    @classmethod
+    def of(cls, case: Case, call_name: str = "example", nodes: int = 1) -> Sweeps:
+        return cls(case, call_name, call_maker(case, call_name), nodes)
+
+    def maps(self, capture: Capture) -> list[dict[str, Any]]:
+        return cells_of(capture, self.call_name, same_sizes=self.call_name == "example", nodes=self.nodes)
+
+    def output(self) -> Any:
+        seed_all(7)
+        with torch.no_grad():
+            return self.make_call().run(capture_of(self.case).pg)
+
+    def check(self, *batches: Any) -> None:
+        """Compares the sweeps with a loop."""
+        output = self.output()
+        sizes = [len(leaf) for leaf in leaves_of(output)]
+        self.check_metric(Everything(sum(sizes)), sizes, batches)
+        logits = getattr(output, "logits", None)
+        if isinstance(logits, Tensor) and logits.dim() == 3:
+            self.check_metric(last_logits, [], batches)
+
+    def check_metric(self, metric: Callable[[Any], Any], sizes: list[int], batches: tuple[Any, ...]) -> None:
+        capture = capture_of(self.case)
+        before = snapshot(capture.model)
+        seed_all(7)
+        expected = looped(capture.pg, self.maps(capture), self.make_call, metric)
+        is_left_alone = same_state(capture.model, before) is None
+        for batch in batches:
+            capture = capture_of(self.case)
+            call = self.make_call()
+            before = snapshot(capture.model)
+            seed_all(7)
+            found = swept(capture.pg, self.maps(capture), call, metric, batch=batch)
+            tolerance = self.case.tolerance if batch is None else tolerance_of(self.case)
+            assert disagreement(expected, found, tolerance, sizes) is None, f"{batch=}, {metric}, {found.remarks}"
+            assert bit_equal(self.make_call(), call) is None
+            if is_left_alone:
+                assert same_state(capture.model, before) is None
+
+
+@each_case()
+def test_sweeps_equal_loops(case: Case) -> None:
+    Sweeps.of(case).check(None, "auto")
+
+
+@each_case()
+def test_sweeps_of_other_calls_equal_loops(case: Case) -> None:
+    """One of the calls of each model: all of them take minutes."""
+    Sweeps.of(case, capture_of(case).random("call").choice(calls_of(case))).check(3)
+
+
+@pytest.mark.slow
+@each_case()
+def test_sweeps_of_all_calls_equal_loops(case: Case) -> None:
+    for name in ["example", *calls_of(case)]:
+        Sweeps.of(case, name, nodes=2).check(None, "auto")
+
+
+def can_be_probed(case: Case) -> bool:
+    """What a probe kept can be looked at after the run (not so inside of a `vmap`), and is the same each time."""
+    return leaves_its_state_alone(case) and not case.training and case.name != "awkward-functional-transforms"
+
+
+@each_case(can_be_probed)
+def test_probes_see_what_they_see_in_a_loop(case: Case) -> None:
+    """A probe in a cell has the value of that cell, in the shape that the inputs of the sweep give it."""
+    capture = capture_of(case)
+    purpose = functools.partial(cells_of, capture, "probes")
+    expected, found = purpose()[:8], purpose()[:8]
+    expected_probes, probes = with_probes(expected), with_probes(found)
+
+    def metric(output: Any) -> int:
+        return 0
+
+    loop = looped(capture.pg, expected, case.example, metric)
+    assert disagreement(loop, swept(capture.pg, found, case.example(), metric)) is None
+    for cell, (one, other) in enumerate(zip(expected_probes, probes, strict=True)):
+        assert close(_kept(one), _kept(other), tolerance_of(case)) is None, cell
+
+
+def _kept(probe: ProbePatch) -> Any:
+    try:
+        return probe.activation
+    except ValueError:  # the model wrote into it
+        return "written into"
+
+
+DECODERS = (
+    "gpt2-eager gpt2-sdpa llama-sdpa mixtral-eager gemma2-eager gpt-neox-sdpa bloom-eager mamba bart-sdpa".split()
+)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("batch", [None, "auto", 5])
+def test_grids_of_layers_and_positions(name: str, batch: Any) -> None:
+    """What sweeps are made for: each module's output at each position, replaced by that of a run on other inputs."""
+    case = case_by_name(name)
+    capture = capture_of(case)
+    other = case.example()
+    other.kwargs["input_ids"] = other.kwargs["input_ids"].flip(1)
+    kept: dict[str, Tensor] = {}
+    nodes = capture.pg.nodes
+    sequences = [path for path, meta in nodes.items() if meta.kind == "output" and _has_positions(meta.shape)]
+    paths = capture.random("grid").sample(sequences, min(6, len(sequences)))
+    probes = {path: ProbePatch() for path in paths}
+    with torch.no_grad(), capture.pg.patch(probes):
+        other.run(capture.pg)
+    kept = {path: probe.activation.clone() for path, probe in probes.items()}
+
+    def patches(path: str, position: int) -> dict[str, Any]:
+        return {path: ReplacePatch(value=kept[path][:, position], slice=(slice(None), position))}
+
+    call = case.example()
+    found = capture.pg.sweep(
+        {"path": paths, "position": range(7)}, patches, *call.args, metric=last_logits, batch=batch, **call.kwargs
+    )
+    maps = [patches(path, position) for path in paths for position in range(7)]
+    expected = looped(capture.pg, maps, case.example, last_logits)
+    assert found.dims == ("path", "position", "metric_0")
+    flat = found.stack(cell=("path", "position")).transpose("cell", ...)
+    assert disagreement(expected, flat, 0.0 if batch is None else TOLERANCE) is None, found.remarks
+
+
+def _has_positions(shape: torch.Size | None) -> bool:
+    return shape is not None and len(shape) == 3 and tuple(shape[:2]) == (3, 7)
+
+
+RANDOM = [case for case in CASES if case.training and not case.mutates_state]
+
+
+@pytest.mark.parametrize("case", RANDOM, ids=lambda case: case.name)
+def test_random_models_are_run_cell_by_cell_and_this_is_said(case: Case) -> None:
+    capture = capture_of(case)
+    call = case.example()
+    found = swept(capture.pg, cells_of(capture, "random"), call, Everything(100))
+    assert found.remarks or not takes_short_cuts()

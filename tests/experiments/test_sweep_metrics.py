@@ -1,0 +1,193 @@
+"""Sweeps of language models: whatever a metric reads, and however it does, it has the numbers of the loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
+from tests.experiments.loops import TOLERANCE, disagreement, looped, swept
+from tests.integrations.offloaded import gpt2, llama
+from tests.zoo import Call
+from tests.zoo.case import floats
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning"),
+]
+
+IDS = torch.arange(14).view(2, 7) + 3
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
+
+
+def cells(pg: PatchableGraph) -> list[dict[str, Any]]:
+    """Outputs of layers and what is in them, the last ones among them, at each kind of position."""
+    is_gpt2 = "transformer.h_0.output" in pg.nodes
+    layers = [f"transformer.h_{i}" if is_gpt2 else f"model.layers_{i}" for i in range(2)]
+    head = "lm_head.input"
+    maps: list[dict[str, Any]] = []
+    for layer in layers:
+        for position in (0, 3, -1):
+            maps.append({f"{layer}.output": ReplacePatch(value=floats(32), slice=(slice(None), position))})
+            maps.append({f"{layer}.mlp.output": AddPatch(value=floats(32, seed=1), slice=(slice(None), position))})
+        maps.append({f"{layer}.mlp.output": ZeroPatch()})
+    maps.append({head: AddPatch(value=1.0, slice=(slice(None), -1))})
+    maps.append({head: CustomPatch(custom_op=lambda h: h.flip(1))})
+    maps.append({"lm_head.output": AddPatch(value=2.0, slice=(..., 5))})
+    maps.append({"output|logits": ZeroPatch(slice=(slice(None), -1))})
+    maps.append({"output|logits": CustomPatch(custom_op=lambda logits: logits.flip(1))})
+    return [*maps, {}]
+
+
+def written_into(output: Any) -> Tensor:
+    last = output.logits[:, -1]
+    last -= last.amax(-1, keepdim=True)
+    output.logits.mul_(2)
+    return output.logits[:, -1].sum(-1)
+
+
+def replaced(output: Any) -> Tensor:
+    output.logits = output.logits[:, -1:] * 2
+    output["logits"] = output.logits + 1
+    return output.logits.sum(-1)
+
+
+class Keeping:
+    """Keeps what it was given, and compares it with what it was at first."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Any, Tensor]] = []
+
+    def __call__(self, output: Any) -> Tensor:
+        for earlier, then in self.kept:
+            assert torch.equal(earlier.logits, then)
+        self.kept.append((output, output.logits.clone()))
+        return output.logits[:, -1, 4]
+
+
+METRICS: dict[str, Callable[[Any], Any]] = {
+    "last": lambda output: output.logits[:, -1],
+    "last by key": lambda output: output["logits"][:, -1, 3:5],
+    "last by index": lambda output: output[0][:, -1],
+    "last of all": lambda output: output.logits[..., -1, :],
+    "last kept": lambda output: output.logits[:, -1:],
+    "last in a list": lambda output: output.logits[:, [-1]],
+    "last by tensor": lambda output: output.logits[torch.arange(2), torch.tensor([-1, 6])],
+    "last by number": lambda output: output.logits[:, 6],
+    "last by length": lambda output: output.logits[:, output.logits.shape[1] - 1],
+    "last by select": lambda output: output.logits.select(1, -1),
+    "last by mask": lambda output: output.logits[:, torch.arange(7) == 6],
+    "last by unbind": lambda output: output.logits.unbind(1)[-1],
+    "last of the first": lambda output: output.logits[0, -1],
+    "last of the second": lambda output: output.logits[1][-1],
+    "first": lambda output: output.logits[:, 0],
+    "last two": lambda output: output.logits[:, -2:],
+    "last and first": lambda output: output.logits[:, -1] - output.logits[:, 0],
+    "backwards": lambda output: output.logits[:, ::2],
+    "all": lambda output: output.logits,
+    "mean": lambda output: output.logits.mean(),
+    "shape": lambda output: list(output.logits.shape) + [output.logits.numel(), output.logits.stride(0)],
+    "argmax": lambda output: output.logits[:, -1].argmax(-1),
+    "argmax of all": lambda output: output.logits.argmax(-1),
+    "top": lambda output: output.logits[:, -1].topk(3).indices,
+    "sorted": lambda output: output.logits[:, -1].sort().values,
+    "across the batch": lambda output: output.logits[:, -1].softmax(0),
+    "loss": lambda output: F.cross_entropy(output.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()),
+    "dict": lambda output: {"a": output.logits[0, -1, 3], "b": output.logits[1, -1].mean().item(), "c": 1},
+    "number": lambda output: output.logits[0, -1, 3].item(),
+    "numpy": lambda output: output.logits[:, -1].numpy(),
+    "list": lambda output: output.logits[:, -1].tolist(),
+    "depends on values": lambda output: output.logits[:, -1 if output.logits[0, -1, 0] > 0 else 0],
+    "written into": written_into,
+    "replaced": replaced,
+    "keys": lambda output: [len(output.keys()), len(output.to_tuple()), "past_key_values" in output],
+    "cache": lambda output: torch.cat([layer.keys for layer in output.past_key_values.layers]),
+    "length of the cache": lambda output: [output.past_key_values.get_seq_length(), len(output.logits)],
+    "last and cache": lambda output: output.logits[:, -1].sum() + output.past_key_values.layers[1].values.sum(),
+    "double": lambda output: output.logits.double()[:, -1],
+    "copied": lambda output: copy.deepcopy(output).logits[:, -1],
+    "by attribute": lambda output: vars(output)["logits"][:, -1],
+    "items": lambda output: dict(output.items())["logits"][:, -1],
+    "nothing": lambda output: 0.0,
+}
+
+
+def check(
+    name: str, batch: Any, metric: Callable[[], Callable[[Any], Any]], make_call: Callable[[], Call], some: slice
+) -> Any:
+    model = MODELS[name]()
+    pg = PatchableGraph(model, input_ids=IDS)
+    expected = looped(pg, cells(pg)[some], make_call, metric())
+    found = swept(pg, cells(pg)[some], make_call(), metric(), batch=batch)
+    assert disagreement(expected, found, 0.0 if batch is None else TOLERANCE) is None, found.remarks
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("what", METRICS)
+@pytest.mark.parametrize("batch", [None, "auto"])
+def test_whatever_a_metric_reads(name: str, what: str, batch: Any) -> None:
+    every = 1 if "last" in what else 3
+    check(name, batch, lambda: METRICS[what], lambda: Call.of(input_ids=IDS), slice(None, None, every))
+
+
+@pytest.mark.parametrize("batch", [None, "auto"])
+def test_what_a_metric_keeps_stays_what_it_was(batch: Any) -> None:
+    check("gpt2", batch, Keeping, lambda: Call.of(IDS), slice(None))
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "one sequence": lambda: Call.of(input_ids=IDS[:1]),
+    "left padding": lambda: Call.of(IDS, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])),
+    "right padding": lambda: Call.of(IDS, attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1] * 7])),
+    "mask for all": lambda: Call.of(IDS, attention_mask=torch.full((1, 1, 7, 7), -1e4).triu(1)),
+    "positions for all": lambda: Call.of(IDS, position_ids=torch.arange(1, 8)[None]),
+    "no cache": lambda: Call.of(IDS, use_cache=False),
+    "cache": lambda: Call.of(IDS, use_cache=True),
+    "kept logits": lambda: Call.of(IDS, logits_to_keep=1),
+    "two kept logits": lambda: Call.of(IDS, logits_to_keep=2),
+    "tuple": lambda: Call.of(IDS, return_dict=False),
+    "embeddings": lambda: Call.of(inputs_embeds=floats(2, 7, 32)),
+    "as long as many": lambda: Call.of(torch.arange(25).view(5, 5)),
+    "hidden states": lambda: Call.of(IDS, output_hidden_states=True),
+    "labels": lambda: Call.of(IDS, labels=IDS),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("what", CALLS)
+def test_whatever_the_inputs_are(name: str, what: str) -> None:
+    def metric(output: Any) -> Tensor:
+        return output[0 if what != "labels" else 1][:, -1]
+
+    for batch in (None, "auto"):
+        check(name, batch, lambda: metric, CALLS[what], slice(None, None, 2))
+
+
+READ = {
+    "hidden states": lambda output: torch.stack(output.hidden_states)[..., :5],
+    "attentions": lambda output: torch.stack(output.attentions),
+    "losses": lambda output: output.loss,
+    "all of them": lambda output: output.loss + output.logits[:, -1].sum() + output.hidden_states[1].mean(),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+@pytest.mark.parametrize("batch", [None, "auto"])
+def test_whatever_else_comes_out(what: str, batch: Any) -> None:
+    flags = {"output_hidden_states": True, "labels": IDS}
+    model = gpt2()
+    model.set_attn_implementation("eager")
+    pg = PatchableGraph(model, input_ids=IDS)
+
+    def make_call() -> Call:
+        return Call.of(IDS, **flags, output_attentions=True)
+
+    expected = looped(pg, cells(pg), make_call, READ[what])
+    found = swept(pg, cells(pg), make_call(), READ[what], batch=batch)
+    assert disagreement(expected, found, 0.0 if batch is None else TOLERANCE) is None, found.remarks
