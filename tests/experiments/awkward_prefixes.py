@@ -553,3 +553,6 @@ ALIASED = [
     (Layers, SEQUENCES),
 ]
 """Models whose values share memory, are used up, or depend on what is patched, with inputs."""
+
+UNREPEATABLE = [Counter, InnerCounter, Appending, OwnGenerator, HookWithState]
+"""What the runs that prepare a sweep leave in these models cannot be taken back, and makes a difference."""

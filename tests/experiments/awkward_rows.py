@@ -486,3 +486,43 @@ ELSEWHERE = [
     (WholeNorm, Call.of(floats(4))),
 ]
 """Models whose rows are not, or not only, along the first dimension, with inputs."""
+
+
+class WholeMaximum(Ends):
+    """The largest number scales all of them: a patch that makes values smaller does not show in other rows."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h / h.abs().max()
+
+
+class WholeMedian(Ends):
+    def between(self, h: Tensor) -> Tensor:
+        return h - h.median()
+
+
+class AnyAbove(Ends):
+    def between(self, h: Tensor) -> Tensor:
+        return torch.where((h > 0.9).any(), h, h * 2)
+
+
+class BestTokens(nn.Module):
+    """Only the tokens with the highest scores in the batch go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.score = nn.Linear(4, 1)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        scores = self.score(h)
+        bar = scores.flatten().kthvalue(scores.numel() // 2 + 1).values
+        return torch.where(scores >= bar, self.last(h), h)
+
+
+INTERACTING += [
+    (kind, Call.of(floats(*shape)))
+    for kind in (WholeMaximum, WholeMedian, AnyAbove, BestTokens)
+    for shape in ((3, 4), (1, 4), (1, 5, 4))
+]

@@ -14,11 +14,7 @@ from tests.experiments.awkward_prefixes import (
     ALIASED,
     ROWS,
     STATEFUL,
-    Appending,
-    Counter,
-    HookWithState,
-    InnerCounter,
-    OwnGenerator,
+    UNREPEATABLE,
 )
 from tests.experiments.awkward_rows import ELSEWHERE, INTERACTING, TrainedNorm
 from tests.experiments.loops import TOLERANCE, Everything, disagreement, leaves_of, looped, swept
@@ -99,17 +95,15 @@ def compare(
     return found
 
 
-UNREPEATABLE = [Counter, InnerCounter, Appending, OwnGenerator, HookWithState]
-"""What the runs that prepare a sweep leave in these models cannot be taken back, and makes a difference."""
-
 MODELS = [*INTERACTING, *ELSEWHERE, *STATEFUL, *ALIASED]
 MODELS = [(kind, call) for kind, call in MODELS if kind not in UNREPEATABLE]
 
 
+@pytest.mark.parametrize("batch", [None, "auto"])
 @pytest.mark.parametrize("kind", UNREPEATABLE)
-def test_of_models_that_never_give_the_same_this_is_said(kind: type[nn.Module]) -> None:
+def test_of_models_that_never_give_the_same_this_is_said(kind: type[nn.Module], batch: Any) -> None:
     pg = PatchableGraph(seeded(kind), *copy_call(ROWS).args)
-    found = swept(pg, patches_everywhere(pg), copy_call(ROWS), Everything(12))
+    found = swept(pg, patches_everywhere(pg), copy_call(ROWS), Everything(12), batch=batch)
     assert found.remarks
 
 
