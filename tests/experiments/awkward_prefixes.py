@@ -74,7 +74,7 @@ class CountingBuffer(nn.Module):
         self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.mean(0), 0.5)
+        self.mean.lerp_(x.detach().mean(0), 0.5)
         return self.linear(x - self.mean)
 
 

@@ -59,7 +59,7 @@ def looped(
         unpatched: What the run without patches is made on, if that would change `pg`.
     """
     state = torch.get_rng_state(), random.getstate()
-    baseline = _measured(unpatched or pg, {}, make_call, metric, backward)
+    baseline = _measured(unpatched or pg, {}, make_call, metric, backward=False)
     torch.set_rng_state(state[0])
     random.setstate(state[1])
     values: list[np.ndarray | None] = []
@@ -79,7 +79,7 @@ def _measured(
 ) -> np.ndarray:
     with torch.set_grad_enabled(backward), pg.patch(patches):
         value = metric(make_call().run(pg))
-        if backward and patches:
+        if backward:
             value.backward()
     return numbers(value)
 
@@ -173,8 +173,6 @@ def leaves_of(output: Any) -> list[Tensor]:
             found.append(plain.double().flatten())
         elif isinstance(leaf, (bool, int, float)):
             found.append(torch.tensor([leaf], dtype=torch.float64))
-        elif type(leaf).__name__ == "_Shared":
-            leaf.look
     return found
 
 

@@ -63,11 +63,9 @@ def difference(expected: list[Tensor | None], found: list[Tensor | None]) -> str
         if one is None and other is None:
             continue
         # In rows, what one cell does not reach gets a gradient of zero from the others.
-        one, other = (
-            (torch.zeros_like(other) if one is None else one),
-            (torch.zeros_like(one) if other is None else other),
-        )
-        a, b = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (one.double(), other.double()))
+        zero = torch.zeros_like(other if one is None else one)
+        pair = (zero if tensor is None else tensor for tensor in (one, other))
+        a, b = ((tensor.to_dense() if tensor.is_sparse else tensor).double() for tensor in pair)
         scale = max(1.0, a.nan_to_num(0, 0, 0).abs().max().item()) if a.numel() else 1.0
         if not torch.allclose(a, b, rtol=0, atol=TOLERANCE * scale, equal_nan=True):
             return f"gradient {number}: {(a - b).abs().max().item():.3g} of {scale:.3g}"

@@ -41,7 +41,7 @@ ONLY_SEVERAL = ("torch-attention", "awkward-scatter-in-place", "awkward-called-f
 
 
 UNREPEATABLE = ("awkward-buffers-reassigned",)
-"""What the runs that prepare a sweep leave in these models cannot be taken back, and makes a difference: this is said."""
+"""What the runs that prepare a sweep leave in these models cannot be taken back: this is said."""
 
 
 def tolerance_of(case: Case) -> float:
