@@ -59,7 +59,8 @@ def looped(
         unpatched: What the run without patches is made on, if that would change `pg`.
     """
     state = torch.get_rng_state(), random.getstate()
-    baseline = _measured(unpatched or pg, {}, make_call, metric, backward=False)
+    with torch.set_grad_enabled(backward):
+        baseline = numbers(metric(make_call().run(unpatched or pg)))
     torch.set_rng_state(state[0])
     random.setstate(state[1])
     values: list[np.ndarray | None] = []

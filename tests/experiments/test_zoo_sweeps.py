@@ -24,7 +24,7 @@ from tests.experiments.loops import (
     swept,
     takes_short_cuts,
 )
-from tests.experiments.sweep_cells import cells_of, with_probes
+from tests.experiments.sweep_cells import cells_of, some_cases, with_probes
 from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone
 from tests.zoo import CASES, Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, copy_call, same_state, snapshot
@@ -131,7 +131,7 @@ def test_sweeps_equal_loops(case: Case) -> None:
     Sweeps.of(case).check(None, "auto")
 
 
-@each_case()
+@some_cases(every=2)
 def test_sweeps_of_other_calls_equal_loops(case: Case) -> None:
     """One of the calls of each model: all of them take minutes."""
     Sweeps.of(case, capture_of(case).random("call").choice(calls_of(case))).check(3)
@@ -149,7 +149,7 @@ def can_be_probed(case: Case) -> bool:
     return leaves_its_state_alone(case) and not case.training and case.name != "awkward-functional-transforms"
 
 
-@each_case(can_be_probed)
+@some_cases(can_be_probed, every=3)
 def test_probes_see_what_they_see_in_a_loop(case: Case) -> None:
     """A probe in a cell has the value of that cell, in the shape that the inputs of the sweep give it."""
     capture = capture_of(case)
@@ -179,7 +179,7 @@ DECODERS = (
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("batch", [None, "auto", 5])
+@pytest.mark.parametrize("batch", [None, "auto", pytest.param(5, marks=pytest.mark.slow)])
 def test_grids_of_layers_and_positions(name: str, batch: Any) -> None:
     """What sweeps are made for: each module's output at each position, replaced by that of a run on other inputs."""
     case = case_by_name(name)
