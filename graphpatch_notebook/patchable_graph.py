@@ -407,7 +407,42 @@ class PatchableGraph(ModuleDelegate):
         recipe: Any = None,
         **input_kwargs: Any,
     ) -> DataArray:
-        """Returns what `metric` gives for each combination of the values of `axes`, as an `xarray.DataArray`."""
+        """Returns what `metric` gives for each combination of the values of `axes`, as an `xarray.DataArray`.
+
+        The numbers are those of a loop of `with pg.patch(...): metric(pg(*inputs))` under `torch.no_grad()`, only that
+        what the cells have in common is computed once: modules that ran before the first patched value return what they
+        returned without patches, cells share a forward in rows of the batch, and language models compute no logits
+        that the metric does not read. In rows the last bits may differ; with `batch=None` none does. Where it is not
+        certain that the numbers are the same, cells run one by one, and `result.attrs["remarks"]` says why.
+
+        Args:
+            axes: From names to values; these are the dimensions and coordinates of the result.
+            make_patches: From a value of each axis, positional, to the patch map of a cell.
+            *inputs: What the model runs on, positional. The model may write into it: each run gets a copy.
+            metric: From the output of the model to a number, a tensor of numbers, or a dict of numbers by name.
+            batch: How many cells share a forward at most: a number, `"auto"`, or `None` for one after the other.
+            progress: Whether to show how far it is, and how long it will take.
+            backward: Whether to call `backward()` of each cell's metric, inside its patch context.
+            checkpoint: The name of a file in which what is done is kept; the same call goes on from there.
+            executor: What runs chunks of cells: an executor as in `concurrent.futures`, or Dask's.
+            recipe: How other processes build or load the graph: a function, or a file that `save` wrote.
+            **input_kwargs: What the model runs on, by keyword.
+
+        Raises:
+            UnknownPathError, PatchMapError: Before anything runs, as `patch` does.
+            ExperimentError: Something cannot be done like this; or all cells failed.
+            SweepInterrupted: A `KeyboardInterrupt` whose `result` has what is done.
+
+        Example:
+            >>> import torch
+            >>> from graphpatch_notebook import PatchableGraph, ZeroPatch
+            >>> pg = PatchableGraph(torch.nn.Linear(2, 2), torch.ones(1, 2))
+            >>> def without(unit):
+            ...     return {"output": ZeroPatch(slice=(..., unit))}
+            >>> zeros = pg.sweep({"unit": [0, 1]}, without, torch.ones(1, 2), metric=lambda y: (y == 0).sum())
+            >>> zeros.dims, zeros.values
+            (('unit',), array([1., 1.]))
+        """
         from graphpatch_notebook.experiments.inputs import Inputs
         from graphpatch_notebook.experiments.sweep import sweep
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 
+from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.values import readable_children
 
@@ -27,6 +29,16 @@ _MANY = 1000
 _INERT_HOOKS = ("transformers.utils.output_capturing", "graphpatch_notebook.")
 
 
+_STATELESS = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Softmax)
+
+
+def is_stateless(module: Module) -> bool:
+    """Whether a module is one of torch's own of which it is known that a run changes nothing in it."""
+    if type(module) not in _STATELESS:
+        return False
+    return getattr(original_forward(module), "__func__", None) is type(module).forward  # nobody put another one there
+
+
 class ModuleLook:
     """What a module holds, at one moment: a light look, as every frame of a recording is looked at twice.
 
@@ -38,21 +50,22 @@ class ModuleLook:
     def __init__(self, module: Module, objects: dict[int, tuple[Any, dict[str, Any]]]) -> None:
         self._module = module
         self._registries = () if "_hf_hook" in module.__dict__ else _REGISTRIES  # accelerate moves weights in and out
-        self._attributes: list[Any] = []
-        for value in self._held():
-            self._attributes.append(value)
-            if not isinstance(value, _LOOKED_THROUGH) and not callable(value) and id(value) not in objects:
-                objects[id(value)] = (value, dict(getattr(value, "__dict__", ())))
+        self._attributes = self._held()
+        for value in self._attributes:
+            kind = type(value)
+            if kind in _NO_OBJECTS or isinstance(value, _LOOKED_THROUGH) or callable(value) or id(value) in objects:
+                continue
+            objects[id(value)] = (value, dict(getattr(value, "__dict__", ())))
         # The kernel of a batch norm does not count what it writes.
         self._contents = [b.detach().clone() for b in self._buffers()] if module.training else []
 
     def change(self) -> str | None:
         """Returns what is different now, in words."""
         name = type(self._module).__name__
-        now = list(self._held())
+        now = self._held()
         if len(now) != len(self._attributes):
             return f"{name} changes its attributes"
-        if not all(a is b or _is_same(a, b) for a, b in zip(self._attributes, now, strict=True)):
+        if not all(map(operator.is_, self._attributes, now)) and not all(map(_is_same, self._attributes, now)):
             return f"{name} changes its attributes, or writes into its weights or buffers"
         if self._contents and not all(map(_is_equal, self._contents, self._buffers())):
             return f"{name} updates its buffers"
@@ -61,24 +74,31 @@ class ModuleLook:
     def _buffers(self) -> list[Tensor]:
         return [buffer for buffer in self._module._buffers.values() if buffer is not None]
 
-    def _held(self) -> Iterator[Any]:
-        """Yields the attributes, what is in their containers, and how often tensors were written into."""
+    def _held(self) -> list[Any]:
+        """Returns the attributes, what is in their containers, and how often tensors were written into."""
         state = self._module.__dict__
+        held: list[Any] = []
         for registry in self._registries:
-            for value in state.get(registry, {}).values():  # scripted modules have none
-                yield value
-                if registry != "_modules" and value is not None:
-                    yield version_of(value)
+            values = state.get(registry, _EMPTY).values()  # scripted modules have none
+            held += values
+            if registry != "_modules":
+                held += [version_of(value) for value in values if value is not None]
         for name, value in state.items():
             if name in _NOT_STATE:
                 continue
-            yield value
+            held.append(value)
+            kind = type(value)
+            if kind in _NO_OBJECTS:
+                continue
             if isinstance(value, Tensor):
-                yield version_of(value)
-            elif type(value) in _CONTAINERS and len(value) <= _MANY:
-                yield from value.values() if isinstance(value, dict) else value
+                held.append(version_of(value))
+            elif kind in _CONTAINERS and len(value) <= _MANY:
+                held += value.values() if kind is dict else value
+        return held
 
 
+_EMPTY: dict[str, Any] = {}
+_NO_OBJECTS = frozenset({bool, int, float, str, type(None)})
 _LOOKED_THROUGH = (Module, Tensor, *_CONTAINERS, *PLAIN)
 
 
@@ -94,7 +114,7 @@ def changed_object(objects: dict[int, tuple[Any, dict[str, Any]]]) -> str | None
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b)
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:

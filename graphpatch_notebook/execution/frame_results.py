@@ -23,6 +23,7 @@ from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
     ModuleLook,
     changed_object,
+    is_stateless,
     leaves_of,
     problem_of_result,
 )
@@ -167,7 +168,8 @@ class Recording:
         is_kept = self._stack.running[-1].node.is_open
         running = self._stack.push(module)
         with without_torch_functions():
-            running.look = ModuleLook(module, self._objects)
+            if not is_stateless(module):
+                running.look = ModuleLook(module, self._objects)
             if is_kept:
                 running.given = GivenValues(args, kwargs)
 
@@ -180,9 +182,10 @@ class Recording:
 
     def _note(self, running: RunningFrame, output: Any) -> None:
         node = running.node
-        assert running.look is not None
         assert node.module is not None
-        change = running.change = running.change or running.look.change()
+        change = running.change
+        if change is None and running.look is not None:
+            change = running.change = running.look.change()
         self.state_change = self.state_change or change
         node.ended = self._tree.tick()
         node.problem = change

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
@@ -17,7 +17,7 @@ from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
 from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
-from graphpatch_notebook.experiments.survey import Survey, survey
+from graphpatch_notebook.experiments.survey import Mark, Survey, survey
 from graphpatch_notebook.experiments.trimming import reads_last_position, trims
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
@@ -148,7 +148,7 @@ def _survey(
         # Torch's fused kernels are not used under a mode: their numbers would be others.
         notes_reads = batch is not None and not _holds_fused(pg)
         found = survey(pg, trimmed, targets, with_gradients=backward, notes_reads=notes_reads)
-        if extra and any(mark.came_up == NEVER for mark in found.marks.values()):
+        if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
         if keeps_last := "logits_to_keep" in extra:
             if not reads_last_position(metric, found.output):
@@ -163,6 +163,11 @@ def _survey(
         break
     assert common.survey is not None
     return common.survey.state_change
+
+
+def _is_far_from_inputs(mark: Mark) -> bool:
+    """Whether what is patched came up, and is no mask or position: without a cache, models look at those otherwise."""
+    return mark.came_up != NEVER and isinstance(mark.value, Tensor) and mark.value.is_floating_point()
 
 
 def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> bool:

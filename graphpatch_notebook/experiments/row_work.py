@@ -125,6 +125,8 @@ def _assumed(survey: Survey, size: int) -> tuple[Layout, dict[FrameNode, Layout]
         return None
 
     output = rows(survey.output)
+    if any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves_of(survey.output)):
+        return None  # perhaps the size of the batch
     kept = {
         node: rows(node.value) for node in survey.tree.root.walk() if node.problem is None and node.value is not None
     }

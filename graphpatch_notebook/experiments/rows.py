@@ -90,6 +90,8 @@ def layout_of(single: Any, double: Any) -> Layout:
     pairs = list(zip(leaves_of(single), leaves_of(double), strict=False))
     if len(pairs) != sum(1 for _ in leaves_of(double)) or any(type(a) is not type(b) for a, b in pairs):
         raise RowsError("the model returns a value of another structure for two rows")
+    if any(a is not b and a != b for a, b in pairs if not isinstance(a, Tensor)):
+        raise RowsError("the model returns numbers that are others for two rows")
     return tuple(rows_of(a, b) if isinstance(a, Tensor) else None for a, b in pairs)
 
 
@@ -208,35 +210,36 @@ class RowsPatch(Patch[Any]):
     Args:
         entries: For each intervention, its entries on this value.
         rows: Where the rows are.
-        is_tested: Whether two more interventions follow: one without patches, and one with wild values, which shows
-            in the other wherever rows meet.
+        more: How many interventions follow that have no patches.
+        is_last_wild: Whether the last of these has wild values, which show in another one wherever rows meet.
     """
 
-    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, is_tested: bool) -> None:
+    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, more: int, is_last_wild: bool) -> None:
         super().__init__(any_shape=True)  # each entry looks at the shape of its rows
         self._entries = entries
         self._rows = rows
-        self._is_tested = is_tested
+        self._more = more
+        self._is_last_wild = is_last_wild
 
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
         if not isinstance(original_output, Tensor):
             raise RowsError(f"a patched value is no tensor but of type {type(original_output).__name__}")
         assert dim is not None
-        count = len(self._entries) + 2 * self._is_tested
+        count = len(self._entries) + self._more
         if original_output.dim() <= dim or original_output.shape[dim] != size * count:
             raise RowsError(
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
             )
         pieces: list[Tensor] = []
-        is_changed = self._is_tested
-        for number, entries in enumerate(self._entries):
+        is_changed = self._is_last_wild
+        for number in range(count):
             block = self._rows.taken(original_output, number)
-            pieces.append(_patched(block, entries))
+            if number < len(self._entries):
+                pieces.append(_patched(block, self._entries[number]))
+            else:
+                pieces.append(wild(block) if self._is_last_wild and number == count - 1 else block)
             is_changed |= pieces[-1] is not block
-        if self._is_tested:
-            pieces.append(self._rows.taken(original_output, count - 2))
-            pieces.append(wild(self._rows.taken(original_output, count - 1)))
         return torch.cat(pieces, dim) if is_changed else original_output
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution.frame_effects import leaves_of
-from graphpatch_notebook.execution.frame_results import FrameNode, Replay, all_frames_seen, own_tensors, watching
+from graphpatch_notebook.execution.frame_results import NEVER, FrameNode, Replay, all_frames_seen, own_tensors, watching
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
@@ -37,7 +37,12 @@ from graphpatch_notebook.resolution import resolve
 from graphpatch_notebook.values import readable_children
 
 _FEW = 4
+_READS_OTHERS = "the metric reads other positions for some of them than without patches"
 _UNVERIFIED_RUNS = 2
+
+
+class DifferenceError(RowsError):
+    """A cell has other numbers in rows than alone (caught inside the package)."""
 
 
 class CellRunner:
@@ -81,7 +86,8 @@ class CellRunner:
         self.baseline: Measurement = self._common.baseline
         self.remarks: list[str] = self._common.remarks
         self._runs_until: dict[frozenset[FrameNode], int] = {}
-        self._checked_rows: set[tuple[frozenset[FrameNode], frozenset[str]]] = set()
+        self._checked_frames: set[frozenset[FrameNode]] = set()
+        self._tested_from = NEVER
         self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
 
     def chunks(self, cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -106,7 +112,9 @@ class CellRunner:
                 try:
                     return self._in_rows(cells)
                 except ReadElsewhereError:
-                    self._give_up_trimming()
+                    self._give_up_all(_READS_OTHERS)
+                except DifferenceError as reason:
+                    self._give_up_all(str(reason))
                 except RowsError as reason:
                     self._give_up_rows(f"cells ran one by one: {reason}")
                 except torch.OutOfMemoryError:
@@ -141,11 +149,10 @@ class CellRunner:
         self._common.rows = None
         self._remark(why)
 
-    def _give_up_trimming(self) -> None:
-        """The metric reads now what it did not read of the output without patches."""
+    def _give_up_all(self, why: str) -> None:
         common = self._common
         common.inputs, common.keeps_last_logits, common.survey = common.full_inputs, False, None
-        self._give_up_rows("cells ran one by one, each as a whole: the metric reads other positions for some of them")
+        self._give_up_rows(f"cells ran one by one, each as a whole: {why}")
 
     # -- one cell ------------------------------------------------------------------------------------------------------
 
@@ -153,7 +160,7 @@ class CellRunner:
         try:
             return CellResult(number, self._alone(patches))
         except ReadElsewhereError:
-            self._give_up_trimming()
+            self._give_up_all(_READS_OTHERS)
             return self._result(number, patches)
         except Exception as error:
             return CellResult(number, None, f"{type(error).__name__}: {error}")
@@ -242,7 +249,7 @@ class CellRunner:
 
     def _together(self, cells: Sequence[tuple[int, PatchMap]], *, is_trial: bool = False) -> list[CellResult]:
         common = self._common
-        if self._backward and not is_trial and not self._checked_rows:
+        if self._backward and not is_trial and self._tested_from == NEVER:
             with torch.no_grad():  # gradients that were accumulated cannot be taken back
                 self._together(cells, is_trial=True)
         rows, survey = common.rows, common.survey
@@ -253,44 +260,54 @@ class CellRunner:
             if (problem := rows.problem(own)) is not None:
                 raise RowsError(problem)
         paths = list(dict.fromkeys(entry.target.path for own in entries for entry in own))
-        frames = frozenset(survey.tree.replayable(survey.came_up(paths), rows.layouts) if common.replays else ())
-        key = (frames, frozenset(paths))
-        with_control = key not in self._checked_rows
-        count = len(cells) + 2 * with_control
+        cut = survey.came_up(paths)
+        frames = frozenset(survey.tree.replayable(cut, rows.layouts) if common.replays else ())
+        is_first = self._tested_from == NEVER
+        with_wild = cut < self._tested_from
+        more = 2 if with_wild else int(frames not in self._checked_frames)
+        count = len(cells) + more
+        # Wild values on all paths of the sweep at once: what meets in rows shows, wherever it meets.
+        tested = [path for path in rows.of_paths if survey.marks[path].came_up >= cut] if with_wild else []
         patches: PatchMap = {
             path: RowsPatch(
                 [[entry for entry in own if entry.target.path == path] for own in entries],
                 rows.of_paths[path],
-                is_tested=with_control,
+                more=more,
+                is_last_wild=with_wild,
             )
-            for path in paths
+            for path in dict.fromkeys([*paths, *tested])
         }
         inputs = repeated_inputs(common.inputs.fresh(), rows.inputs, count)
         with self._without(frames, count), self._pg.patch(patches):
             output = self._pg(*inputs.args, **inputs.kwargs)
             self._check(output, count)
-            if with_control:
-                self._check_control(taken(output, rows.output, count - 2))
+            if more:
+                self._check_control(taken(output, rows.output, len(cells)))
             pairs = [
                 self._row_result(number, taken(output, rows.output, place)) for place, (number, _) in enumerate(cells)
             ]
             if self._backward and not is_trial:
                 self._backpropagate([value for result, value in pairs if result.error is None])
         results = [result for result, _ in pairs]
-        if not self._checked_rows:
+        if is_first:
             self._check_one(cells, results)
-        self._checked_rows.add(key)
+        self._checked_frames.add(frames)
+        self._tested_from = min(cut, self._tested_from)
         return results
 
     def _check(self, output: Any, count: int) -> None:
         """Raises a `RowsError` unless the output has the rows of `count` interventions."""
-        rows = self._common.rows
+        rows, survey = self._common.rows, self._common.survey
         assert rows is not None
+        assert survey is not None
         leaves = list(leaves_of(output))
         if len(leaves) != len(rows.output):
             raise RowsError("the model returned a value of another structure")
-        for leaf, place in zip(leaves, rows.output, strict=True):
-            if place is not None and place.dim is not None and leaf.shape[place.dim] != place.size * count:
+        for leaf, place, single in zip(leaves, rows.output, leaves_of(survey.output), strict=True):
+            if place is None:
+                if leaf is not single and leaf != single:
+                    raise RowsError(f"the output has {leaf!r} where it has {single!r} for one cell")
+            elif place.dim is not None and leaf.shape[place.dim] != place.size * count:
                 raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} interventions")
 
     def _check_control(self, output: Any) -> None:
@@ -302,17 +319,17 @@ class CellRunner:
             raise RowsError("in one forward, patches of one cell reach the rows of another")
 
     def _check_one(self, cells: Sequence[tuple[int, PatchMap]], results: Sequence[CellResult]) -> None:
-        """Raises a `RowsError` unless a cell has the same numbers alone; the one that patches change most."""
+        """Raises an error unless a cell (the one that patches change most) has the numbers that a plain loop gives."""
         found = [(result.measurement, patches) for result, (_, patches) in zip(results, cells, strict=True)]
         measured = [(values, patches) for values, patches in found if values is not None]
         if not measured:
             return
         values, patches = max(measured, key=lambda pair: pair[0].distance(self.baseline))
-        inputs = self._common.inputs.fresh()
-        with self._without(self._frames_before(patches)), unreported(self._pg, self._pg.patch(patches)):
-            alone = measurement(self._measured(self._pg(*inputs.args, **inputs.kwargs)))
+        inputs = self._common.full_inputs.fresh()
+        with unreported(self._pg, self._pg.patch(patches)):
+            alone = measurement(self._metric(self._pg(*inputs.args, **inputs.kwargs)))
         if not alone.is_close(values):
-            raise RowsError("in one forward with others, a cell has other numbers than alone")
+            raise DifferenceError("in one forward with others, a cell has other numbers than alone")
 
     def _backpropagate(self, values: Sequence[Any]) -> None:
         if values:
