@@ -257,7 +257,7 @@ def wild(value: Tensor) -> Tensor:
 
     Example:
         >>> wild(torch.ones(3)).tolist()
-        [1001.0, -1001.0, 1001.0]
+        [1001.0, -999.0, 1001.0]
     """
     if value.is_floating_point() or value.is_complex():
         signs = 1 - 2 * (torch.arange(value.numel(), device=value.device) % 2).reshape(value.shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook import PatchableGraph, ProbePatch, ReplacePatch
 from graphpatch_notebook.experiments import attribute
 from tests.benchmarks.models import GPT2_124M, GPT2_SMALL, Benchmarked
 from tests.benchmarks.ratios import median_times
@@ -47,8 +47,69 @@ def attribution(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[
     yield row(what, f"{found:.2f}x of {1000 * times['once']:.1f} ms", "at most 4x", found <= 4)
 
 
+def difference_of_two(output: Any) -> Tensor:
+    logits = output.logits
+    return logits[0, -1, 5] - logits[0, -1, 6]
+
+
+@torch.no_grad()
+def swept(benchmarked: Benchmarked, bound: float, quick: bool, positions: int = 16) -> Iterator[Row]:
+    """Layers x positions, the MLP's output replaced by that of other tokens, next to a loop with plain hooks."""
+    model: Any = benchmarked.build()
+    clean = benchmarked.inputs(positions)
+    other = corrupted(clean).flip(1)
+    blocks = list(model.transformer.h)
+    paths = [f"transformer.h_{layer}.mlp.output" for layer in range(len(blocks))]
+    pg = PatchableGraph(model, clean)
+    probes = {path: ProbePatch() for path in paths}
+    with pg.patch(probes):
+        pg(other)
+    values = {path: probe.activation.clone() for path, probe in probes.items()}
+
+    def loop() -> Tensor:
+        found = torch.empty(len(blocks), positions, dtype=torch.float64)
+        for layer, block in enumerate(blocks):
+            for position in range(positions):
+
+                def replace(
+                    _module: Any, _args: Any, output: Tensor, at: int = position, path: str = paths[layer]
+                ) -> Tensor:
+                    output = output.clone()
+                    output[:, at] = values[path][:, at]
+                    return output
+
+                handle = block.mlp.register_forward_hook(replace)
+                found[layer, position] = difference_of_two(model(clean))
+                handle.remove()
+        return found
+
+    def patches(path: str, position: int) -> dict[str, ReplacePatch]:
+        at = (slice(None), position)
+        return {path: ReplacePatch(value=values[path][at], slice=at)}
+
+    def sweep(batch: str | None = "auto") -> Any:
+        axes = {"path": paths, "position": range(positions)}
+        return pg.sweep(axes, patches, clean, metric=difference_of_two, progress=False, batch=batch)
+
+    rounds = 1 if quick else 3 if benchmarked is GPT2_124M else 25
+    times = median_times({"loop": loop, "sweep": sweep, "alone": lambda: sweep(None)}, rounds)
+    found = times["loop"] / times["sweep"]
+    expected = loop()
+    error = (torch.from_numpy(sweep().values) - expected).abs().max().item()
+    exact = (torch.from_numpy(sweep(None).values) - expected).abs().max().item()
+    what = f"{benchmarked.name}, {len(blocks)} layers x {positions} positions"
+    yield row(f"{what}: a loop with plain hooks / the sweep", f"{found:.2f}x", f"at least {bound}x", found >= bound)
+    yield row(f"{what}: largest difference", f"{error:.1e}", "at most 2e-6", error <= 2e-6)
+    yield row(f"{what}: the loop / the sweep with batch=None", f"{times['loop'] / times['alone']:.2f}x", "", True)
+    yield row(f"{what}: largest difference with batch=None", f"{exact:.1e}", "0", exact == 0)
+
+
 def sections(quick: bool) -> list[Iterator[Row]]:
-    return [attribution(benchmarked, length, quick) for benchmarked in (GPT2_124M, GPT2_SMALL) for length in (16, 32)]
+    return [
+        *(attribution(benchmarked, length, quick) for benchmarked in (GPT2_124M, GPT2_SMALL) for length in (16, 32)),
+        swept(GPT2_124M, 3.5, quick),
+        swept(GPT2_SMALL, 8, quick),
+    ]
 
 
 if __name__ == "__main__":
