@@ -13,7 +13,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.positions import Positions, chosen_positions, position_dims
+from graphpatch_notebook.experiments.positions import PositionDim, Positions, chosen_positions, position_dims
 from graphpatch_notebook.experiments.recordings import Paths, record, several_paths
 from graphpatch_notebook.experiments.sweep import sweep
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -36,7 +36,7 @@ def ablate(
     seed: int | None = None,
     heads: int | None = None,
     positions: Positions = None,
-    position_dim: int | None = None,
+    position_dim: PositionDim = None,
     batch: int | str | None = "auto",
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,

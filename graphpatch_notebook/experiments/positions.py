@@ -20,21 +20,29 @@ from graphpatch_notebook.values import TensorSpec
 Positions: TypeAlias = "bool | int | Iterable[int] | None"
 """A position or several, negative ones counted from the end of the sequence; `True` for all."""
 
+PositionDim: TypeAlias = "int | Mapping[str, int] | None"
+"""Which dimension runs along the sequence: of all values, or by path."""
 
-def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: int | None) -> dict[str, int]:
+
+def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: PositionDim) -> dict[str, int]:
     """Returns, for each path, which dimension of its value runs along the sequence.
 
     Args:
         pg: The graph.
         paths: The paths.
-        position_dim: What the user says of all of them; needed for models that take no tokens.
+        position_dim: What the user says of all of them, or of some in a dict by path; needed for models that take no
+            tokens.
 
     Raises:
         ExperimentError: It cannot be told, with all paths of which it cannot.
     """
     root = pg.nodes.root
-    root = pg.nodes.root
-    found = {path: _dim(root, target, position_dim) for path, target in targets(pg, paths).items()}
+    if isinstance(position_dim, Mapping):
+        by_path = {str(path): dim for path, dim in position_dim.items()}
+        given = {path: by_path.get(path) for path in paths}
+    else:
+        given = dict.fromkeys(paths, position_dim)
+    found = {path: _dim(root, target, given[path]) for path, target in targets(pg, paths).items()}
     problems = [f"{path!r}: {dim}" for path, dim in found.items() if isinstance(dim, str)]
     if problems:
         raise ExperimentError("which dimension runs along the sequence cannot be told:\n  " + "\n  ".join(problems))
@@ -51,6 +59,8 @@ def _dim(root: Frame, target: Target, given: int | None) -> int | str:
         return restriction.dim if restriction is not None else 0
     if given is None:
         return "the model takes no input_ids or inputs_embeds; say which it is, position_dim=1 or another"
+    if type(given) is not int:
+        return f"position_dim must be an int, or a dict of these by path, not {given!r}"
     if not isinstance(target.spec, TensorSpec):
         return f"positions are those of a tensor, but this was {target.spec} when it was captured"
     rank = len(target.spec.shape)

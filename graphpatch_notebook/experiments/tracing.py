@@ -15,7 +15,13 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Array, Comparison
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.positions import Positions, at_position, chosen_positions, position_dims
+from graphpatch_notebook.experiments.positions import (
+    PositionDim,
+    Positions,
+    at_position,
+    chosen_positions,
+    position_dims,
+)
 from graphpatch_notebook.experiments.recordings import Paths, check_same_shapes, record, several_paths
 from graphpatch_notebook.experiments.sweep import sweep
 from graphpatch_notebook.node_path import NodePath
@@ -98,7 +104,7 @@ def causal_trace(
     *,
     window: int = 1,
     normalize: bool = False,
-    position_dim: int | None = None,
+    position_dim: PositionDim = None,
     **options: Any,
 ) -> DataArray:
     """Returns what the metric gives on the corrupted inputs when one clean value at a time is restored.
@@ -119,7 +125,7 @@ def causal_trace(
             for the outputs of MLPs and attention. Cut off at both ends of the list.
         normalize: Return (value - corrupted) / (clean - corrupted): 0 where nothing is restored, 1 where all is.
         position_dim: Which dimension of the values runs along the sequence. Only needed for models without `input_ids`
-            or `inputs_embeds`, and where it cannot be told: the error says so.
+            or `inputs_embeds`, and where it cannot be told: the error says so. One for all, or a dict by path.
         **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `executor`, `recipe`.
 
     Returns:
@@ -204,7 +210,7 @@ class _Restoring:
 
 
 def _corruptions(
-    pg: PatchableGraph, noise: Noise, values: Mapping[str, Tensor], position_dim: int | None
+    pg: PatchableGraph, noise: Noise, values: Mapping[str, Tensor], position_dim: PositionDim
 ) -> list[dict[str, AddPatch]]:
     path = str(noise.path)
     dims = position_dims(pg, [path], position_dim)
