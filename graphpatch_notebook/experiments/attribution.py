@@ -46,6 +46,10 @@ def attribute(
     `metric(corrupted run with the clean value) - metric(corrupted run)`; otherwise it is the first-order estimate of
     it. All scores together take one run on the clean inputs, and one with its backward on the corrupted ones.
 
+    A tensor that several nodes hold (the residual stream is an input of many modules) has a score for each of these
+    names: what becomes of it under that name only, as a patch there would change it. A value that the model detaches,
+    counts or sorts is cut off from the metric by that, for gradients; for patches it is not.
+
     The model is left as it was: no parameter gets a gradient (none needs `requires_grad`), and buffers and the state of
     the random generators are put back after each run, so that both draw the same dropout. Patches that are active
     belong to both runs.

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, PatchMapError
+from graphpatch_notebook.execution.context import PatchContext
 from graphpatch_notebook.experiments.clean_values import CleanValues
 from graphpatch_notebook.experiments.gradient_run import Differences, GradientRun, Roots
 from graphpatch_notebook.experiments.inputs import Inputs
@@ -136,10 +137,8 @@ class AttributionRuns:
 
     def run(self) -> Found:
         """Returns scores and problems. The model, and the random state, are as before."""
-        patches: dict[str | NodePath, Patch[Any]] = {
-            node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self._stage) for node in self._nodes
-        }
-        with collected_warnings() as messages, torch.inference_mode(False), self._pg.patch(patches):
+        context = self._context()
+        with collected_warnings() as messages, torch.inference_mode(False), context:
             state = KeptState(self._pg._module)
             try:
                 self._run_all(state)
@@ -150,6 +149,22 @@ class AttributionRuns:
         # What does not come up is told in the result.
         self._found.remarks = [message for message in messages if "never fired" not in message]
         return self._found
+
+    def _context(self) -> PatchContext:
+        context = self._pg.patch(self._patches())
+        own = [node for node in self._nodes if node.frame.has_own_graph and node.node.kind == "input"]
+        if not own:
+            return context
+        try:
+            with context:
+                return context
+        except PatchMapError:  # edited graphs, which look at sizes of their inputs themselves
+            for node in own:
+                node.can_be_cut = False
+            return self._pg.patch(self._patches())
+
+    def _patches(self) -> dict[str | NodePath, Patch[Any]]:
+        return {node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self._stage) for node in self._nodes}
 
     def _run_all(self, state: KeptState) -> None:
         wanted = {node.path for node in self._nodes if node.is_compared}

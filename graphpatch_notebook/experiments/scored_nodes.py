@@ -65,9 +65,7 @@ class ScoredNode:
         """
         if self.is_state or self.node.is_view_filled_later:
             return False
-        if self.is_in_container and self.node.kind == "input" and self.frame.parent is not None:
-            return False
-        return not (self.frame.has_own_graph and self.node.kind == "input")
+        return not (self.is_in_container and self.node.kind == "input" and self.frame.parent is not None)
 
     def problem(self, value: Any) -> str | None:
         """Returns in words why the value that came up is none that can have a score, or `None`."""

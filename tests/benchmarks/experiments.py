@@ -40,7 +40,7 @@ def attribution(benchmarked: Benchmarked, length: int, quick: bool) -> Iterator[
     def attributed() -> None:
         attribute(pg, logit_difference, clean, other)
 
-    rounds = 3 if quick else benchmarked.rounds // 3
+    rounds = benchmarked.rounds // 20 + 2 if quick else benchmarked.rounds // 3
     times = median_times({"once": forward_and_backward, "attribute": attributed}, rounds)
     found, count = times["attribute"] / times["once"], attribute(pg, logit_difference, clean, other).size
     what = f"{benchmarked.name}, {length} tokens: scores of all {count:,} nodes / one forward and backward"

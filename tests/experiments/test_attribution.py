@@ -519,3 +519,47 @@ def test_models_with_quantized_weights() -> None:
     expected = ((clean - corrupted) * gradient).sum().item()
     assert scores.sel(path="sub_0.output").item() == pytest.approx(expected, rel=1e-4)
     assert scores.sel(path=scores.attrs["roots"][0]).item() != 0
+
+
+def test_exported_programs(tiny: Any) -> None:
+    model, pg, clean, corrupted = tiny
+    program = torch.export.export(model, (clean,))
+    scores = attribute(PatchableGraph.from_exported(program), torch.sum, clean, corrupted)
+    assert scores.attrs["skipped"] == {}
+    assert scores.attrs["roots"] == ["input"]
+    expected = attribute(pg, torch.sum, clean, corrupted)
+    for path in ("sub_0.output", "sub_1.output", "sub_2.output", "output"):
+        assert scores.sel(path=path).item() == pytest.approx(expected.sel(path=path).item(), rel=1e-5)
+
+
+def test_edited_graphs() -> None:
+    """The edit is part of both runs; one tensor given as two inputs cannot be told apart in an edited graph."""
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * 2.0 + y.square()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.twice(x, x)
+
+    clean, corrupted = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])
+    pg = PatchableGraph(Outer(), clean)
+    twice: Any = pg._graph_module.twice
+    graph = twice.graph
+    output = next(node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(output):
+        output.args = (graph.call_function(torch.mul, (output.args[0], 10.0)),)
+    twice.recompile()
+
+    scores = attribute(pg, torch.sum, clean, corrupted)
+
+    assert scores.attrs["clean"] == 10 * (2 + 1 + 4 + 4)
+    gradient = 10 * (2 + 2 * corrupted)
+    expected = ((clean - corrupted) * gradient).sum().item()
+    assert scores.sel(path="x").item() == pytest.approx(expected)
+    assert {path for path in scores.attrs["skipped"] if path.startswith("twice.")} == {"twice.x", "twice.y"}
