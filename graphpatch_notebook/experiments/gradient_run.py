@@ -317,6 +317,8 @@ def _node_of(value: Tensor) -> Node:
 
 def _written_into_at_will(value: Tensor) -> Tensor:
     """Returns a copy of a leaf with this value: the model may write into it, which it may not into a leaf."""
+    if value.is_inference():  # from a part of the model that runs in inference mode
+        value = value.clone()
     return value.requires_grad_().clone()
 
 

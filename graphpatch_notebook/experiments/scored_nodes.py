@@ -73,6 +73,8 @@ class ScoredNode:
             return f"a tensor when it was captured, of type {type(value).__name__} now"
         if not value.is_floating_point():
             return _not_floating(value.dtype)
+        if value.element_size() < 2:
+            return f"of dtype {str(value.dtype).removeprefix('torch.')}, which knows no arithmetic"
         if value.layout is not torch.strided:
             return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
         if not has_storage(value):

@@ -54,8 +54,15 @@ class ValueFlow:
         return False
 
     def made_of(self, node: ScoredNode) -> list[Node]:
-        """Returns the nodes that a value is directly made of."""
-        return [inner for inner, _ in _made_of(node.node, node.frame)]
+        """Returns the nodes that a value is directly made of; for a call, the output node of what is called."""
+        direct = (inner for inner, _ in _made_of(node.node, node.frame))
+        return [_returned(inner) for inner in direct]
+
+
+def _returned(node: Node) -> Node:
+    """Returns the output node of what is called, for a call."""
+    is_call = node.kind == "call" and node.frame is not None and node.frame.nodes
+    return node.frame.output_node if is_call and node.frame is not None else node
 
 
 def _made_of(node: Node, frame: Frame) -> Iterator[tuple[Node, Frame]]:

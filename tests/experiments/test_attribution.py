@@ -563,3 +563,47 @@ def test_edited_graphs() -> None:
     expected = ((clean - corrupted) * gradient).sum().item()
     assert scores.sel(path="x").item() == pytest.approx(expected)
     assert {path for path in scores.attrs["skipped"] if path.startswith("twice.")} == {"twice.x", "twice.y"}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parts_that_run_without_gradients(mode: Any, frozen: bool) -> None:
+    """What comes of a frozen encoder is where the runs begin to differ, for the part behind it."""
+
+    class Encoded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+            self.head = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with mode():
+                features = self.encoder(x)
+            return self.head(features + 0.0)
+
+    clean, corrupted = torch.randn(2, 3), torch.randn(2, 3)
+    model = Encoded().requires_grad_(not frozen)
+    scores = attribute(PatchableGraph(model, clean), torch.sum, clean, corrupted)
+
+    with torch.no_grad():
+        before, after = model.encoder(clean), model.encoder(corrupted)
+    leaf = after.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model.head(leaf).sum(), leaf)
+    assert scores.sel(path="add").item() == pytest.approx(((before - after) * gradient).sum().item(), rel=1e-4)
+    assert scores.sel(path="head.output").item() == pytest.approx(scores.clean - scores.corrupted, rel=1e-4)
+    skipped = scores.attrs["skipped"]
+    assert "encoder.sub_0.linear" in skipped
+    assert "head.sub_0.linear" not in skipped
+    # What the encoder is given has an effect, but no gradient: no score, rather than a wrong one.
+    assert "x" in skipped
+
+
+def test_float8_values_have_no_score() -> None:
+    class Small(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            small = x.to(torch.float8_e4m3fn)
+            return small.to(torch.float32) * x
+
+    clean, corrupted = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])
+    scores = attribute(PatchableGraph(Small(), clean), torch.sum, clean, corrupted)
+    assert scores.attrs["skipped"] == {"small": "of dtype float8_e4m3fn, which knows no arithmetic"}
