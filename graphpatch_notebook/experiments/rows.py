@@ -41,10 +41,12 @@ class Rows:
     dim: int | None
     size: int = 0
 
-    def repeated(self, value: Tensor, count: int) -> Tensor:
-        """Returns the value for `count` interventions, all the same."""
+    def repeated(self, value: Tensor, count: int, *, may_share: bool = False) -> Tensor:
+        """Returns the value for `count` interventions, all the same; they may share memory that nobody writes into."""
         if self.dim is None:
             return value
+        if may_share and self.size == 1:
+            return value.expand([count if dim == self.dim else -1 for dim in range(value.dim())])
         repeats = [1] * value.dim()
         repeats[self.dim] = count
         return value.repeat(repeats)
@@ -95,13 +97,13 @@ def layout_of(single: Any, double: Any) -> Layout:
     return tuple(rows_of(a, b) if isinstance(a, Tensor) else None for a, b in pairs)
 
 
-def repeated(value: Any, layout: Layout, count: int) -> Any:
+def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False) -> Any:
     """Returns a value made of containers for `count` interventions."""
     places = iter(layout)
 
     def repeat(leaf: Any) -> Any:
         rows = next(places)
-        return leaf if rows is None else rows.repeated(leaf, count)
+        return leaf if rows is None else rows.repeated(leaf, count, may_share=may_share)
 
     return mapped(value, repeat)
 

@@ -223,7 +223,8 @@ class CellRunner:
         values = {}
         for frame in frames:
             if count is not None and rows is not None:
-                values[frame] = repeated(frame.value, rows.layouts[frame], count)
+                may_share = not frame.is_written_later
+                values[frame] = repeated(frame.value, rows.layouts[frame], count, may_share=may_share)
             else:
                 values[frame] = own_tensors(frame.value) if frame.is_written_later else frame.value
         with all_frames_seen(self._pg._module), watching(Replay(survey.tree, values)):
