@@ -325,17 +325,25 @@ class PatchContext:
     Attributes:
         after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
             the caller has the result; not for calls that such a call makes. Set it before the context is entered.
+        is_quiet: Whether patches that never fire are not reported. Set it before the context is entered.
     """
 
     after_call: Callable[[], None] | None = None
+    is_quiet = False
 
     def __init__(self, activate: Callable[[PatchContext], ActiveContext]) -> None:
         self._activate = activate
+
+    def quiet(self) -> PatchContext:
+        """Returns this context, which will not report patches that never fire."""
+        self.is_quiet = True
+        return self
 
     def __enter__(self) -> None:
         before = _active.get()
         try:
             context = self._activate(self)
+            context.is_quiet = self.is_quiet
             if self.after_call is not None:
                 context.after_call = (*context.after_call, self.after_call)
         except BaseException:

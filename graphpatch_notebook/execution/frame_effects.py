@@ -174,12 +174,12 @@ def problem_of_result(module: Module, given: GivenValues, output: Any, *, with_g
         return change
     if _has_hooks_inside(module):
         return "there are hooks on modules inside it"
-    storages = {_storage(tensor) for tensor, _ in given.tensors}
+    storages = {storage_of(tensor) for tensor, _ in given.tensors}
     for leaf in leaves_of(output):
         if isinstance(leaf, Tensor):
             if with_gradients and leaf.requires_grad:
                 return "gradients flow through it"
-            if leaf.is_inference() or _storage(leaf) in storages:
+            if leaf.is_inference() or storage_of(leaf) in storages:
                 return "it returns what it is given"
         elif not isinstance(leaf, PLAIN):
             return f"it returns an object of type {type(leaf).__name__}"
@@ -196,7 +196,8 @@ def leaves_of(value: Any) -> Iterator[Any]:
         yield from leaves_of(child)
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
+    """Returns what tells the memory of a tensor from that of others."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):  # sparse tensors, some subclasses
@@ -205,13 +206,17 @@ def _storage(tensor: Tensor) -> Any:
 
 def _has_hooks_inside(module: Module) -> bool:
     """Whether there are hooks on modules below `module` that would not run with it; those on itself do."""
-    for inner in module.modules():
-        if inner is module:
-            continue
-        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
-            if any(not _is_inert(hook) for hook in hooks.values()):
-                return True
-    return False
+    return any(has_hooks(inner) for inner in module.modules() if inner is not module)
+
+
+def has_hooks(module: Module) -> bool:
+    """Whether there are forward hooks on a module that may do something."""
+    return any(
+        not _is_inert(hook)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        if hooks
+        for hook in hooks.values()
+    )
 
 
 def _is_inert(hook: Any) -> bool:

@@ -10,7 +10,6 @@ A frame is told at run time, not by the capture: on other inputs a model may cal
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -242,25 +241,41 @@ watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", defa
 """Who sees the frames of the patched runs that begin in this context."""
 
 
-@contextmanager
-def watching(frame_watch: FrameWatch) -> Iterator[None]:
-    """Has the frames of the patched run that is made in the block seen by `frame_watch`."""
-    token = watch.set(frame_watch)
-    try:
-        yield
-    finally:
-        watch.reset(token)
+class FramesSeen:
+    """Has all frames of the patched run that is made in the block seen, not only those of patched modules.
 
+    What is taken back is noted before it is done, and `__exit__` tries twice: an interrupt may come at any moment.
 
-@contextmanager
-def all_frames_seen(model: Module) -> Iterator[None]:
-    """Has all module calls seen in the block, not only those of patched modules."""
-    swaps = Swaps()
-    try:
-        swaps.hold(module for module in model.modules() if takes_hooks(module))
-        yield
-    finally:
-        swaps.let_go()
+    Args:
+        model: The model that runs.
+        frame_watch: Who sees them.
+    """
+
+    def __init__(self, model: Module, frame_watch: FrameWatch) -> None:
+        self._model = model
+        self._watch = frame_watch
+        self._swaps = Swaps()
+        self._before: FrameWatch | None = None
+
+    def __enter__(self) -> None:
+        self._before = watch.get()
+        try:
+            self._swaps.hold(module for module in self._model.modules() if takes_hooks(module))
+            watch.set(self._watch)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def __exit__(self, *_error: object) -> None:
+        try:
+            self._let_go()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        watch.set(self._before)
+        self._swaps.let_go()
 
 
 class WatchedRun(Run):

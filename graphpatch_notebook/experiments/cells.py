@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.experiments.measurements import Measurement
+from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.patches import Patch
 
 PatchMap: TypeAlias = "Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]"
@@ -75,7 +78,8 @@ def cells_of(axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., Patc
         ExperimentError: `make_patches` gave no patch map.
         Exception: Whatever `make_patches` raises, with a note that names the cell.
     """
-    cells = []
+    cells: list[Cell] = []
+    marks: list[tuple[Cell, Any, Tensor, int]] = []
     for number, values in enumerate(itertools.product(*axes.values())):
         labels = dict(zip(axes, values, strict=True))
         try:
@@ -86,5 +90,23 @@ def cells_of(axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., Patc
         cell = Cell(number, labels, patches)
         if not isinstance(patches, Mapping):
             raise ExperimentError(f"make_patches gave {type(patches).__name__} for {cell}; give a patch map, a dict")
-        cells.append(cell)
+        # A copy: the user may fill one dict anew for each cell.
+        cells.append(Cell(number, labels, {path: _copied(given) for path, given in patches.items()}))
+        marks += [(cells[-1], path, *mark) for path, given in cells[-1].patches.items() for mark in _marks(given)]
+    for cell, path, tensor, version in marks:
+        if version_of(tensor) != version:
+            raise ExperimentError(
+                f"the value of the patch on {str(path)!r} for {cell} was written into while make_patches made those of "
+                "later cells: all are made before anything runs; give each a tensor of its own: value.clone()"
+            )
     return cells
+
+
+def _copied(given: Any) -> Any:
+    return list(given) if isinstance(given, list) else given
+
+
+def _marks(given: Any) -> list[tuple[Tensor, int]]:
+    patches = given if isinstance(given, (list, tuple)) else [given]
+    values = [getattr(patch, "value", None) for patch in patches]
+    return [(value, version_of(value)) for value in values if isinstance(value, Tensor)]

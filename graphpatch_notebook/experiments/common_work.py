@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
-from graphpatch_notebook.execution.frame_results import NEVER
+from graphpatch_notebook.execution.frame_effects import has_hooks
+from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
 from graphpatch_notebook.experiments.chunking import Work
+from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
@@ -94,6 +96,9 @@ def _looked_at(
     backward: bool,
 ) -> CommonWork:
     common = CommonWork(inputs, inputs)
+    if batch is not None and (alone := _why_alone(pg, metric)) is not None:
+        common.remarks.append(f"cells ran one by one: {alone}")
+        batch = None
     reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch, backward) or state.change()
     if reason is not None:
         state.restore()
@@ -112,13 +117,21 @@ def _looked_at(
                 # Alone, each cell has the very bits of the loop: nothing is left out of its run.
                 common.inputs, common.keeps_last_logits = inputs, False
                 common.survey = survey(pg, inputs, targets, with_gradients=backward)
-                common.baseline = measurement(metric(common.survey.output))
+                common.baseline = measurement(metric(own_tensors(common.survey.output)))
     return common
 
 
 def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Measurement:
     fresh = inputs.fresh()
     return measurement(metric(pg(*fresh.args, **fresh.kwargs)))
+
+
+def _why_alone(pg: PatchableGraph, metric: Callable[[Any], Any]) -> str | None:
+    if looks_at_patches(metric):
+        return "the metric looks at what patches have seen"
+    if any(has_hooks(module) for module in pg._module.modules()):
+        return "hooks on modules would see several cells at once"
+    return None
 
 
 def _why_plain(pg: PatchableGraph) -> str | None:
@@ -151,14 +164,14 @@ def _survey(
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
         if keeps_last := "logits_to_keep" in extra:
-            if not reads_last_position(metric, found.output):
+            if not reads_last_position(metric, own_tensors(found.output)):
                 continue
         elif extra:
             full = full or _baseline(pg, inputs, metric)
-            if not _gives(metric, found.output, full):
+            if not _gives(metric, own_tensors(found.output), full):
                 continue
         common.inputs, common.survey, common.keeps_last_logits = trimmed, found, keeps_last
-        common.baseline = full or measurement(metric(found.output))
+        common.baseline = full or measurement(metric(own_tensors(found.output)))
         common.replays = not is_fused
         break
     assert common.survey is not None

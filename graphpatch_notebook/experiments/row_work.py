@@ -25,6 +25,7 @@ from graphpatch_notebook.experiments.rows import (
 )
 from graphpatch_notebook.experiments.survey import Survey, watched_run
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches import AddPatch, CustomPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
 
 
@@ -166,6 +167,22 @@ def _rows_of_mark(single: Any, double: Any) -> Rows | str:
     except RowsError as problem:
         return str(problem)
     return "its value is one for all rows" if rows.dim is None else rows
+
+
+def shared_patches(entries: Sequence[Sequence[Entry]]) -> set[int]:
+    """Returns the numbers of cells with a patch that another one has, too, and that keeps what it sees.
+
+    In one forward it would see the values of all of these, before one of them makes use of it.
+    """
+    holders: dict[int, set[int]] = {}
+    for number, own in enumerate(entries):
+        for patch in (patch for entry in own for patch in entry.patches):
+            if type(patch) not in _WITHOUT_MEMORY:
+                holders.setdefault(id(patch), set()).add(number)
+    return {number for numbers in holders.values() if len(numbers) > 1 for number in numbers}
+
+
+_WITHOUT_MEMORY = (ZeroPatch, AddPatch, ReplacePatch, CustomPatch)
 
 
 def _size(inputs: Inputs) -> tuple[int, str]:

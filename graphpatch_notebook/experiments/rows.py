@@ -212,37 +212,31 @@ class RowsPatch(Patch[Any]):
     Args:
         entries: For each intervention, its entries on this value.
         rows: Where the rows are.
-        more: How many interventions follow that have no patches.
-        is_last_wild: Whether the last of these has wild values, which show in another one wherever rows meet.
+        wild: How many interventions follow that have wild values.
     """
 
-    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, more: int, is_last_wild: bool) -> None:
+    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, wild: int = 0) -> None:
         super().__init__(any_shape=True)  # each entry looks at the shape of its rows
         self._entries = entries
         self._rows = rows
-        self._more = more
-        self._is_last_wild = is_last_wild
+        self._wild = wild
 
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
         if not isinstance(original_output, Tensor):
             raise RowsError(f"a patched value is no tensor but of type {type(original_output).__name__}")
         assert dim is not None
-        count = len(self._entries) + self._more
+        count = len(self._entries) + self._wild
         if original_output.dim() <= dim or original_output.shape[dim] != size * count:
             raise RowsError(
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
             )
-        pieces: list[Tensor] = []
-        is_changed = self._is_last_wild
-        for number in range(count):
-            block = self._rows.taken(original_output, number)
-            if number < len(self._entries):
-                pieces.append(_patched(block, self._entries[number]))
-            else:
-                pieces.append(wild(block) if self._is_last_wild and number == count - 1 else block)
-            is_changed |= pieces[-1] is not block
-        return torch.cat(pieces, dim) if is_changed else original_output
+        blocks = [self._rows.taken(original_output, number) for number in range(count)]
+        pieces = [_patched(block, entries) for block, entries in zip(blocks, self._entries, strict=False)]
+        pieces += [wild(block, number) for number, block in enumerate(blocks[len(pieces) :])]
+        if all(piece is block for piece, block in zip(pieces, blocks, strict=True)):
+            return original_output
+        return torch.cat(pieces, dim)
 
 
 def _patched(block: Tensor, entries: Sequence[Entry]) -> Tensor:
@@ -254,15 +248,17 @@ def _patched(block: Tensor, entries: Sequence[Entry]) -> Tensor:
     return patched
 
 
-def wild(value: Tensor) -> Tensor:
-    """Returns a value that is far off in both directions; for whole numbers, the same ones in another order.
+def wild(value: Tensor, number: int) -> Tensor:
+    """Returns a value that is far off: far below for number 0, far above for others, and nowhere by the same amount.
+
+    Whole numbers and truth values come in another order.
 
     Example:
-        >>> wild(torch.ones(3)).tolist()
-        [1001.0, -999.0, 1001.0]
+        >>> bool((wild(torch.ones(3), 0) < -900).all()), bool((wild(torch.ones(3), 1) > 900).all())
+        (True, True)
     """
-    if value.is_floating_point() or value.is_complex():
-        signs = 1 - 2 * (torch.arange(value.numel(), device=value.device) % 2).reshape(value.shape)
-        # Zeros, and a size that all have, must not stay what they are.
-        return value + signs.to(value.dtype) * 1000 * value.detach().abs().clamp(min=1)
-    return value.flip(-1) if value.dim() else value
+    if not (value.is_floating_point() or value.is_complex()):
+        return value.roll(number + 1, -1) if value.dim() else value
+    steps = torch.arange(value.numel(), device=value.device, dtype=torch.float64).reshape(value.shape)
+    amounts = 1000 * (1 + ((steps + 31 * number) * 0.7548776662466927) % 1)
+    return value + (amounts * value.detach().abs().clamp(min=1) * (1 if number else -1)).to(value.dtype)

@@ -11,32 +11,34 @@ them, cells run as in that loop, and a remark says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution.frame_effects import leaves_of
-from graphpatch_notebook.execution.frame_results import NEVER, FrameNode, Replay, all_frames_seen, own_tensors, watching
+from graphpatch_notebook.execution.frame_results import FrameNode, FramesSeen, Replay, own_tensors
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.chunking import chunked
 from graphpatch_notebook.experiments.common_work import CommonWork, common_work
+from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
-from graphpatch_notebook.experiments.row_work import row_work
-from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, is_close, repeated, repeated_inputs, taken
-from graphpatch_notebook.experiments.survey import unreported
+from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows
+from graphpatch_notebook.experiments.row_work import row_work, shared_patches
+from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
 from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches import CustomPatch
 from graphpatch_notebook.resolution import resolve
 from graphpatch_notebook.values import readable_children
 
 _FEW = 4
+_LOOKS = "their functions look at what other patches have seen"
 _READS_OTHERS = "the metric reads other positions for some of them than without patches"
 _UNVERIFIED_RUNS = 2
 
@@ -81,33 +83,36 @@ class CellRunner:
         self._metric = metric
         self._backward = backward
         self._batch = None if batch == 1 else batch
-        with self._modes():
+        with torch.inference_mode(False), torch.set_grad_enabled(backward):
             self._common: CommonWork = common_work(pg, inputs, metric, paths, batch=self._batch, backward=backward)
         self.baseline: Measurement = self._common.baseline
         self.remarks: list[str] = self._common.remarks
         self._runs_until: dict[frozenset[FrameNode], int] = {}
         self._checked_frames: set[frozenset[FrameNode]] = set()
-        self._tested_from = NEVER
+        self._has_compared = False
         self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
 
     def chunks(self, cells: Sequence[Cell]) -> list[list[Cell]]:
         """Returns the cells in the portions in which they are best given to `run`, in the best order."""
         common = self._common
-        if common.survey is None or len(cells) < _FEW:
+        if common.survey is None or common.rows is None or len(cells) < _FEW:
             return [[cell] for cell in cells]
         entries = [self._entries(cell.patches) for cell in cells]
-        cuts = [self._cut(own) for own in entries]
-        if common.rows is None:
-            order = sorted(range(len(cells)), key=cuts.__getitem__)
-            return [[cells[number]] for number in order]
-        fitting = [number for number, own in enumerate(entries) if common.rows.problem(own) is None]
-        others = sorted(set(range(len(cells))) - set(fitting), key=cuts.__getitem__)
-        groups = chunked([cuts[n] for n in fitting], common.work, common.rows.most, common.rows.overhead)
+        problems = dict.fromkeys(shared_patches(entries), "they share a patch that keeps what it sees")
+        problems |= {n: _LOOKS for n, own in enumerate(entries) if any(map(looks_at_patches, _functions(own)))}
+        problems |= {n: why for n, own in enumerate(entries) if (why := common.rows.problem(own)) is not None}
+        others = sorted(problems)
+        if others:
+            self._remark(f"{len(others):,} of {len(cells):,} cells ran one by one: {problems[others[0]]}")
+        fitting = [number for number in range(len(cells)) if number not in problems]
+        cuts = [self._cut(entries[number]) for number in fitting]
+        groups = chunked(cuts, common.work, common.rows.most, common.rows.overhead)
         return [*([cells[fitting[i]] for i in group] for group in groups), *([cells[number]] for number in others)]
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         """Returns a result for each cell (given by number and patch map); none keeps the others from theirs."""
-        with self._modes():
+        # Tensors of inference mode do not tell whether somebody writes into them.
+        with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
             if len(cells) > 1 and self._common.rows is not None:
                 try:
                     return self._in_rows(cells)
@@ -123,12 +128,6 @@ class CellRunner:
                 except Exception as error:  # of one cell, perhaps
                     self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
             return [self._result(number, patches) for number, patches in cells]
-
-    @contextmanager
-    def _modes(self) -> Iterator[None]:
-        # Tensors of inference mode do not tell whether somebody writes into them.
-        with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
-            yield
 
     def _entries(self, patches: PatchMap) -> list[Entry]:
         known = self._known_entries.get(id(patches))
@@ -153,6 +152,10 @@ class CellRunner:
         common = self._common
         common.inputs, common.keeps_last_logits, common.survey = common.full_inputs, False, None
         self._give_up_rows(f"cells ran one by one, each as a whole: {why}")
+        # What was left out of its run may have mattered.
+        inputs = common.full_inputs.fresh()
+        with self._pg.patch({}).quiet():
+            self.baseline = common.baseline = measurement(self._metric(self._pg(*inputs.args, **inputs.kwargs)))
 
     # -- one cell ------------------------------------------------------------------------------------------------------
 
@@ -205,19 +208,17 @@ class CellRunner:
     def _is_replay_equal(self, frames: frozenset[FrameNode]) -> bool:
         inputs = self._common.inputs.fresh()
         assert self._common.survey is not None
-        with self._without(frames), unreported(self._pg, self._pg.patch({})):
+        with self._without(frames), self._pg.patch({}).quiet():
             output = self._pg(*inputs.args, **inputs.kwargs)
         expected, found = list(_tensors_inside(self._common.survey.output)), list(_tensors_inside(output))
         return len(expected) == len(found) and all(
             difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
         )
 
-    @contextmanager
-    def _without(self, frames: frozenset[FrameNode], count: int | None = None) -> Iterator[None]:
+    def _without(self, frames: frozenset[FrameNode], count: int | None = None) -> AbstractContextManager[None]:
         """Leaves frames out of the run in the block, which is one of `count` interventions."""
         if not frames:
-            yield
-            return
+            return nullcontext()
         survey, rows = self._common.survey, self._common.rows
         assert survey is not None
         values = {}
@@ -227,8 +228,7 @@ class CellRunner:
                 values[frame] = repeated(frame.value, rows.layouts[frame], count, may_share=may_share)
             else:
                 values[frame] = own_tensors(frame.value) if frame.is_written_later else frame.value
-        with all_frames_seen(self._pg._module), watching(Replay(survey.tree, values)):
-            yield
+        return FramesSeen(self._pg._module, Replay(survey.tree, values))
 
     # -- several cells in rows -----------------------------------------------------------------------------------------
 
@@ -250,76 +250,46 @@ class CellRunner:
 
     def _together(self, cells: Sequence[tuple[int, PatchMap]], *, is_trial: bool = False) -> list[CellResult]:
         common = self._common
-        if self._backward and not is_trial and self._tested_from == NEVER:
+        if self._backward and not is_trial and not self._has_compared:
             with torch.no_grad():  # gradients that were accumulated cannot be taken back
                 self._together(cells, is_trial=True)
         rows, survey = common.rows, common.survey
         assert rows is not None
         assert survey is not None
         entries = [self._entries(patches) for _, patches in cells]
-        for own in entries:
-            if (problem := rows.problem(own)) is not None:
-                raise RowsError(problem)
+        problem = next(filter(None, map(rows.problem, entries)), None)
+        if problem is not None or shared_patches(entries):
+            raise RowsError(problem or "cells share a patch that keeps what it sees")
         paths = list(dict.fromkeys(entry.target.path for own in entries for entry in own))
-        cut = survey.came_up(paths)
-        frames = frozenset(survey.tree.replayable(cut, rows.layouts) if common.replays else ())
-        is_first = self._tested_from == NEVER
-        with_wild = cut < self._tested_from
-        more = 2 if with_wild else int(frames not in self._checked_frames)
-        count = len(cells) + more
-        # Wild values on all paths of the sweep at once: what meets in rows shows, wherever it meets.
-        tested = [path for path in rows.of_paths if survey.marks[path].came_up >= cut] if with_wild else []
+        frames = frozenset(survey.tree.replayable(survey.came_up(paths), rows.layouts) if common.replays else ())
+        assure_rows_never_meet(self._pg, common.inputs, survey, rows)
+        with_control = frames not in self._checked_frames
+        count = len(cells) + with_control
         patches: PatchMap = {
             path: RowsPatch(
-                [[entry for entry in own if entry.target.path == path] for own in entries],
+                [*([e for e in own if e.target.path == path] for own in entries), *([[]] if with_control else [])],
                 rows.of_paths[path],
-                more=more,
-                is_last_wild=with_wild,
             )
-            for path in dict.fromkeys([*paths, *tested])
+            for path in paths
         }
         inputs = repeated_inputs(common.inputs.fresh(), rows.inputs, count)
         with self._without(frames, count), self._pg.patch(patches):
             output = self._pg(*inputs.args, **inputs.kwargs)
-            self._check(output, count)
-            if more:
-                self._check_control(taken(output, rows.output, len(cells)))
+            check_rows(output, survey, rows, count)
+            if with_control:
+                check_control(taken(output, rows.output, len(cells)), survey)
             pairs = [
                 self._row_result(number, taken(output, rows.output, place)) for place, (number, _) in enumerate(cells)
             ]
             if self._backward and not is_trial:
                 self._backpropagate([value for result, value in pairs if result.error is None])
         results = [result for result, _ in pairs]
-        if is_first:
-            self._check_one(cells, results)
+        if not self._has_compared:
+            self._compare_one(cells, results)
         self._checked_frames.add(frames)
-        self._tested_from = min(cut, self._tested_from)
         return results
 
-    def _check(self, output: Any, count: int) -> None:
-        """Raises a `RowsError` unless the output has the rows of `count` interventions."""
-        rows, survey = self._common.rows, self._common.survey
-        assert rows is not None
-        assert survey is not None
-        leaves = list(leaves_of(output))
-        if len(leaves) != len(rows.output):
-            raise RowsError("the model returned a value of another structure")
-        for leaf, place, single in zip(leaves, rows.output, leaves_of(survey.output), strict=True):
-            if place is None:
-                if leaf is not single and leaf != single:
-                    raise RowsError(f"the output has {leaf!r} where it has {single!r} for one cell")
-            elif place.dim is not None and leaf.shape[place.dim] != place.size * count:
-                raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} interventions")
-
-    def _check_control(self, output: Any) -> None:
-        """Raises a `RowsError` unless the row without patches is what the model returns without patches."""
-        assert self._common.survey is not None
-        expected = [leaf for leaf in leaves_of(self._common.survey.output) if isinstance(leaf, Tensor)]
-        found = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
-        if not all(is_close(a, b) for a, b in zip(found, expected, strict=True) if b.is_floating_point()):
-            raise RowsError("in one forward, patches of one cell reach the rows of another")
-
-    def _check_one(self, cells: Sequence[tuple[int, PatchMap]], results: Sequence[CellResult]) -> None:
+    def _compare_one(self, cells: Sequence[tuple[int, PatchMap]], results: Sequence[CellResult]) -> None:
         """Raises an error unless a cell (the one that patches change most) has the numbers that a plain loop gives."""
         found = [(result.measurement, patches) for result, (_, patches) in zip(results, cells, strict=True)]
         measured = [(values, patches) for values, patches in found if values is not None]
@@ -327,8 +297,10 @@ class CellRunner:
             return
         values, patches = max(measured, key=lambda pair: pair[0].distance(self.baseline))
         inputs = self._common.full_inputs.fresh()
-        with unreported(self._pg, self._pg.patch(patches)):
+        with self._pg.patch(patches).quiet():
             alone = measurement(self._metric(self._pg(*inputs.args, **inputs.kwargs)))
+        # Of a patch without an effect nothing can be told.
+        self._has_compared = values.distance(self.baseline) > 0
         if not alone.is_close(values):
             raise DifferenceError("in one forward with others, a cell has other numbers than alone")
 
@@ -344,6 +316,11 @@ class CellRunner:
             raise
         except Exception as error:
             return CellResult(number, None, f"{type(error).__name__}: {error}"), None
+
+
+def _functions(entries: Sequence[Entry]) -> Iterator[Any]:
+    for entry in entries:
+        yield from (patch.custom_op for patch in entry.patches if isinstance(patch, CustomPatch))
 
 
 def _tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution import context as contexts
+from graphpatch_notebook.execution.frame_effects import storage_of
 from graphpatch_notebook.execution.frame_results import (
     NEVER,
+    FramesSeen,
     FrameTree,
     FrameWatch,
     Recording,
-    all_frames_seen,
-    watching,
+    own_tensors,
+    tensors_in,
 )
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.inputs import Inputs
@@ -83,7 +84,16 @@ def survey(
         with reads or nullcontext():
             marks, output = watched_run(pg, inputs, targets, tree, recording)
         if not recording.close():
+            _keep_from_metric(tree, output)
             return Survey(output, tree, marks, recording.state_change, NEVER if reads is None else reads.last)
+
+
+def _keep_from_metric(tree: FrameTree, output: Any) -> None:
+    """Sees to it that a metric that writes into the output does not write into what is recorded."""
+    shared = {storage_of(leaf) for leaf in tensors_in(output)}
+    for node in tree.root.walk():
+        if node.value is not None and any(storage_of(leaf) in shared for leaf in tensors_in(node.value)):
+            node.value, node.is_written_later = own_tensors(node.value), True
 
 
 def watched_run(
@@ -93,18 +103,8 @@ def watched_run(
     marks = {target.path: Mark(tree=tree) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with all_frames_seen(pg._module), watching(watch), unreported(pg, pg.patch(patches)):
+    with FramesSeen(pg._module, watch), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
-
-
-@contextmanager
-def unreported(pg: PatchableGraph, patched: contexts.PatchContext) -> Iterator[None]:
-    """Enters a patch context in which patches that never fire are not reported."""
-    with patched:
-        context = contexts.innermost(pg)
-        assert context is not None
-        context.is_quiet = True
-        yield
 
 
 def _open(tree: FrameTree, target: Target) -> None:
@@ -118,9 +118,3 @@ def _open(tree: FrameTree, target: Target) -> None:
     for frame in reversed(chain):
         node = node.child(frame.module, 0 if frame.call is None else frame.call.call_index)
         node.is_open = node.is_open or frame is not target.frame or target.node.kind != "output"
-
-
-def without_values(marks: dict[str, Mark]) -> None:
-    """Lets go of the values that marks hold."""
-    for mark in marks.values():
-        mark.value = None

@@ -113,11 +113,14 @@ def sweep(
     remarks = list(dict.fromkeys([*runner.remarks, *(dispatch.remarks if dispatch is not None else ())]))
     if not is_whole:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
+    result = None
     try:
         with interrupts_deferred():  # what is done does not get lost while it is put together
             result = data_array(values, cells, results, runner.baseline, metric, remarks)
     except KeyboardInterrupt:
         is_whole = False
+    if result is None:  # the interrupt came before it could be deferred
+        result = data_array(values, cells, results, runner.baseline, metric, remarks)
     if not is_whole:
         raise SweepInterrupted(_stopped(len(results), len(cells), checkpoint), result)
     return result

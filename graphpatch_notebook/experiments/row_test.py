@@ -1,0 +1,81 @@
+"""Whether rows ever meet: a test that a model passes once, for inputs and patches of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.execution.frame_effects import leaves_of
+from graphpatch_notebook.execution.frame_results import FramesSeen, Replay
+from graphpatch_notebook.experiments.cells import PatchMap
+from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.row_work import RowWork
+from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, is_close, repeated, repeated_inputs, taken
+from graphpatch_notebook.experiments.survey import Survey
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+_WILD = 6
+"""One far below, and five far above: more than half, so that a median moves, too."""
+
+_passed: WeakKeyDictionary[PatchableGraph, set[Any]] = WeakKeyDictionary()
+
+
+def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, rows: RowWork) -> None:
+    """Runs one intervention without patches beside some that have wild values wherever cells of the sweep have patches.
+
+    Raises:
+        RowsError: The one without patches is not what the model returns without patches.
+    """
+    key = (
+        _form(inputs),
+        tuple(module.training for module in pg._module.modules()),
+        frozenset(rows.of_paths),
+        rows.is_assumed,
+    )
+    passed = _passed.setdefault(pg, set())
+    if key in passed:
+        return
+    patches: PatchMap = {path: RowsPatch([[]], place, wild=_WILD) for path, place in rows.of_paths.items()}
+    frames = survey.tree.replayable(survey.came_up(list(rows.of_paths)), rows.layouts)
+    values = {frame: repeated(frame.value, rows.layouts[frame], 1 + _WILD) for frame in frames}
+    many = repeated_inputs(inputs.fresh(), rows.inputs, 1 + _WILD)
+    with torch.no_grad(), FramesSeen(pg._module, Replay(survey.tree, values)), pg.patch(patches).quiet():
+        output = pg(*many.args, **many.kwargs)
+    check_rows(output, survey, rows, 1 + _WILD)
+    check_control(taken(output, rows.output, 0), survey)
+    passed.add(key)
+
+
+def check_rows(output: Any, survey: Survey, rows: RowWork, count: int) -> None:
+    """Raises a `RowsError` unless the output has the rows of `count` interventions."""
+    leaves = list(leaves_of(output))
+    if len(leaves) != len(rows.output):
+        raise RowsError("the model returned a value of another structure")
+    for leaf, place, single in zip(leaves, rows.output, leaves_of(survey.output), strict=True):
+        if place is None:
+            if leaf is not single and leaf != single:
+                raise RowsError(f"the output has {leaf!r} where it has {single!r} for one cell")
+        elif place.dim is not None and leaf.shape[place.dim] != place.size * count:
+            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} interventions")
+
+
+def check_control(output: Any, survey: Survey) -> None:
+    """Raises a `RowsError` unless the rows without patches are what the model returns without patches."""
+    expected, found = _floats(survey.output), _floats(output)
+    if not all(is_close(a, b) for a, b in zip(found, expected, strict=True)):
+        raise RowsError("in one forward, patches of one cell reach the rows of another")
+
+
+def _floats(output: Any) -> Sequence[Tensor]:
+    return [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _form(inputs: Inputs) -> Any:
+    leaves = leaves_of((inputs.args, inputs.kwargs))
+    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves), tuple(
+        inputs.kwargs
+    )
