@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.call_checks import check_metric
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import PositionDim, Positions, chosen_positions, position_dims
@@ -91,6 +92,7 @@ def ablate(
         Wang et al., Interpretability in the Wild, 2022 (mean ablation); Chan et al., Causal Scrubbing, 2022
         (resampling).
     """
+    check_metric(metric)
     _check_method(method, reference, mean_over, seed)
     names = several_paths(pg, paths)
     given = Inputs(inputs, input_kwargs)

@@ -10,6 +10,7 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
+from graphpatch_notebook.experiments.call_checks import check_metric
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.inputs import inputs_of
 from graphpatch_notebook.experiments.labels import metric_name
@@ -98,6 +99,7 @@ def attribute(
         (2023). Integrated: Sundararajan et al., Axiomatic attribution for deep networks (2017); Hanna et al., Have
         faith in faithfulness (2024).
     """
+    check_metric(metric)
     fractions = _fractions(method, steps)
     given = (inputs_of(clean), inputs_of(corrupted))
     selected = selected_nodes(pg.nodes, paths)

@@ -273,10 +273,13 @@ def _uneven(clean: int, corrupted: int) -> str | None:
 
 
 def _number(value: Any) -> Tensor:
+    if value is None:
+        raise ExperimentError("the metric gave None: does it lack a return?")
     if not isinstance(value, Tensor):
+        shown = f"{value!r} of type" if isinstance(value, (int, float)) else "a value of type"
         raise ExperimentError(
-            f"the metric gave {value!r} of type {type(value).__name__}: to have a gradient it must give a tensor with "
-            "a single number (no .item(), no float())"
+            f"the metric gave {shown} {type(value).__name__}: to have a gradient it must give a tensor with a single "
+            "number (no .item(), no float(), not the whole output of the model)"
         )
     if value.numel() != 1:
         raise ExperimentError(

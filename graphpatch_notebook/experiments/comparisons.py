@@ -34,7 +34,8 @@ class Comparison:
     normalize: bool
 
     def __post_init__(self) -> None:
-        way = self.clean - self.corrupted
+        with np.errstate(invalid="ignore"):  # of infinite numbers
+            way = self.clean - self.corrupted
         if self.normalize and (not np.all(np.isfinite(way)) or np.any(way == 0)):
             raise ExperimentError(
                 f"there is nothing to normalize by: the metric is {self.clean.tolist()} on the clean inputs and "

@@ -43,7 +43,8 @@ class Measurement:
         """Returns how far the numbers are from those of another measurement of the same form."""
         if self.form != other.form:
             return 0.0
-        return float(np.nan_to_num(np.abs(self.values - other.values)).sum())
+        with np.errstate(invalid="ignore"):  # of infinite numbers
+            return float(np.nan_to_num(np.abs(self.values - other.values)).sum())
 
     def to_json(self) -> Any:
         """Returns what `from_json` makes the same measurement of, bit for bit."""
@@ -70,11 +71,23 @@ def measurement(value: Any) -> Measurement:
         Measurement(values=array([1. , 2.5]), names=('a', 'b'))
     """
     if isinstance(value, Mapping):
-        numbers = [_array(item) for item in value.values()]
-        if not numbers or any(number.ndim for number in numbers):
-            raise ExperimentError("a metric that gives a dict must give single numbers by name")
-        return Measurement(np.stack(numbers), tuple(map(str, value)))
+        _check_names(value)
+        return Measurement(np.stack([_array(item) for item in value.values()]), tuple(map(str, value)))
     return Measurement(_array(value))
+
+
+def _check_names(given: Mapping[Any, Any]) -> None:
+    if not given:
+        raise ExperimentError("the metric gave an empty dict: it must give at least one number")
+    for name, item in given.items():
+        if not isinstance(item, (Mapping, list, tuple)) and not getattr(item, "ndim", 0):
+            continue
+        shown = f"of shape {tuple(item.shape)}" if hasattr(item, "shape") else f"a {type(item).__name__}"
+        whole = "" if type(given) is dict else f" (a {type(given).__name__}: is it the whole output of the model?)"
+        raise ExperimentError(
+            f"the metric gave a dict in which {str(name)!r} is {shown}{whole}; it must give a number, a tensor, or a "
+            "dict of single numbers by name, made from the output: lambda output: output.loss"
+        )
 
 
 def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -82,12 +95,24 @@ def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
         if value.is_complex():
             raise ExperimentError("a metric gave complex numbers; take .real, .abs() or .angle() of them")
         return np.array(value.detach().to("cpu").double().numpy())
+    if _has_none(value):  # which numpy takes for NaN
+        raise ExperimentError(
+            "the metric gave None: does it lack a return?" if value is None else f"the metric gave {value!r}, with None"
+        )
     try:
-        return np.array(value, dtype=np.float64)
+        if not isinstance(value, (str, bytes)):
+            return np.array(value, dtype=np.float64)
+        raise TypeError
     except (TypeError, ValueError):
         raise ExperimentError(
             f"a metric must give a number, a tensor or a dict of numbers by name, not {type(value).__name__}"
         ) from None
+
+
+def _has_none(value: Any) -> bool:
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    return value is None or (isinstance(value, (list, tuple)) and any(map(_has_none, value)))
 
 
 def _listed(value: Any) -> Any:

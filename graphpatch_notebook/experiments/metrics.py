@@ -264,7 +264,12 @@ def _keep_tokens(metric: Any, *names: str) -> None:
     """Makes numbers of what was given as tokens: tensors can neither be compared nor printed well."""
     for name in names:
         given = getattr(metric, name)
-        tokens = torch.as_tensor(given)
+        if isinstance(given, str) or (isinstance(given, (list, tuple)) and any(isinstance(t, str) for t in given)):
+            raise ExperimentError(f"{name} is a text, {given!r}; give ids of tokens: tokenizer.encode(...)")
+        try:
+            tokens = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError):
+            tokens = torch.empty(0)
         if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim > 1 or not tokens.numel():
             raise ExperimentError(f"{name} is a token, or one for each sequence of the batch, not {given!r}")
         object.__setattr__(metric, name, tokens.item() if tokens.ndim == 0 else tuple(tokens.tolist()))

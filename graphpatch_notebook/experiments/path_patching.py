@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.call_checks import check_metric
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Comparison
 from graphpatch_notebook.experiments.components import default_components
@@ -96,6 +97,7 @@ def path_patch(
         Wang et al., Interpretability in the Wild, 2022; Goldowsky-Dill et al., Localizing Model Behavior with Path
         Patching, 2023.
     """
+    check_metric(metric)
     senders, receivers = _ends(pg, sender, "sender"), _ends(pg, receiver, "receiver")
     held = default_components(pg) if components is None else several_paths(pg, components, "components")
     edges = _Edges(pg, senders, receivers, held)

@@ -66,6 +66,9 @@ def several_paths(pg: PatchableGraph, given: Any, what: str = "paths") -> list[s
     """
     if isinstance(given, (str, NodePath)):
         raise ExperimentError(f"{what} must be several, in a list: {what}=[{str(given)!r}]")
+    if given is None or isinstance(given, Tensor) or not isinstance(given, Iterable):
+        shown = "None" if given is None else f"a {type(given).__name__}"
+        raise ExperimentError(f"{what} is {shown}; give a list of paths, such as those that pg.nodes has")
     paths = [str(path) for path in given]
     if not paths:
         raise ExperimentError(f"{what} is empty: give at least one path")

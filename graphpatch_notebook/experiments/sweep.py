@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
+from graphpatch_notebook.experiments.call_checks import check_metric
 from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
 from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
@@ -86,6 +87,7 @@ def sweep(
         >>> result.dims, result.values
         (('unit',), array([1., 1.]))
     """
+    check_metric(metric)
     extra("xarray", "the result of a sweep")
     _check_options(backward, checkpoint, executor)
     if executor is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.call_checks import check_metric
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Array, Comparison
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
@@ -62,14 +63,23 @@ class Noise:
     samples: int = 10
     seed: int = 0
 
+    def __new__(cls, *args: Any, **_: Any) -> Noise:
+        if len(args) > 1:
+            raise ExperimentError(
+                f"Noise takes a path, and all else by name: Noise({str(args[0])!r}, deviations={args[1]!r}) or scale="
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.scale is None and self.deviations is None:
             object.__setattr__(self, "deviations", 3.0)
         if self.scale is not None and self.deviations is not None:
             raise ExperimentError("noise has one scale: give scale= (absolute) or deviations=, not both")
-        size = self.deviations if self.scale is None else self.scale
-        if size is None or not (size > 0 and math.isfinite(size)):
+        size: Any = self.deviations if self.scale is None else self.scale
+        if not isinstance(size, (int, float, Tensor)) or not (size > 0 and math.isfinite(size)):
             raise ExperimentError(f"the scale of noise is a positive number, not {size!r}")
+        if type(self.seed) is not int:
+            raise ExperimentError(f"seed is a whole number, not {self.seed!r}")
         if type(self.samples) is not int or self.samples < 1:
             raise ExperimentError(f"samples is a whole number from 1 on, not {self.samples!r}")
 
@@ -148,6 +158,9 @@ def causal_trace(
     Source:
         Meng et al., Locating and Editing Factual Associations in GPT, 2022.
     """
+    check_metric(metric)
+    if isinstance(corrupted, type):
+        raise ExperimentError(f"corrupted is the class {corrupted.__name__}; give {corrupted.__name__}(path, ...)")
     names = several_paths(pg, paths)
     inputs = inputs_of(clean)
     noise = corrupted if isinstance(corrupted, Noise) else None
@@ -220,4 +233,5 @@ def _corruptions(
 
 def _mean_of_samples(swept: DataArray) -> DataArray:
     # A cell that failed for one draw is no mean over the others.
-    return swept.mean("sample", skipna=False, keep_attrs=True) if "sample" in swept.dims else swept
+    with np.errstate(invalid="ignore"):  # of infinite numbers
+        return swept.mean("sample", skipna=False, keep_attrs=True) if "sample" in swept.dims else swept

@@ -6,6 +6,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from graphpatch_notebook import ExperimentError
 from graphpatch_notebook.experiments import KLDivergence, LogitDifference, LogProbability, Loss, Probability
+from graphpatch_notebook.experiments.measurements import measurement
 
 LOGITS = torch.zeros(2, 3, 4)
 
@@ -175,6 +177,9 @@ def test_the_position_is_read_before_anything_else() -> None:
         (lambda: LogitDifference(0, [1, -1]), LOGITS, r"no token -1"),
         (lambda: Probability([0, 1, 2]), LOGITS, r"3 tokens were given, but the output has 2 sequences"),
         (lambda: Probability(0.5), LOGITS, r"token is a token, or one for each sequence of the batch, not 0.5"),
+        (lambda: Probability(" Paris"), LOGITS, r"token is a text, ' Paris'; give ids of tokens: tokenizer.encode"),
+        (lambda: LogitDifference(0, ["a"]), LOGITS, r"wrong is a text, \['a'\]"),
+        (lambda: Probability(None), LOGITS, r"token is a token, or one for each sequence of the batch, not None"),
         (lambda: LogitDifference(0, [[1]]), LOGITS, r"wrong is a token"),
         (lambda: Loss(torch.zeros(2, 2, dtype=torch.long)), LOGITS, r"\(2, 3, 4\) and labels of shape \(2, 2\)"),
         (lambda: Loss(torch.full((2, 3), 9)), LOGITS, r"no token 9"),
@@ -187,3 +192,22 @@ def test_the_position_is_read_before_anything_else() -> None:
 def test_what_cannot_be_measured_is_said(make: Any, output: Any, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         make()(output)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, r"the metric gave None: does it lack a return\?"),
+        ([1.0, None], r"the metric gave \[1.0, None\], with None"),
+        (np.array([None]), "with None"),
+        ({"a": 1.0, "b": None}, "the metric gave None"),
+        ("1.5", "must give a number, a tensor or a dict of numbers by name, not str"),
+        ({}, "an empty dict"),
+        ({"a": torch.ones(2)}, r"a dict in which 'a' is of shape \(2,\); it must"),
+        ({"a": [1.0]}, "a dict in which 'a' is a list"),
+        (CausalLMOutput(logits=LOGITS), r"'logits' is of shape \(2, 3, 4\) \(a CausalLMOutput: is it the whole output"),
+    ],
+)
+def test_what_is_no_number_is_said(given: Any, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        measurement(given)

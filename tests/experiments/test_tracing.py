@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +21,7 @@ from graphpatch_notebook.experiments import (
     Probability,
     SweepInterrupted,
     ablate,
+    attribute,
     causal_trace,
     path_patch,
 )
@@ -222,6 +226,11 @@ PATH = "transformer.h_0.output"
         ({"positions": "last"}, "positions are whole numbers, or True for all, not 'last'"),
         ({"positions": False}, "positions are whole numbers, or True for all, not False"),
         ({"positions": [0.5]}, r"positions are whole numbers, or True for all, not \[0.5\]"),
+        ({"paths": None}, "paths is None; give a list of paths"),
+        ({"paths": CLEAN}, "paths is a Tensor; give a list of paths"),
+        ({"corrupted": Noise}, r"corrupted is the class Noise; give Noise\(path, ...\)"),
+        ({"metric": lambda output: None}, "the metric gave None: does it lack a return"),
+        ({"metric": lambda output: output}, "'logits' is of shape .*: is it the whole output of the model"),
         ({"window": 0}, "window is a number of paths from 1 on"),
         ({"corrupted": CLEAN, "normalize": True}, "nothing to normalize by: the metric is"),
         ({"corrupted": Noise("transformer.emb.output")}, "no node 'emb' in transformer"),
@@ -241,12 +250,64 @@ def test_what_cannot_be_traced_is_said(pg: PatchableGraph, changes: dict[str, An
         ({"scale": 1.0, "deviations": 1.0}, "not both"),
         ({"scale": 0.0}, "a positive number, not 0.0"),
         ({"deviations": float("nan")}, "a positive number, not nan"),
+        ({"scale": "a"}, "a positive number, not 'a'"),
+        ({"seed": "a"}, "seed is a whole number, not 'a'"),
         ({"samples": 0}, "samples is a whole number from 1 on"),
     ],
 )
 def test_noise_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         Noise("x", **settings)
+
+
+def test_noise_takes_its_scale_by_name() -> None:
+    with pytest.raises(ExperimentError, match=r"Noise\('wte.output', deviations=3\) or scale="):
+        Noise("wte.output", 3)  # type: ignore[misc]
+    assert copy.deepcopy(pickle.loads(pickle.dumps(Noise("wte.output", scale=2.0)))) == Noise("wte.output", scale=2.0)
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("something ran")
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (Probability, r"metric is the class Probability; give an instance: metric=Probability\(token\)"),
+        (LogitDifference, r"metric=LogitDifference\(correct, wrong\)"),
+        (nn.CrossEntropyLoss, "metric is the class CrossEntropyLoss"),
+        (None, "metric is None, which cannot be called"),
+        ("loss", "metric is 'loss', which cannot be called; .* metric=lambda output: output.loss"),
+        (CLEAN, "metric is a Tensor, which cannot be called"),
+    ],
+)
+def test_what_is_no_metric_is_said_before_anything_runs(metric: Any, message: str) -> None:
+    model = gpt2()
+    pg = PatchableGraph(model, CLEAN)
+    hook = model.register_forward_pre_hook(never)
+    calls: list[Any] = [
+        lambda: pg.sweep({"path": [PATH]}, never, CLEAN, metric=metric),
+        lambda: causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, metric),
+        lambda: ablate(pg, [PATH], CLEAN, metric=metric),
+        lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, metric),
+        lambda: attribute(pg, metric, CLEAN, CORRUPTED),
+    ]
+    for call in calls:
+        with pytest.raises(ExperimentError, match=message):
+            call()
+    hook.remove()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_infinite_metrics_give_no_warnings(pg: PatchableGraph) -> None:
+    noise = Noise("transformer.wte.output", samples=2)
+    for sign, corrupted in itertools.product((1, -1), (CORRUPTED, noise)):
+        found = causal_trace(
+            pg, CLEAN, corrupted, [PATH], None, lambda output, sign=sign: output.logits[0, -1, 3] * sign / 0.0,
+            progress=False,
+        )  # fmt: skip
+        assert np.isinf(found.attrs["clean"])
+        assert not np.isfinite(found.values).all()
 
 
 def test_unknown_paths_are_named_together(pg: PatchableGraph) -> None:
