@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.values import ContainerSpec
+
+# What models of transformers may take among their `**kwargs`, and is close to an option.
+_OF_MODELS = {"position_ids", "head_mask", "cache_position"}
 
 
 def check_metric(metric: Any) -> None:
@@ -26,6 +32,67 @@ def check_metric(metric: Any) -> None:
             f"metric is {shown}, which cannot be called; give a function of the model's output, such as "
             "metric=lambda output: output.loss, or Probability(token)"
         )
+
+
+def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callable[..., Any]) -> None:
+    """Checks that no input by keyword is a misspelt option: a model with `**kwargs` would take it and say nothing.
+
+    Args:
+        pg: The graph.
+        names: The names of inputs by keyword.
+        function: Whose call it is.
+
+    Raises:
+        ExperimentError: A name is close to one of an option, and no module of the model has a parameter called so.
+    """
+    options = option_names(function)
+    close = {name: found for name in names if name not in _OF_MODELS and (found := _nearest(name, options))}
+    if not close:
+        return
+    root = pg.nodes.root
+    known = {parameter.name for frame in root.walk() for parameter in frame.parameters}
+    for node in root.inputs():
+        if isinstance(node.spec, ContainerSpec):  # what came by **kwargs in the example
+            known |= {str(name) for name, *_ in node.spec.children}
+    for name, option in close.items():
+        if name not in known:
+            raise ExperimentError(
+                f"{function.__name__} has no option {name!r}, and neither has forward of the model such a parameter; "
+                f"did you mean {option}=?"
+            )
+
+
+def check_options(given: Mapping[str, Any], function: Callable[..., Any], others: Callable[..., Any]) -> None:
+    """Checks the names of options that a function hands on.
+
+    Args:
+        given: What it hands on.
+        function: The function that was called.
+        others: The function that takes them.
+
+    Raises:
+        TypeError: There is no such option, as Python says it, with what may be meant.
+    """
+    known = option_names(others)
+    for name in given:
+        if name not in known:
+            near = _nearest(name, [*option_names(function), *known])
+            hint = f"; did you mean {near}=?" if near else f"; there are {', '.join(known)}"
+            raise TypeError(f"{function.__name__} has no option {name!r}{hint}")
+
+
+def option_names(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of the parameters that can be given by keyword only."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def _nearest(name: str, options: list[str]) -> str | None:
+    """Returns the option that a name seems to be meant for."""
+    for option in options:
+        if (len(name) > 2 and option.startswith(name)) or name.startswith(f"{option}_"):
+            return option
+    return next(iter(get_close_matches(name, options, n=1, cutoff=0.7)), None)
 
 
 def _instance(made: Callable[..., Any]) -> str:

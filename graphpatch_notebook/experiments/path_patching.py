@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.call_checks import check_metric
+from graphpatch_notebook.experiments.call_checks import check_metric, check_options
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Comparison
 from graphpatch_notebook.experiments.components import default_components
@@ -98,6 +98,7 @@ def path_patch(
         Patching, 2023.
     """
     check_metric(metric)
+    check_options(options, path_patch, sweep)
     senders, receivers = _ends(pg, sender, "sender"), _ends(pg, receiver, "receiver")
     held = default_components(pg) if components is None else several_paths(pg, components, "components")
     edges = _Edges(pg, senders, receivers, held)

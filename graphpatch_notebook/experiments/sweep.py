@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
-from graphpatch_notebook.experiments.call_checks import check_metric
+from graphpatch_notebook.experiments.call_checks import check_input_names, check_metric
 from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
 from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
@@ -88,6 +88,7 @@ def sweep(
         (('unit',), array([1., 1.]))
     """
     check_metric(metric)
+    check_input_names(pg, inputs.kwargs, sweep)
     extra("xarray", "the result of a sweep")
     _check_options(backward, checkpoint, executor)
     if executor is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.call_checks import check_metric
+from graphpatch_notebook.experiments.call_checks import check_metric, check_options
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Array, Comparison
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
@@ -76,7 +76,7 @@ class Noise:
         if self.scale is not None and self.deviations is not None:
             raise ExperimentError("noise has one scale: give scale= (absolute) or deviations=, not both")
         size: Any = self.deviations if self.scale is None else self.scale
-        if not isinstance(size, (int, float, Tensor)) or not (size > 0 and math.isfinite(size)):
+        if isinstance(size, str) or not (size > 0 and math.isfinite(size)):
             raise ExperimentError(f"the scale of noise is a positive number, not {size!r}")
         if type(self.seed) is not int:
             raise ExperimentError(f"seed is a whole number, not {self.seed!r}")
@@ -159,6 +159,7 @@ def causal_trace(
         Meng et al., Locating and Editing Factual Associations in GPT, 2022.
     """
     check_metric(metric)
+    check_options(options, causal_trace, sweep)
     if isinstance(corrupted, type):
         raise ExperimentError(f"corrupted is the class {corrupted.__name__}; give {corrupted.__name__}(path, ...)")
     names = several_paths(pg, paths)

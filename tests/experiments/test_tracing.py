@@ -316,8 +316,46 @@ def test_unknown_paths_are_named_together(pg: PatchableGraph) -> None:
 
 
 def test_unknown_options_are_refused(pg: PatchableGraph) -> None:
-    with pytest.raises(TypeError, match="normalise"):
+    with pytest.raises(TypeError, match="causal_trace has no option 'normalise'; did you mean normalize="):
         causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, METRIC, normalise=True)
+    with pytest.raises(TypeError, match="path_patch has no option 'width'; there are metric, batch, progress"):
+        path_patch(pg, PATH, None, CLEAN, CORRUPTED, METRIC, width=True)
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "option"),
+    [("checkpoints", "checkpoint"), ("batch_size", "batch"), ("progres", "progress"), ("exec", "executor")],
+)
+def test_misspelt_options_do_not_go_to_the_model(pg: PatchableGraph, misspelt: str, option: str) -> None:
+    with pytest.raises(ExperimentError, match=f"sweep has no option '{misspelt}', .* did you mean {option}="):
+        pg.sweep({"path": [PATH]}, never, CLEAN, metric=METRIC, **{misspelt: 2})
+    with pytest.raises(ExperimentError, match=f"ablate has no option '{misspelt}', .* did you mean {option}="):
+        ablate(pg, [PATH], CLEAN, metric=METRIC, **{misspelt: 2})
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "option"), [("head", "heads"), ("methd", "method"), ("ref", "reference"), ("position", "positions")]
+)
+def test_misspelt_options_of_ablations(pg: PatchableGraph, misspelt: str, option: str) -> None:
+    with pytest.raises(ExperimentError, match=f"ablate has no option '{misspelt}', .* did you mean {option}="):
+        ablate(pg, [PATH], CLEAN, metric=METRIC, **{misspelt: 2})
+
+
+class Keyed(nn.Module):
+    """Takes its inputs by any name."""
+
+    def forward(self, **given: Tensor) -> Tensor:
+        return given["ref"] * 2 + given.get("position_ids", 0)
+
+
+def test_inputs_by_names_like_those_of_options() -> None:
+    x = torch.ones(2, 3)
+    pg = PatchableGraph(Keyed(), ref=x)
+    assert ablate(pg, ["output"], ref=x, position_ids=x, metric=torch.sum, progress=False).baseline == 18
+    gpt = PatchableGraph(gpt2(), CLEAN)
+    ids = torch.arange(7)[None]
+    plain = {"attention_mask": torch.ones_like(CLEAN), "position_ids": ids, "output_attentions": False}
+    ablate(gpt, [PATH], CLEAN, metric=METRIC, progress=False, **plain)
 
 
 @pytest.mark.parametrize("corrupted", [CORRUPTED, Noise("transformer.wte.output", samples=2)], ids=["tokens", "noise"])
