@@ -7,17 +7,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from torch import Tensor
 
+from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
 from graphpatch_notebook.experiments.call_checks import check_metric
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.inputs import inputs_of
+from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.labels import metric_name
+from graphpatch_notebook.experiments.positions import Positions
+from graphpatch_notebook.experiments.recordings import check_same_shapes
 from graphpatch_notebook.experiments.score_positions import PositionAxis
 from graphpatch_notebook.experiments.scored_nodes import selected_nodes
+from graphpatch_notebook.experiments.tracing import Noise
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.values import readable_children
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ def attribute(
     method: Literal["attribution", "integrated"] = "attribution",
     steps: int = 8,
     paths: Iterable[str | NodePath] | None = None,
-    positions: Any = None,
+    positions: Positions = None,
     position_dim: int | Mapping[str, int] | None = None,
     max_bytes: int = 2**30,
 ) -> DataArray:
@@ -65,7 +72,8 @@ def attribute(
             interpolated: truer where the metric bends, and as much dearer.
         steps: At how many points.
         paths: The nodes to score; all that hold floating-point tensors by default.
-        positions: Give scores by position in the sequence: `True` for all of them, or which, as in `Patch.positions`.
+        positions: Give scores by position in the sequence: `True` for all of them; or which: a number, several or a
+            slice, negative ones counted from the end.
         position_dim: Which dimension of a value runs along the sequence, where several could, or where the model takes
             no tokens: one number for all, or a dict by path.
         max_bytes: How much memory the kept values and their gradients may take; where they take more, the nodes are
@@ -79,7 +87,8 @@ def attribute(
 
     Raises:
         UnknownPathError: There is no such path; nothing ran.
-        ExperimentError: The metric gives no single number, or none with a gradient; or positions are not known.
+        ExperimentError: The metric gives no single number, or none with a gradient; positions are not known, or out of
+            range; or the inputs differ in shape.
 
     Example:
         >>> import torch
@@ -102,6 +111,10 @@ def attribute(
     check_metric(metric)
     fractions = _fractions(method, steps)
     given = (inputs_of(clean), inputs_of(corrupted))
+    if isinstance(corrupted, (Noise, type)):
+        raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
+    tensors = [_tensors(pg.nodes.root, inputs) for inputs in given]
+    check_same_shapes(tensors[0], tensors[1], ("clean", "corrupted"))
     selected = selected_nodes(pg.nodes, paths)
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
@@ -124,6 +137,22 @@ def top_scores(result: DataArray, count: int = 10) -> Series[float]:
     """
     series = result.to_series().dropna()
     return series.loc[series.abs().sort_values(ascending=False, kind="stable").index[:count]]
+
+
+def _tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:
+    """Returns the tensors that `forward` is given, by the names of its parameters and by what leads into these."""
+    found: dict[str, Tensor] = {}
+
+    def collect(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, (list, tuple, dict)):
+            for key, child in readable_children(value) or ():
+                collect(f"{name}|{key}", child)
+
+    for parameter in root.parameters:
+        collect(parameter.name, given_input(root.parameters, parameter.name, inputs.args, inputs.kwargs))
+    return found
 
 
 def _fractions(method: str, steps: int) -> list[float]:

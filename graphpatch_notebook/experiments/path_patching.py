@@ -18,6 +18,7 @@ from graphpatch_notebook.experiments.components import default_components
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.recordings import Paths, check_same_shapes, record, several_paths, targets
 from graphpatch_notebook.experiments.sweep import sweep
+from graphpatch_notebook.experiments.tracing import Noise
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch, ProbePatch, ReplacePatch
@@ -99,6 +100,8 @@ def path_patch(
     """
     check_metric(metric)
     check_options(options, path_patch, sweep)
+    if isinstance(corrupted, (Noise, type)):
+        raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
     senders, receivers = _ends(pg, sender, "sender"), _ends(pg, receiver, "receiver")
     held = default_components(pg) if components is None else several_paths(pg, components, "components")
     edges = _Edges(pg, senders, receivers, held)

@@ -61,7 +61,9 @@ def plot_heatmap(
         colormap: A colormap of matplotlib; without, one that is safe for the colour-blind.
         title: The title.
         labels: What dimensions are called, `{"path": "layer"}`, and, under the result's own name, the numbers.
-        relative_to: What to take off all numbers: one, or the name of an attribute: `"corrupted"`, `"baseline"`.
+        relative_to: What to take off all numbers: one, or the name of an attribute: `"corrupted"`, `"baseline"`. Not
+            `plot_heatmap(result - result.corrupted)`: a difference may keep the attributes, and with them the number
+            that has no colour.
         colorbar: Whether there is a colour bar.
 
     Raises:

@@ -17,8 +17,8 @@ from graphpatch_notebook.patches import ProbePatch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import TensorSpec
 
-Positions: TypeAlias = "bool | int | Iterable[int] | None"
-"""A position or several, negative ones counted from the end of the sequence; `True` for all."""
+Positions: TypeAlias = "bool | int | Iterable[int] | slice | None"
+"""A position, several or a slice, negative ones counted from the end of the sequence; `True` for all."""
 
 PositionDim: TypeAlias = "int | Mapping[str, int] | None"
 """Which dimension runs along the sequence: of all values, or by path."""
@@ -93,16 +93,56 @@ def chosen_positions(given: Positions, values: Mapping[str, Tensor], dims: Mappi
             raise ExperimentError(
                 f"{path!r} has {other} positions and {first!r} {length}: give paths of one sequence at a time"
             )
+    return counted_positions(given, length, f"{first!r} has {length} positions, shape {tuple(values[first].shape)}")
+
+
+def counted_positions(given: Positions, length: int, whose: str) -> list[int]:
+    """Returns the positions that a user gave, counted from the start of a sequence, in the order in which he gave them.
+
+    Args:
+        given: A number or several, negative ones counted from the end; a slice; `True` or `None` for all.
+        length: How long the sequence is.
+        whose: What has so many positions, in words.
+
+    Raises:
+        ExperimentError: A position is out of range, or there is none.
+
+    Example:
+        >>> counted_positions([2, -1], 7, ""), counted_positions(slice(-2, None), 7, "")
+        ([2, 6], [5, 6])
+    """
     if given is None or given is True:
         return list(range(length))
-    several = _whole_numbers(given)
-    if bad := [position for position in several if not -length <= position < length]:
-        shape = tuple(values[first].shape)
-        raise ExperimentError(f"position {bad[0]} is out of range: {first!r} has {length} positions, shape {shape}")
-    return [position % length for position in several]
+    numbers = whole_numbers(given)
+    if isinstance(numbers, slice):
+        if chosen := range(length)[numbers]:
+            return list(chosen)
+        raise ExperimentError(f"positions={given!r} selects none: {whose}")
+    if bad := [position for position in numbers if not -length <= position < length]:
+        raise ExperimentError(f"position {bad[0]} is out of range: {whose}")
+    return [position % length for position in numbers]
 
 
-def _whole_numbers(given: Any) -> list[int]:
+def counts_from_end(given: Positions) -> bool:
+    """Whether positions that a user gave depend on how long the sequence is."""
+    if given is None or given is True:
+        return False
+    numbers = whole_numbers(given)
+    parts = (numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
+    return any(part is not None and part < 0 for part in parts)
+
+
+def whole_numbers(given: Any) -> list[int] | slice:
+    """Returns positions as Python's own numbers, checked; a slice as it is.
+
+    Raises:
+        ExperimentError: They are no whole numbers, or none at all.
+    """
+    if isinstance(given, slice):
+        parts = (given.start, given.stop, given.step)
+        if any(part is not None and type(part) is not int for part in parts) or given.step == 0:
+            raise ExperimentError(f"positions are whole numbers, or True for all, not {given!r}")
+        return given
     listed = given.tolist() if hasattr(given, "tolist") else given
     several = [listed] if isinstance(listed, int) else listed
     try:

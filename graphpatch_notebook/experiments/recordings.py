@@ -97,7 +97,7 @@ def check_same_shapes(values: Mapping[str, Tensor], others: Mapping[str, Tensor]
         ExperimentError: They cannot; the message has path and shapes.
     """
     for path, value in values.items():
-        if value.shape != others[path].shape:
+        if path in others and value.shape != others[path].shape:
             raise ExperimentError(
                 f"{path!r} is of shape {tuple(value.shape)} on the {names[0]} inputs and of "
                 f"{tuple(others[path].shape)} on the {names[1]} ones; give inputs of the same shapes (pad the shorter)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,11 +16,12 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
 from graphpatch_notebook.execution.steps import Step, StepCount, Steps
 from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.positions import Positions, counted_positions, counts_from_end, whole_numbers
 from graphpatch_notebook.experiments.reductions import Scores
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
 from graphpatch_notebook.patches import ProbePatch
 from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.selections import Selection, selection
+from graphpatch_notebook.selections import selection
 from graphpatch_notebook.values import TensorSpec
 
 
@@ -40,7 +40,7 @@ class PositionAxis:
         root: The root frame of the capture.
         nodes: The nodes that get scores.
         inputs: What the model is run on.
-        positions: Those that are wanted, as in `Patch.positions`; `True` for all.
+        positions: Those that are wanted, as for `causal_trace`.
         position_dim: Which dimension runs along the sequence, where several could: one number for all nodes, or by
             path. For models that take no tokens, the dimension of their first input that is the sequence, too.
 
@@ -57,12 +57,13 @@ class PositionAxis:
         root: Frame,
         nodes: Iterable[ScoredNode],
         inputs: Inputs,
-        positions: Any,
+        positions: Positions,
         position_dim: int | Mapping[str, int] | None,
     ) -> None:
         self._root = root
         self._given = position_dim
-        self._selection = _selection(positions)
+        if positions is not None and positions is not True:
+            whole_numbers(positions)  # refuses what is none, before all else
         self.problems: dict[str, str] = {}
         self._places: dict[str, _Place] = {}
         self._by_tokens = bool(token_inputs(root))
@@ -72,11 +73,7 @@ class PositionAxis:
                 self._places[node.path] = place
         self.dims = {path: place.dim for path, place in self._places.items()}
         self._step = self._step_of(inputs)
-        total = (self._step.past or 0) + (self._step.length or 0)
-        longest = max(total, self._step.encoder_length or 0)
-        self.positions = self._selection.within(0, longest)
-        if not self.positions:
-            raise ExperimentError(f"positions={positions!r} selects none of the {longest} positions of this sequence")
+        self.positions = self._chosen(positions)
 
     def row(self, path: str, scores: Scores) -> Scores:
         """Returns the scores of a path at `positions`: NaN where it has none; adds to `problems`."""
@@ -156,11 +153,25 @@ class PositionAxis:
         asking = Entry(
             Target("", self._root, self._root.output_node, (), (), self._root.output_node.spec),
             (ProbePatch(),),
-            Restriction(None, self._selection),
+            Restriction(None, selection(slice(None), "positions")),
         )
         steps = Steps(self._root, [asking], StepCount(), True)
         steps.begin(inputs.args, inputs.kwargs)
         return steps.current
+
+    def _chosen(self, given: Positions) -> list[int]:
+        """Returns the positions that a user gave, counted from the start."""
+        total, of_encoder = (self._step.past or 0) + (self._step.length or 0), self._step.encoder_length or 0
+        lengths = {of_encoder if place.is_encoder else total for place in self._places.values()}
+        if len(lengths) > 1 and counts_from_end(given):
+            raise ExperimentError(
+                f"positions={given!r} counts from the end, but the encoder has {of_encoder} positions and the decoder "
+                f"{total}: count from the start, or give paths= of one of the two"
+            )
+        longest = max(lengths, default=max(total, of_encoder))
+        if not longest:
+            raise ExperimentError("the sequence has no positions: give inputs with at least one token")
+        return counted_positions(given, longest, f"the sequence has {longest} positions")
 
     def _size(self, path: str) -> int | None:
         place = self._places.get(path)
@@ -181,10 +192,3 @@ class PositionAxis:
             self.problems[path] = f"which positions its {size} entries are cannot be told"
             return None
         return lengths[size]
-
-
-def _selection(positions: Any) -> Selection:
-    try:
-        return selection(slice(None) if positions is True else positions, "positions")
-    except ValueError as problem:
-        raise ExperimentError(str(problem)) from None

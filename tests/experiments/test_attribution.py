@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import CustomPatch, PatchableGraph, ReplacePatch, UnknownPathError, ZeroPatch
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments import attribute, top_scores
+from graphpatch_notebook.experiments import Noise, attribute, top_scores
 from tests.benchmarks.memory import peak_bytes
 from tests.zoo import case_by_name
 from tests.zoo.values import same_state, snapshot
@@ -456,10 +456,64 @@ def test_positions_of_a_model_that_takes_no_tokens() -> None:
     scores = attribute(pg, torch.sum, clean, corrupted, positions=True, position_dim=1)
     row = scores.sel(path="sub_1.tanh")
     assert (row != 0).values.tolist() == [False, False, False, False, True, False]
-    with pytest.raises(ExperimentError, match="selects none of the 6 positions"):
-        attribute(pg, torch.sum, clean, corrupted, positions=[6], position_dim=1)
-    with pytest.raises(ExperimentError, match="counts from the end"):
-        attribute(pg, torch.sum, clean, corrupted, positions=-1, position_dim=1)
+    counted = [(4, [4]), (-2, [4]), ([2, -1], [2, 5]), (slice(-2, None), [4, 5]), (range(2), [0, 1])]
+    for given, expected in counted:
+        some = attribute(pg, torch.sum, clean, corrupted, positions=given, position_dim=1, paths=["sub_1.tanh"])
+        assert some.coords["position"].values.tolist() == expected
+        assert (some.values[0] == row.values[expected]).all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([2, 6], "position 6 is out of range: the sequence has 6 positions"),
+        (-7, "position -7 is out of range: the sequence has 6 positions"),
+        (slice(6, None), r"positions=slice\(6, None, None\) selects none: the sequence has 6 positions"),
+        (slice("a"), "positions are whole numbers, or True for all"),
+        ("last", "positions are whole numbers, or True for all, not 'last'"),
+        (False, "positions are whole numbers, or True for all, not False"),
+        ([], "positions is empty"),
+    ],
+)
+def test_positions_that_the_sequence_has_not(positions: Any, message: str) -> None:
+    ids = torch.tensor([[5, 17, 40, 61, 23, 9]])
+    model = token_model()
+    pg = PatchableGraph(model, ids)
+    model.register_forward_pre_hook(never)
+    with pytest.raises(ExperimentError, match=message):
+        attribute(pg, last_logit, ids, ids, positions=positions)
+
+
+def test_negative_positions_of_two_sequences() -> None:
+    case = case_by_name("t5-eager")
+    pg = PatchableGraph(case.build().double(), **case.example().kwargs)
+    clean = {"input_ids": torch.tensor([[5, 17, 40, 61]]), "decoder_input_ids": torch.tensor([[0, 7]])}
+    corrupted = clean | {"input_ids": torch.tensor([[5, 17, 41, 61]])}
+    with pytest.raises(ExperimentError, match="the encoder has 4 positions and the decoder 2: count from the start"):
+        attribute(pg, last_logit, clean, corrupted, positions=-1)
+    whole = attribute(pg, last_logit, clean, corrupted, positions=True)
+    assert whole.sizes["position"] == 4
+    for path, last in (("encoder.output|last_hidden_state", 3), ("lm_head.output", 1)):
+        some = attribute(pg, last_logit, clean, corrupted, positions=-1, paths=[path])
+        assert some.coords["position"].values.tolist() == [last]
+        assert some.values[0, 0] == whole.sel(path=path).values[last] != 0
+
+
+@pytest.mark.parametrize("form", [lambda ids: ids, lambda ids: {"input_ids": ids}, lambda ids: (ids,)])
+def test_inputs_of_other_shapes_are_refused(form: Any) -> None:
+    ids = torch.tensor([[5, 17, 40, 61, 23, 9]])
+    model = token_model()
+    pg = PatchableGraph(model, ids)
+    model.register_forward_pre_hook(never)
+    message = r"'input_ids' is of shape \(1, 6\) on the clean inputs and of \(1, 4\) on the corrupted ones; .* \(pad"
+    with pytest.raises(ExperimentError, match=message):
+        attribute(pg, last_logit, form(ids), ids[:, :4])
+    with pytest.raises(ExperimentError, match=r"corrupted is Noise\(path='wte.output'.*noise is for causal_trace"):
+        attribute(pg, last_logit, ids, Noise("wte.output"))
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("something ran")
 
 
 def test_memory_stays_within_the_bound() -> None:
