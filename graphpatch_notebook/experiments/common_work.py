@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError, add_note
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.frame_effects import has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
@@ -113,17 +113,33 @@ def _looked_at(
             common.rows = row_work(pg, common.inputs, common.survey, targets, batch)
         except RowsError as reason:
             common.remarks.append(f"cells ran one by one: {reason}")
-            if common.inputs is not inputs:
-                # Alone, each cell has the very bits of the loop: nothing is left out of its run.
-                common.inputs, common.keeps_last_logits = inputs, False
-                common.survey = survey(pg, inputs, targets, with_gradients=backward)
-                common.baseline = measurement(metric(own_tensors(common.survey.output)))
+            leave_nothing_out(pg, common, metric, targets, backward=backward)
     return common
+
+
+def leave_nothing_out(
+    pg: PatchableGraph, common: CommonWork, metric: Callable[[Any], Any], targets: Sequence[Target], *, backward: bool
+) -> None:
+    """Sees to it that cells run on the whole inputs: alone, each has the very bits of the loop."""
+    if common.inputs is common.full_inputs:
+        return
+    common.inputs, common.keeps_last_logits = common.full_inputs, False
+    common.survey = survey(pg, common.inputs, targets, with_gradients=backward)
+    common.baseline = baseline_of(metric, own_tensors(common.survey.output))
+
+
+def baseline_of(metric: Callable[[Any], Any], output: Any) -> Measurement:
+    """Returns what a metric gives for an output without patches."""
+    try:
+        return measurement(metric(output))
+    except Exception as error:
+        add_note(error, "raised by the metric for what the model returns without patches, which it is given first")
+        raise
 
 
 def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Measurement:
     fresh = inputs.fresh()
-    return measurement(metric(pg(*fresh.args, **fresh.kwargs)))
+    return baseline_of(metric, pg(*fresh.args, **fresh.kwargs))
 
 
 def _why_alone(pg: PatchableGraph, metric: Callable[[Any], Any]) -> str | None:
@@ -171,7 +187,7 @@ def _survey(
             if not _gives(metric, own_tensors(found.output), full):
                 continue
         common.inputs, common.survey, common.keeps_last_logits = trimmed, found, keeps_last
-        common.baseline = full or measurement(metric(own_tensors(found.output)))
+        common.baseline = full or baseline_of(metric, own_tensors(found.output))
         common.replays = not is_fused
         break
     assert common.survey is not None

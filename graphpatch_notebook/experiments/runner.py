@@ -23,7 +23,7 @@ from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.chunking import chunked
-from graphpatch_notebook.experiments.common_work import CommonWork, common_work
+from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
@@ -95,19 +95,41 @@ class CellRunner:
     def chunks(self, cells: Sequence[Cell]) -> list[list[Cell]]:
         """Returns the cells in the portions in which they are best given to `run`, in the best order."""
         common = self._common
-        if common.survey is None or common.rows is None or len(cells) < _FEW:
+        if common.survey is None or common.rows is None:
             return [[cell] for cell in cells]
         entries = [self._entries(cell.patches) for cell in cells]
-        problems = dict.fromkeys(shared_patches(entries), "they share a patch that keeps what it sees")
-        problems |= {n: _LOOKS for n, own in enumerate(entries) if any(map(looks_at_patches, _functions(own)))}
-        problems |= {n: why for n, own in enumerate(entries) if (why := common.rows.problem(own)) is not None}
-        others = sorted(problems)
-        if others:
-            self._remark(f"{len(others):,} of {len(cells):,} cells ran one by one: {problems[others[0]]}")
+        problems = self._problems(entries)
         fitting = [number for number in range(len(cells)) if number not in problems]
+        if len(fitting) < _FEW:
+            self._run_alone()
+            return [[cell] for cell in cells]
         cuts = [self._cut(entries[number]) for number in fitting]
         groups = chunked(cuts, common.work, common.rows.most, common.rows.overhead)
-        return [*([cells[fitting[i]] for i in group] for group in groups), *([cells[number]] for number in others)]
+        return [
+            *([cells[fitting[i]] for i in group] for group in groups),
+            *([cells[number]] for number in sorted(problems)),
+        ]
+
+    def _problems(self, entries: Sequence[Sequence[Entry]]) -> dict[int, str]:
+        """Returns for some cells, by number, why they cannot share a forward."""
+        rows = self._common.rows
+        assert rows is not None
+        problems = dict.fromkeys(shared_patches(entries), "they share a patch that keeps what it sees")
+        problems |= {n: _LOOKS for n, own in enumerate(entries) if any(map(looks_at_patches, _functions(own)))}
+        problems |= {n: why for n, own in enumerate(entries) if (why := rows.problem(own)) is not None}
+        if problems:
+            first = problems[min(problems)]
+            self._remark(f"{len(problems):,} of {len(entries):,} cells ran one by one: {first}")
+        return problems
+
+    def _run_alone(self) -> None:
+        common = self._common
+        assert common.survey is not None
+        common.rows = None
+        targets = [resolve(self._pg._root_frame, path) for path in common.survey.marks]
+        with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
+            leave_nothing_out(self._pg, common, self._metric, targets, backward=self._backward)
+        self.baseline = common.baseline
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         """Returns a result for each cell (given by number and patch map); none keeps the others from theirs."""
@@ -170,9 +192,12 @@ class CellRunner:
 
     def _alone(self, patches: PatchMap) -> Measurement:
         common = self._common
-        inputs = common.inputs.fresh()
-        with self._without(self._left_out(patches)), self._pg.patch(patches):
-            value = self._measured(self._pg(*inputs.args, **inputs.kwargs))
+        # Where others share forwards, this one is no part of what was compared: nothing is left out of its run.
+        is_whole = common.inputs is not common.full_inputs
+        inputs = common.full_inputs.fresh()
+        frames = frozenset() if is_whole else self._left_out(patches)
+        with self._without(frames), self._pg.patch(patches):
+            value = self._metric(self._pg(*inputs.args, **inputs.kwargs))
             if self._backward:
                 _backward(value)
         return measurement(value)

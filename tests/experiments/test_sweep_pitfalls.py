@@ -1,0 +1,160 @@
+"""What users do in metrics, patches and `make_patches` that a forward shared by several cells could make wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExperimentError,
+    PatchableGraph,
+    ProbePatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+
+STRENGTHS = [0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, 4.0]
+
+
+class Tokens(nn.Module):
+    def __init__(self, centred: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.centred = centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return self.b(h - h.mean() if self.centred else h)
+
+
+def graph(centred: bool = False) -> tuple[PatchableGraph, Tensor]:
+    x = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(1))
+    return PatchableGraph(Tokens(centred).eval(), x), x
+
+
+def loop(pg: PatchableGraph, make: Callable[[Any], Any], x: Tensor, metric: Callable[[Any], Any]) -> list[float]:
+    found = []
+    with torch.no_grad():
+        for strength in STRENGTHS:
+            with pg.patch(make(strength)):
+                found.append(float(metric(pg(x))))
+    return found
+
+
+def strengthened(strength: float) -> dict[str, Any]:
+    return {"a.output": AddPatch(value=strength, slice=(..., 1))}
+
+
+def swept(pg: PatchableGraph, make: Callable[[Any], Any], x: Tensor, metric: Callable[[Any], Any]) -> Any:
+    return pg.sweep({"strength": STRENGTHS}, make, x, metric=metric, batch=4, progress=False)
+
+
+def test_a_metric_that_reads_a_probe_has_the_probe_of_its_cell() -> None:
+    pg, x = graph()
+    probe = ProbePatch()
+
+    def make(strength: float) -> dict[str, Any]:
+        return {**strengthened(strength), "b.output": probe}
+
+    def metric(_output: Tensor) -> Tensor:
+        return probe.activation[0, -1].sum()
+
+    with pg.patch({"b.output": probe}):
+        pg(x)
+    result = swept(pg, make, x, metric)
+
+    assert result.values.tolist() == loop(pg, make, x, metric)
+    assert "patches have seen" in " ".join(result.attrs["remarks"])
+
+
+def test_a_metric_that_reads_what_a_hook_kept_has_that_of_its_cell() -> None:
+    pg, x = graph()
+    kept: list[Tensor] = []
+    pg.b.register_forward_hook(lambda _module, _args, output: kept.append(output))
+
+    def metric(_output: Tensor) -> Tensor:
+        return kept[-1][0, -1].sum()
+
+    result = swept(pg, strengthened, x, metric)
+
+    assert result.values.tolist() == loop(pg, strengthened, x, metric)
+    assert "hooks" in " ".join(result.attrs["remarks"])
+
+
+def test_patches_that_read_a_probe_read_that_of_their_cell() -> None:
+    pg, x = graph()
+    probe = ProbePatch()
+
+    def make(strength: float) -> dict[str, Any]:
+        doubled = CustomPatch(custom_op=lambda value: value + probe.activation)
+        return {"a.output": [AddPatch(value=strength), probe], "b.output": doubled}
+
+    assert swept(pg, make, x, torch.sum).values.tolist() == pytest.approx(loop(pg, make, x, torch.sum), rel=2e-6)
+
+
+def test_rows_that_meet_in_a_mean_are_noticed() -> None:
+    pg, x = graph(centred=True)
+    result = swept(pg, strengthened, x, torch.sum)
+
+    assert result.values.tolist() == pytest.approx(loop(pg, strengthened, x, torch.sum), rel=2e-6, abs=2e-6)
+    assert "reach the rows of another" in " ".join(result.attrs["remarks"])
+
+
+@pytest.mark.parametrize("batch", [None, 4])
+def test_a_metric_may_write_into_the_output(batch: int | None) -> None:
+    pg, x = graph()
+
+    def make(strength: float) -> dict[str, Any]:
+        return {} if strength == 0 else {"b.output": AddPatch(value=strength)}
+
+    def metric(output: Tensor) -> Tensor:
+        return output.mul_(2).sum()
+
+    result = pg.sweep({"strength": STRENGTHS}, make, x, metric=metric, batch=batch, progress=False)
+
+    assert result.values.tolist() == pytest.approx(loop(pg, make, x, metric), rel=2e-6)
+
+
+def test_make_patches_may_fill_one_dict_anew() -> None:
+    pg, x = graph()
+    patches: dict[str, Any] = {}
+
+    def make(strength: float) -> dict[str, Any]:
+        patches.clear()
+        patches["a.output"] = AddPatch(value=strength)
+        return patches
+
+    assert swept(pg, make, x, torch.sum).values.tolist() == pytest.approx(loop(pg, make, x, torch.sum), rel=2e-6)
+
+
+def test_a_value_that_make_patches_writes_into_again_is_refused() -> None:
+    pg, x = graph()
+    value = torch.zeros(4)
+
+    def make(strength: float) -> dict[str, Any]:
+        return {"a.output": ReplacePatch(value=value.fill_(strength))}
+
+    with pytest.raises(ExperimentError, match=r"'a.output' for strength=0.0 was written into.*value.clone\(\)"):
+        swept(pg, make, x, torch.sum)
+
+
+def test_the_frames_before_a_patch_do_not_run_again() -> None:
+    pg, x = graph()
+    runs = []
+    linear = pg.a.forward
+    pg.a.forward = lambda value: runs.append(value.shape[0]) or linear(value)
+
+    def make(unit: int) -> dict[str, Any]:
+        return {"b.output": ZeroPatch(slice=(..., unit % 4))}
+
+    pg.sweep({"unit": range(40)}, make, x, metric=torch.sum, batch=8, progress=False)
+
+    # The survey, and the cell that is compared with itself alone.
+    assert sum(runs) <= 3
