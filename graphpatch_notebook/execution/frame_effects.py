@@ -161,14 +161,13 @@ class GivenValues:
         return None
 
 
-def problem_of_result(module: Module, given: GivenValues, output: Any, *, with_gradients: bool) -> str | None:
+def problem_of_result(module: Module, given: GivenValues, output: Any) -> str | None:
     """Returns why a frame cannot be left out of a run that has its result, in words; `None` where it can.
 
     Args:
         module: Its module.
         given: What it was given.
         output: What it returned.
-        with_gradients: Whether gradients are to flow.
     """
     if (change := given.change()) is not None:
         return change
@@ -177,7 +176,8 @@ def problem_of_result(module: Module, given: GivenValues, output: Any, *, with_g
     storages = {storage_of(tensor) for tensor, _ in given.tensors}
     for leaf in leaves_of(output):
         if isinstance(leaf, Tensor):
-            if with_gradients and leaf.requires_grad:
+            # Where none are asked for, the model wants some for itself.
+            if leaf.requires_grad:
                 return "gradients flow through it"
             if leaf.is_inference() or storage_of(leaf) in storages:
                 return "it returns what it is given"

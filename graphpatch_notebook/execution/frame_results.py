@@ -149,16 +149,14 @@ class Recording:
 
     Args:
         tree: Where it is written to; the frames that are open must be so already.
-        with_gradients: Whether gradients are to flow: what requires some cannot be replayed.
 
     Attributes:
         state_change: What the run changes in the model, in words; `None` for nothing.
     """
 
-    def __init__(self, tree: FrameTree, *, with_gradients: bool = False) -> None:
+    def __init__(self, tree: FrameTree) -> None:
         self._tree = tree
         self._stack = FrameStack(tree)
-        self._with_gradients = with_gradients
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.state_change: str | None = None
@@ -190,7 +188,7 @@ class Recording:
         node.problem = change
         if running.given is None or change is not None:
             return
-        node.problem = problem_of_result(node.module, running.given, output, with_gradients=self._with_gradients)
+        node.problem = problem_of_result(node.module, running.given, output)
         if node.problem is None:
             node.value = with_own_containers(own_tensors(output) if node.is_written_later else output)
             self._kept.append((node, [(tensor, version_of(tensor)) for tensor in tensors_in(output)]))

@@ -99,7 +99,7 @@ def _looked_at(
     if batch is not None and (alone := _why_alone(pg, metric)) is not None:
         common.remarks.append(f"cells ran one by one: {alone}")
         batch = None
-    reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch, backward) or state.change()
+    reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch) or state.change()
     if reason is not None:
         state.restore()
         common.inputs, common.keeps_last_logits, common.survey = inputs, False, None
@@ -113,18 +113,18 @@ def _looked_at(
             common.rows = row_work(pg, common.inputs, common.survey, targets, batch)
         except RowsError as reason:
             common.remarks.append(f"cells ran one by one: {reason}")
-            leave_nothing_out(pg, common, metric, targets, backward=backward)
+            leave_nothing_out(pg, common, metric, targets)
     return common
 
 
 def leave_nothing_out(
-    pg: PatchableGraph, common: CommonWork, metric: Callable[[Any], Any], targets: Sequence[Target], *, backward: bool
+    pg: PatchableGraph, common: CommonWork, metric: Callable[[Any], Any], targets: Sequence[Target]
 ) -> None:
     """Sees to it that cells run on the whole inputs: alone, each has the very bits of the loop."""
     if common.inputs is common.full_inputs:
         return
     common.inputs, common.keeps_last_logits = common.full_inputs, False
-    common.survey = survey(pg, common.inputs, targets, with_gradients=backward)
+    common.survey = survey(pg, common.inputs, targets)
     common.baseline = baseline_of(metric, own_tensors(common.survey.output))
 
 
@@ -166,7 +166,6 @@ def _survey(
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
     batch: int | str | None,
-    backward: bool,
 ) -> str | None:
     """Surveys a run that leaves out as much as can be; returns why cells must run as in a plain loop, if they must."""
     inputs = common.full_inputs
@@ -176,7 +175,7 @@ def _survey(
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         # Torch's fused kernels are not used under a mode: their numbers would be others.
         notes_reads = batch is not None and not _holds_fused(pg)
-        found = survey(pg, trimmed, targets, with_gradients=backward, notes_reads=notes_reads)
+        found = survey(pg, trimmed, targets, notes_reads=notes_reads)
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
         if keeps_last := "logits_to_keep" in extra:

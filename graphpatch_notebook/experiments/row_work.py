@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution.frame_effects import PLAIN, leaves_of
 from graphpatch_notebook.execution.frame_results import NEVER, FrameNode
 from graphpatch_notebook.execution.plan import Entry
@@ -97,13 +98,26 @@ def row_work(
     if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(survey.output)):
         raise RowsError("the output holds an object that has no rows")
     extra = overhead(Work.of(survey.tree), tokens, device)
+    more = {**_read_after(pg, survey), **_asks_for_identity(targets)}
     if may_assume:
         size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
         assumed = _assumed(survey, size)
         if assumed is not None:
-            return RowWork(layout, *assumed, _read_after(pg, survey), most, extra, is_assumed=True)
+            return RowWork(layout, *assumed, more, most, extra, is_assumed=True)
     output, layouts, of_paths, problems = _doubled(pg, inputs, layout, survey, targets)
-    return RowWork(layout, output, layouts, of_paths, {**problems, **_read_after(pg, survey)}, most, extra)
+    return RowWork(layout, output, layouts, of_paths, {**problems, **more}, most, extra)
+
+
+def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:
+    """Returns the paths in modules that ask whether two of their inputs are the same object, which rows make others."""
+    why = "nn.MultiheadAttention does another thing for inputs that are the same object"
+    return {target.path: why for target in targets if _is_within(target.frame, nn.MultiheadAttention)}
+
+
+def _is_within(frame: Frame | None, kind: type[nn.Module]) -> bool:
+    while frame is not None and not isinstance(frame.module, kind):
+        frame = frame.parent
+    return frame is not None
 
 
 def _read_after(pg: PatchableGraph, survey: Survey) -> dict[str, str]:

@@ -23,7 +23,7 @@ from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.chunking import chunked
-from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out
+from graphpatch_notebook.experiments.common_work import CommonWork, baseline_of, common_work, leave_nothing_out
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
@@ -128,7 +128,7 @@ class CellRunner:
         common.rows = None
         targets = [resolve(self._pg._root_frame, path) for path in common.survey.marks]
         with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
-            leave_nothing_out(self._pg, common, self._metric, targets, backward=self._backward)
+            leave_nothing_out(self._pg, common, self._metric, targets)
         self.baseline = common.baseline
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
@@ -143,7 +143,7 @@ class CellRunner:
                 except DifferenceError as reason:
                     self._give_up_all(str(reason))
                 except RowsError as reason:
-                    self._give_up_rows(f"cells ran one by one: {reason}")
+                    self._give_up_rows(str(reason))
                 except torch.OutOfMemoryError:
                     half = self._common.rows.most = len(cells) // 2
                     return [*self.run(cells[:half]), *self.run(cells[half:])]
@@ -168,16 +168,21 @@ class CellRunner:
 
     def _give_up_rows(self, why: str) -> None:
         self._common.rows = None
-        self._remark(why)
+        if self._common.inputs is self._common.full_inputs:
+            self._remark(f"cells ran one by one: {why}")
+        else:
+            self._give_up_all(why)
 
     def _give_up_all(self, why: str) -> None:
         common = self._common
-        common.inputs, common.keeps_last_logits, common.survey = common.full_inputs, False, None
-        self._give_up_rows(f"cells ran one by one, each as a whole: {why}")
+        common.inputs, common.keeps_last_logits = common.full_inputs, False
+        common.rows = common.survey = None
+        self._remark(f"cells ran one by one, each as a whole: {why}")
         # What was left out of its run may have mattered.
         inputs = common.full_inputs.fresh()
         with self._pg.patch({}).quiet():
-            self.baseline = common.baseline = measurement(self._metric(self._pg(*inputs.args, **inputs.kwargs)))
+            output = self._pg(*inputs.args, **inputs.kwargs)
+        self.baseline = common.baseline = baseline_of(self._metric, output)
 
     # -- one cell ------------------------------------------------------------------------------------------------------
 

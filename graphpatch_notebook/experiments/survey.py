@@ -71,7 +71,6 @@ def survey(
     inputs: Inputs,
     targets: Sequence[Target],
     *,
-    with_gradients: bool,
     notes_reads: bool = False,
 ) -> Survey:
     """Runs the model without patches, and returns what that told; gradients are as the caller has them."""
@@ -79,7 +78,7 @@ def survey(
     for target in targets:
         _open(tree, target)
     while True:
-        recording = Recording(tree, with_gradients=with_gradients)
+        recording = Recording(tree)
         reads = ValueReads(tree) if notes_reads else None
         with reads or nullcontext():
             marks, output = watched_run(pg, inputs, targets, tree, recording)

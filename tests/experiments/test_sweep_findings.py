@@ -21,7 +21,6 @@ def itself(output: Tensor) -> Tensor:
     return output
 
 
-@pytest.mark.xfail(reason="in rows, a probe that cells share has the value of the last of them")
 @pytest.mark.parametrize("kind", [ProbePatch, RecordPatch])
 def test_probes_that_cells_share(kind: Any) -> None:
     def maps() -> list[dict[str, Any]]:
@@ -55,7 +54,6 @@ class OtherWord(nn.Module):
         return CausalLMOutput(logits=self.b(h - h.mean(1, keepdim=True)))
 
 
-@pytest.mark.xfail(reason="the baseline is that of the run that left positions out")
 def test_models_that_mean_something_else_by_what_is_left_out() -> None:
     x = floats(2, 5, 4)
     pg = PatchableGraph(seeded(OtherWord), x)
@@ -69,7 +67,6 @@ def test_models_that_mean_something_else_by_what_is_left_out() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
-@pytest.mark.xfail(reason="patches make query, key and value other objects for all rows")
 def test_attention_that_asks_whether_values_are_the_same_object() -> None:
     x = floats(3, 7, 24)
     pg = PatchableGraph(seeded(lambda: nn.TransformerEncoderLayer(24, 4, 40, batch_first=True, norm_first=True)), x)
@@ -98,7 +95,6 @@ class OwnGradient(nn.Module):
             return torch.autograd.grad(energy, x)[0]
 
 
-@pytest.mark.xfail(reason="results of frames are replayed through which the model sends a gradient of its own")
 @pytest.mark.parametrize("batch", [None, "auto"])
 def test_models_that_take_gradients_themselves(batch: Any) -> None:
     pg = PatchableGraph(seeded(OwnGradient), X)
@@ -108,7 +104,6 @@ def test_models_that_take_gradients_themselves(batch: Any) -> None:
     assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
 
 
-@pytest.mark.xfail(reason="cells run in another order than they are given in")
 def test_cells_that_draw_random_numbers_draw_them_in_order() -> None:
     pg = PatchableGraph(seeded(Layers), X)
 

@@ -13,7 +13,6 @@ from tests.zoo import Call
 from tests.zoo.values import snapshot
 
 
-@pytest.mark.xfail(reason="what ends the look at all frames is not tried again")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("batch", [None, "auto"])
 def test_wherever_an_interrupt_comes(batch: Any) -> None:
