@@ -67,7 +67,7 @@ def common_work(
     targets = _targets(pg, paths)
     state = KeptState(pg._module)
     try:
-        common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
+        common = _looked_at(pg, inputs, metric, targets, state, batch)
     finally:
         state.restore()
     if backward and common.baseline.values.size != 1:
@@ -93,7 +93,6 @@ def _looked_at(
     targets: Sequence[Target],
     state: KeptState,
     batch: int | str | None,
-    backward: bool,
 ) -> CommonWork:
     common = CommonWork(inputs, inputs)
     if batch is not None and (alone := _why_alone(pg, metric)) is not None:
