@@ -158,3 +158,25 @@ def test_the_frames_before_a_patch_do_not_run_again() -> None:
 
     # The survey, and the cell that is compared with itself alone.
     assert sum(runs) <= 3
+
+
+def test_a_metric_that_reads_what_a_patch_left_behind_has_that_of_its_cell() -> None:
+    pg, x = graph()
+    kept: dict[str, Tensor] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        kept["value"] = value
+        return value
+
+    def make(strength: float) -> dict[str, Any]:
+        return {**strengthened(strength), "b.output": CustomPatch(custom_op=keep)}
+
+    def metric(_output: Tensor) -> Tensor:
+        return kept["value"][0, -1].sum()
+
+    with pg.patch(make(0.0)):
+        pg(x)
+    result = swept(pg, make, x, metric)
+
+    assert result.values.tolist() == loop(pg, make, x, metric)
+    assert "something else than the output" in " ".join(result.attrs["remarks"])
