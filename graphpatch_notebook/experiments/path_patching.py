@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.call_checks import check_metric, check_options
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Comparison
@@ -23,7 +23,8 @@ from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.values import TensorSpec, readable_children
+from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -74,7 +75,8 @@ def path_patch(
     Returns:
         An array with dimensions `sender` and `receiver`, each where a list was given. Its `attrs` have the metric on
         the inputs as they are, `clean` and `corrupted`, and the `components`. Where lists have pairs in which the
-        receiver runs before the sender, no edge leads there and the metric is the corrupted one.
+        receiver runs before the sender, no edge leads there and the metric is the corrupted one. An `ExperimentWarning`
+        says so where a sender gets to no receiver, because what it does is held in a component right after it.
 
     Raises:
         ExperimentError: Before the sweep: components cannot be told, values differ in shape between clean and corrupted
@@ -107,10 +109,11 @@ def path_patch(
     edges = _Edges(pg, senders, receivers, held)
     run = record(pg, inputs_of(clean), edges.sending, metric)
     inputs = inputs_of(corrupted)
-    other = record(pg, inputs, [*edges.sending, *edges.held], metric)
+    other = record(pg, inputs, [*edges.sending, *edges.held, *edges.receiving], metric)
     check_same_shapes(run.values, other.values, ("clean", "corrupted"))
     comparison = Comparison(run.measurement.values, other.measurement.values, normalize)
     edges.record(inputs, run.values, other.values)
+    edges.warn_of_unreached()
     are_listed = {"sender": isinstance(sender, list), "receiver": isinstance(receiver, list)}
 
     def formed(swept: DataArray) -> DataArray:
@@ -157,6 +160,21 @@ class _End:
         return ReplacePatch(value=value, slice=self.index)
 
 
+@dataclass(frozen=True)
+class _Reached:
+    """What a run gave.
+
+    Attributes:
+        values: Some values, by path.
+        has_output: Whether the output of the model was asked for.
+        output: That output.
+    """
+
+    values: Mapping[str, Tensor]
+    has_output: bool = False
+    output: Any = None
+
+
 class _Edges:
     """The edges between some senders and receivers: a callable from the labels of an edge to the patches for it.
 
@@ -169,6 +187,7 @@ class _Edges:
     Attributes:
         held: The paths of the components, as the package writes them.
         sending: The paths of the senders.
+        receiving: The paths of the receivers.
 
     Raises:
         ExperimentError: There is no edge: all receivers run before all senders.
@@ -193,6 +212,8 @@ class _Edges:
         self._components = list(targets(pg, components).values())
         self.held = [target.path for target in self._components]
         self.sending = list(dict.fromkeys(end.path for end in senders.values()))
+        self.receiving = list(dict.fromkeys(end.path for end in receivers.values() if end.path))
+        self._unreached: dict[str, str | None] = {}
         self._through: dict[str, dict[str, list[Patch[Any]]]] = {}
         self._received: dict[tuple[str, str], Tensor] = {}
 
@@ -202,33 +223,56 @@ class _Edges:
         Args:
             inputs: The corrupted inputs.
             clean: The clean values of the senders, by path.
-            corrupted: The corrupted values of the components, by path.
+            corrupted: The corrupted values of senders, components and receivers, by path.
         """
+        without = self._reach(inputs, {}, [""]).output if "" in {end.path for end in self._receivers.values()} else None
         for start, sender in self._senders.items():
             patches: dict[str, list[Patch[Any]]] = {
                 target.path: [ReplacePatch(value=corrupted[target.path])]
                 for target in self._components
                 if not _lies_in(sender, target)
             }
-            patches[sender.path] = [sender.replaced(sender.part(clean[sender.path]))]
+            value = sender.part(clean[sender.path])
+            patches[sender.path] = [sender.replaced(value)]
             self._through[start] = patches
             ends = {end: receiver for end, receiver in self._receivers.items() if (start, end) in self._pairs}
-            self._received |= {(start, end): value for end, value in self._reach(inputs, patches, ends).items()}
+            if not ends:
+                continue
+            run = self._reach(inputs, patches, [end.path for end in ends.values()])
+            received = {
+                end: receiver.part(run.values[receiver.path]) for end, receiver in ends.items() if receiver.path
+            }
+            self._received |= {(start, end): part for end, part in received.items()}
+            is_reached = run.has_output and not _is_same(run.output, without)
+            for end, part in received.items():
+                is_reached = is_reached or not _is_same(part, ends[end].part(corrupted[ends[end].path]))
+            if not is_reached and not _is_same(value, sender.part(corrupted[sender.path])):
+                self._unreached[start] = self._in_the_way(inputs, patches, corrupted)
 
-    def _reach(
-        self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], ends: Mapping[str, _End]
-    ) -> dict[str, Tensor]:
-        """Returns what the receivers `ends` are in a run under `patches`: components before they are held."""
-        probes = {end.path: ProbePatch() for end in ends.values() if end.path}
-        if not probes:
-            return {}
+    def _in_the_way(
+        self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], corrupted: Mapping[str, Tensor]
+    ) -> str | None:
+        """Returns the first held component that a sender reaches, if there is one."""
+        held = [path for path in self.held if path in patches]
+        values = self._reach(inputs, patches, held).values
+        order = {path: number for number, path in enumerate(self._pg.nodes)}
+        reached = [path for path in held if not _is_same(values[path], corrupted[path])]
+        return min(reached, key=order.__getitem__, default=None)
+
+    def _reach(self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], paths: Iterable[str]) -> _Reached:
+        """Returns what values are in a run under `patches`, components before they are held."""
+        probes = {path: ProbePatch() for path in paths}
+        has_output = probes.pop("", None) is not None
+        if not probes and not has_output:
+            return _Reached({})
         patch_map: dict[str | NodePath, list[Patch[Any]]] = {path: list(listed) for path, listed in patches.items()}
         for path, probe in probes.items():
             patch_map[path] = [probe, *patches.get(path, ())]
         fresh = inputs.fresh()
         with torch.no_grad(), self._pg.patch(patch_map, strict=True):
-            self._pg(*fresh.args, **fresh.kwargs)
-        return {label: end.part(probes[end.path].activation.detach()) for label, end in ends.items() if end.path}
+            output = self._pg(*fresh.args, **fresh.kwargs)
+        values = {path: probe.activation.detach() for path, probe in probes.items()}
+        return _Reached(values, has_output, output if has_output else None)
 
     def __call__(self, start: str, end: str) -> PatchMap:
         if (start, end) not in self._pairs:
@@ -241,12 +285,37 @@ class _Edges:
     def remarks(self) -> list[str]:
         """Returns what is to be known of the edges, in words."""
         count = len(self._senders) * len(self._receivers)
-        missing = count - len(self._pairs)
-        if not missing:
-            return []
-        return [
-            f"in {missing} of {count} pairs the receiver does not run after the sender: the metric is the corrupted one"
-        ]
+        found = []
+        if missing := count - len(self._pairs):
+            found.append(
+                f"in {missing} of {count} pairs the receiver does not run after the sender: the metric is the "
+                "corrupted one"
+            )
+        return [*found, *([self._unreached_text()] if self._unreached else [])]
+
+    def warn_of_unreached(self) -> None:
+        """Warns of senders of which nothing gets to any receiver, if there are such."""
+        if self._unreached:
+            warn_each_time(self._unreached_text(), ExperimentWarning)
+
+    def _unreached_text(self) -> str:
+        start, component = next(iter(self._unreached.items()))
+        more = f" (and {len(self._unreached) - 1} others)" if len(self._unreached) > 1 else ""
+        text = f"nothing of sender {start!r}{more} gets to any receiver directly: the metric is the corrupted one"
+        if component is None:
+            return text
+        return (
+            f"{text}. It is component {component!r} that takes it up first and is held; if that is what the sender "
+            "itself adds to the model, leave it out of components="
+        )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether the tensors of two values are the same numbers."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    parts, others = readable_children(value) or [], readable_children(other) or []
+    return len(parts) == len(others) and all(_is_same(a, b) for (_, a), (_, b) in zip(parts, others, strict=True))
 
 
 def _lies_in(sender: _End, component: Target) -> bool:

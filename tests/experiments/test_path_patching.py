@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM
 
-from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
+from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import LogitDifference, path_patch
 from graphpatch_notebook.experiments.components import default_components
 from tests.experiments.hooked import Edit, edited, gpt2, llama, outputs, putting
@@ -301,3 +301,23 @@ def test_what_cannot_be_patched_is_said(pg: PatchableGraph, changes: dict[str, A
     given: dict[str, Any] = {"sender": FIRST, "receiver": LAST, "clean": CLEAN, "corrupted": CORRUPTED}
     with pytest.raises((ExperimentError, UnknownPathError), match=message):
         path_patch(pg, **(given | {"metric": METRIC, "progress": False} | changes))
+
+
+def test_senders_that_are_held_at_once() -> None:
+    """What a head adds to the stream is no component that keeps it from getting there."""
+    pg = PatchableGraph(gpt2(), CLEAN[:, :5])
+    senders: list[Any] = [("transformer.h_0.attn.c_proj.x", head(number)) for number in range(4)]
+    receivers = ["transformer.h_2.attn.hidden_states", None]
+    settings: dict[str, Any] = {**EXACT, "metric": lambda output: output.logits[0, 2, 3]}
+    expected = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, **settings)
+    held = [path.replace("attn.output|sub_0", "attn.resid_dropout.output") for path in expected.components]
+    assert held[0] == "transformer.h_0.attn.resid_dropout.output"
+    message = r"sender 'transformer.h_0.attn.c_proj.x\[..., 0:4\]' \(and 3 others\) .* component '{}' .* leave it out"
+    with pytest.warns(ExperimentWarning, match=message.format(held[0])):
+        found = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, components=held, **settings)
+    assert (found.values == found.corrupted).all()
+    assert "leave it out of components=" in found.remarks[-1]
+    mended = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, components=held[1:], **settings)
+    np.testing.assert_allclose(mended.values, expected.values, atol=1e-6)
+    assert not mended.remarks
+    path_patch(pg, senders, receivers, CLEAN, CLEAN, components=held, **settings)  # there is nothing to hold
