@@ -97,7 +97,9 @@ def ablate(
     _check_method(method, reference, mean_over, seed)
     names = several_paths(pg, paths)
     given = Inputs(inputs, input_kwargs)
-    values = record(pg, given, names).values
+    run = record(pg, given, names)
+    run.warn_if_random(pg)
+    values = run.values
     dims = {} if positions is None and mean_over == "batch" else position_dims(pg, names, position_dim)
     axes: dict[str, Any] = {"path": names}
     if heads is not None:

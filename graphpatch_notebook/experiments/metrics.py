@@ -6,6 +6,7 @@ pickled. Logits are computed with in float32 where the model gives them in less.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, TypeAlias
@@ -179,6 +180,7 @@ class KLDivergence(_Metric):
     log_probabilities: Tensor = field(init=False, repr=False)
 
     def __post_init__(self, reference: Any) -> None:
+        _keep_position(self)
         object.__setattr__(self, "log_probabilities", self._log_probabilities(reference).detach())
 
     def __call__(self, output: Any) -> Tensor:
@@ -260,8 +262,22 @@ def _widened(logits: Tensor) -> Tensor:
 # Tokens
 
 
+def _keep_position(metric: Any) -> None:
+    """Makes a whole number of what was given as position, the same for all sequences."""
+    if metric.position is None:
+        return
+    try:
+        object.__setattr__(metric, "position", operator.index(metric.position))
+    except TypeError:
+        raise ExperimentError(
+            f"position is one whole number for all sequences, or None, not {metric.position!r}; for sequences that end "
+            "at different positions pad on the left, or give a function of your own"
+        ) from None
+
+
 def _keep_tokens(metric: Any, *names: str) -> None:
     """Makes numbers of what was given as tokens: tensors can neither be compared nor printed well."""
+    _keep_position(metric)
     for name in names:
         given = getattr(metric, name)
         if isinstance(given, str) or (isinstance(given, (list, tuple)) and any(isinstance(t, str) for t in given)):

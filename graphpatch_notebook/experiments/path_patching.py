@@ -108,6 +108,7 @@ def path_patch(
     held = default_components(pg) if components is None else several_paths(pg, components, "components")
     edges = _Edges(pg, senders, receivers, held)
     run = record(pg, inputs_of(clean), edges.sending, metric)
+    run.warn_if_random(pg)
     inputs = inputs_of(corrupted)
     other = record(pg, inputs, [*edges.sending, *edges.held, *edges.receiving], metric)
     check_same_shapes(run.values, other.values, ("clean", "corrupted"))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
+from graphpatch_notebook.graph_modules.snapshots import SharedRandomState
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import ProbePatch
 from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.warning_places import warn_each_time
 
 Paths: TypeAlias = "Iterable[str | NodePath]"
 
@@ -28,10 +30,22 @@ class Recording:
     Attributes:
         values: The values of some paths: the model's own tensors, detached.
         measurement: What the metric gave.
+        drawn: Of which generators the model drew random numbers.
     """
 
     values: Mapping[str, Tensor]
     measurement: Measurement
+    drawn: Sequence[str] = ()
+
+    def warn_if_random(self, pg: PatchableGraph) -> None:
+        """Warns where the run, and so each later one, drew random numbers of its own."""
+        if self.drawn:
+            repair = "; call pg.eval() first" if pg.training else ""
+            warn_each_time(
+                f"the model draws random numbers (of {' and '.join(self.drawn)}), others in each run: what is compared "
+                f"here differs by these, too{repair}",
+                ExperimentWarning,
+            )
 
 
 def record(
@@ -46,7 +60,9 @@ def record(
     fresh = inputs.fresh()
     probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
     with torch.no_grad(), pg.patch(probes, strict=True):
+        state = SharedRandomState()
         output = pg(*fresh.args, **fresh.kwargs)
+        drawn = state.differing(SharedRandomState())
         given = measurement(0.0 if metric is None else metric(output))
     values = {}
     for path, probe in probes.items():
@@ -54,7 +70,7 @@ def record(
         if not isinstance(value, Tensor):
             raise ExperimentError(f"{str(path)!r} holds {value!r}, which is no tensor: give paths of tensors")
         values[str(path)] = value.detach()
-    return Recording(values, given)
+    return Recording(values, given, drawn)
 
 
 def several_paths(pg: PatchableGraph, given: Any, what: str = "paths") -> list[str]:

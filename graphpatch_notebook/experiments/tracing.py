@@ -166,6 +166,7 @@ def causal_trace(
     inputs = inputs_of(clean)
     noise = corrupted if isinstance(corrupted, Noise) else None
     run = record(pg, inputs, names if noise is None else [*names, str(noise.path)], metric)
+    run.warn_if_random(pg)
     restoring = _Restoring({name: run.values[name] for name in names}, position_dims(pg, names, position_dim), window)
     axes = {"path": names, "position": chosen_positions(positions, restoring.values, restoring.dims)}
     if noise is None:

@@ -179,6 +179,8 @@ def test_the_position_is_read_before_anything_else() -> None:
         (lambda: Probability(0.5), LOGITS, r"token is a token, or one for each sequence of the batch, not 0.5"),
         (lambda: Probability(" Paris"), LOGITS, r"token is a text, ' Paris'; give ids of tokens: tokenizer.encode"),
         (lambda: LogitDifference(0, ["a"]), LOGITS, r"wrong is a text, \['a'\]"),
+        (lambda: Probability(0, position=[1, 2]), LOGITS, r"one whole number for all sequences, or None, not \[1, 2\]"),
+        (lambda: KLDivergence(LOGITS, position="last"), LOGITS, r"position is one whole number .* not 'last'"),
         (lambda: Probability(None), LOGITS, r"token is a token, or one for each sequence of the batch, not None"),
         (lambda: LogitDifference(0, [[1]]), LOGITS, r"wrong is a token"),
         (lambda: Loss(torch.zeros(2, 2, dtype=torch.long)), LOGITS, r"\(2, 3, 4\) and labels of shape \(2, 2\)"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph, UnknownPathError
+from graphpatch_notebook import ExperimentError, ExperimentWarning, ExtractionOptions, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import (
     LogitDifference,
     Noise,
@@ -264,6 +264,22 @@ def test_noise_takes_its_scale_by_name() -> None:
     with pytest.raises(ExperimentError, match=r"Noise\('wte.output', deviations=3\) or scale="):
         Noise("wte.output", 3)  # type: ignore[misc]
     assert copy.deepcopy(pickle.loads(pickle.dumps(Noise("wte.output", scale=2.0)))) == Noise("wte.output", scale=2.0)
+
+
+def test_models_that_draw_random_numbers_are_told() -> None:
+    model = gpt2().train()
+    pg = PatchableGraph(model, CLEAN)
+    calls: list[Any] = [
+        lambda: causal_trace(pg, CLEAN, CORRUPTED, [PATH], [2], METRIC, progress=False),
+        lambda: ablate(pg, [PATH], CLEAN, metric=METRIC, progress=False),
+        lambda: path_patch(pg, PATH, None, CLEAN, CORRUPTED, METRIC, progress=False),
+    ]
+    for call in calls:
+        with pytest.warns(ExperimentWarning, match=r"draws random numbers \(of torch.*call pg.eval\(\) first"):
+            call()
+    pg.eval()
+    for call in calls:
+        call()
 
 
 def never(*_: Any, **__: Any) -> Any:
