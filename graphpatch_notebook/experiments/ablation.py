@@ -245,6 +245,8 @@ def _check_method(method: str, reference: Any, mean_over: str, seed: int | None)
         raise ExperimentError(f"mean_over is for method='mean', not {method!r}")
     if method != "resample" and seed is not None:
         raise ExperimentError(f"seed is for method='resample': nothing is drawn for {method!r}")
+    if seed is not None and type(seed) is not int:
+        raise ExperimentError(f"seed is a whole number, not {seed!r}")
 
 
 def _check_heads(values: Mapping[str, Tensor], heads: int, dims: Mapping[str, int]) -> None:

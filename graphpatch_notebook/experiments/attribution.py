@@ -202,9 +202,12 @@ def _tell(result: DataArray) -> None:
     infinite = [path for path, why in result.attrs["skipped"].items() if "not finite" in why]
     if infinite:
         shown = ", ".join(map(repr, infinite[:3])) + (", ..." if len(infinite) > 3 else "")
+        ends = {name: result.attrs[name] for name in ("clean", "corrupted")}
+        why = "half-precision gradients overflow: try a smaller metric, or the model in bfloat16 or float32"
+        if not all(map(math.isfinite, ends.values())):
+            why = "the metric is " + " and ".join(f"{end} in the {name} run" for name, end in ends.items())
         warn(
-            f"{len(infinite)} scores are not finite and left out (NaN): {shown}; half-precision gradients overflow: "
-            "try a smaller metric, or the model in bfloat16 or float32",
+            f"{len(infinite)} scores are not finite and left out (NaN): {shown}; {why}",
             ExperimentWarning,
             stacklevel=level_of_caller(),
         )

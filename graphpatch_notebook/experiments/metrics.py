@@ -137,7 +137,12 @@ class Loss(_Metric):
     labels: Tensor
 
     def __post_init__(self) -> None:
-        labels = torch.as_tensor(self.labels).detach()
+        try:
+            labels = torch.as_tensor(self.labels).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise ExperimentError(
+                f"labels are ids of tokens, usually the input_ids, not {self.labels!r}: tokenizer.encode(...) gives some"
+            ) from None
         if labels.ndim != 2 or not (labels[:, 1:] != IGNORED).any():
             raise ExperimentError(
                 f"labels are tokens of shape (batch, seq) with at least one that is not {IGNORED} after the first "

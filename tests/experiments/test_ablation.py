@@ -170,6 +170,7 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
             {"method": "resample", "reference": IDS, "mean_over": "batch and positions"},
             "mean_over is for method='mean'",
         ),
+        ({"method": "resample", "reference": REFERENCE, "seed": "a"}, "seed is a whole number, not 'a'"),
         ({"method": "resample", "reference": REFERENCE}, "the reference has 4 rows and the inputs have 3: .* seed=0"),
         (MEAN | {"reference": REFERENCE[:, :4]}, r"\(3, 6, 16\) on the inputs and of \(4, 4, 16\) on the reference"),
         (MEAN | {"reference": {"x": 3}}, "no tensor in reference whose first dimension could be the batch"),

@@ -185,6 +185,7 @@ def test_the_position_is_read_before_anything_else() -> None:
         (lambda: LogitDifference(0, [[1]]), LOGITS, r"wrong is a token"),
         (lambda: Loss(torch.zeros(2, 2, dtype=torch.long)), LOGITS, r"\(2, 3, 4\) and labels of shape \(2, 2\)"),
         (lambda: Loss(torch.full((2, 3), 9)), LOGITS, r"no token 9"),
+        (lambda: Loss("the text"), LOGITS, r"labels are ids of tokens, usually the input_ids, not 'the text'"),
         (lambda: Loss([[3, -100]]), LOGITS, r"at least one that is not -100"),
         (lambda: KLDivergence(LOGITS[:, :, 1:]), LOGITS, r"shape \(2, 3\) here, the output gives \(2, 4\)"),
         (lambda: KLDivergence(torch.zeros(3, 3, 4)), LOGITS, r"the reference has 3 sequences, the output 2"),
