@@ -205,7 +205,8 @@ def _tell(result: DataArray) -> None:
         ends = {name: result.attrs[name] for name in ("clean", "corrupted")}
         why = "half-precision gradients overflow: try a smaller metric, or the model in bfloat16 or float32"
         if not all(map(math.isfinite, ends.values())):
-            why = "the metric is " + " and ".join(f"{end} in the {name} run" for name, end in ends.items())
+            why = " and ".join(f"{end} in the {name} run" for name, end in ends.items())
+            why = f"the metric itself is {why}, as it may be where half precision overflows"
         warn(
             f"{len(infinite)} scores are not finite and left out (NaN): {shown}; {why}",
             ExperimentWarning,

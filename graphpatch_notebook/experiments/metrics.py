@@ -141,7 +141,7 @@ class Loss(_Metric):
             labels = torch.as_tensor(self.labels).detach()
         except (TypeError, ValueError, RuntimeError):
             raise ExperimentError(
-                f"labels are ids of tokens, usually the input_ids, not {self.labels!r}: tokenizer.encode(...) gives some"
+                f"labels are ids of tokens, usually the input_ids, not {self.labels!r}: see tokenizer.encode(...)"
             ) from None
         if labels.ndim != 2 or not (labels[:, 1:] != IGNORED).any():
             raise ExperimentError(

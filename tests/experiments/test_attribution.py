@@ -515,7 +515,9 @@ def test_inputs_of_other_shapes_are_refused(form: Any) -> None:
 def test_infinite_metrics_are_told() -> None:
     ids = torch.tensor([[5, 17, 40]])
     pg = PatchableGraph(token_model(), ids)
-    with pytest.warns(ExperimentWarning, match=r"NaN.*; the metric is -?inf in the clean run and -?inf in the corrupt"):
+    with pytest.warns(
+        ExperimentWarning, match=r"NaN.*; the metric itself is -?inf in the clean run and -?inf in the corrupt"
+    ):
         attribute(pg, lambda output: last_logit(output) / 0, ids, ids + 1)
 
 
