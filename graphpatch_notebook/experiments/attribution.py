@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
-from graphpatch_notebook.experiments.call_checks import check_metric
+from graphpatch_notebook.experiments.call_checks import check_inputs, check_metric
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.labels import metric_name
@@ -113,6 +113,8 @@ def attribute(
     given = (inputs_of(clean), inputs_of(corrupted))
     if isinstance(corrupted, (Noise, type)):
         raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
+    for inputs in given:
+        check_inputs(pg, inputs)
     tensors = [_tensors(pg.nodes.root, inputs) for inputs in given]
     check_same_shapes(tensors[0], tensors[1], ("clean", "corrupted"))
     selected = selected_nodes(pg.nodes, paths)

@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.values import ContainerSpec
+from graphpatch_notebook.values import ContainerSpec, TensorSpec
 
 # What models of transformers may take among their `**kwargs`, and is close to an option.
 _OF_MODELS = {"position_ids", "head_mask", "cache_position"}
@@ -59,6 +64,44 @@ def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callab
             raise ExperimentError(
                 f"{function.__name__} has no option {name!r}, and neither has forward of the model such a parameter; "
                 f"did you mean {option}=?"
+            )
+
+
+def check_inputs(pg: PatchableGraph, inputs: Inputs) -> None:
+    """Checks that inputs which were tensors when the model was captured are tensors.
+
+    Raises:
+        ExperimentError: One is a list of numbers, or an array of numpy.
+    """
+    root = pg.nodes.root
+    for node in root.inputs():
+        value = given_input(root.parameters, node.target, inputs.args, inputs.kwargs)
+        if isinstance(node.spec, TensorSpec) and (isinstance(value, np.ndarray) or _is_list_of_numbers(value)):
+            raise ExperimentError(
+                f"{node.target!r} is {'an array' if isinstance(value, np.ndarray) else 'a list'} of numbers, but a "
+                "tensor was captured there; give torch.as_tensor(...) of it"
+            )
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+        if isinstance(value, (int, float)):
+            return True
+    return False
+
+
+def check_no_inputs(**options: Any) -> None:
+    """Checks that no option is a tensor, which was meant for the model.
+
+    Raises:
+        ExperimentError: One is.
+    """
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            raise ExperimentError(
+                f"{name}= is an option of the sweep, but a tensor was given; if the model has an input called "
+                f"{name!r}, give it positionally"
             )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.patch_map import entries_of
+from graphpatch_notebook.experiments.call_checks import check_inputs
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
 from graphpatch_notebook.graph_modules.snapshots import SharedRandomState
@@ -57,6 +58,7 @@ def record(
         ExperimentError: A value is no tensor.
         PatchNotFiredError: A path did not come up.
     """
+    check_inputs(pg, inputs)
     fresh = inputs.fresh()
     probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
     with torch.no_grad(), pg.patch(probes, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
-from graphpatch_notebook.experiments.call_checks import check_input_names, check_metric
+from graphpatch_notebook.experiments.call_checks import check_input_names, check_inputs, check_metric, check_no_inputs
 from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
 from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
@@ -48,7 +48,8 @@ def sweep(
     Args:
         pg: The graph.
         axes: From names to values, the dimensions of the result.
-        make_patches: From a value of each axis to the patch map of a cell.
+        make_patches: From a value of each axis to the patch map of a cell. It is called for all cells before any of
+            them runs: what a patch looks up later (a variable that is set here) is what the last call left.
         inputs: What the model runs on.
         metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name.
         batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
@@ -88,7 +89,9 @@ def sweep(
         (('unit',), array([1., 1.]))
     """
     check_metric(metric)
+    check_no_inputs(batch=batch, progress=progress, backward=backward, checkpoint=checkpoint)
     check_input_names(pg, inputs.kwargs, sweep)
+    check_inputs(pg, inputs)
     extra("xarray", "the result of a sweep")
     _check_options(backward, checkpoint, executor)
     if executor is not None:

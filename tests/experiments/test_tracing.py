@@ -314,6 +314,44 @@ def test_what_is_no_metric_is_said_before_anything_runs(metric: Any, message: st
     hook.remove()
 
 
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (CLEAN.tolist(), r"'input_ids' is a list of numbers, but a tensor was captured there; give torch.as_tensor"),
+        (CLEAN.numpy(), "'input_ids' is an array of numbers"),
+    ],
+)
+def test_inputs_that_are_no_tensors_are_refused(ids: Any, message: str) -> None:
+    model = gpt2()
+    pg = PatchableGraph(model, CLEAN)
+    model.register_forward_pre_hook(never)
+    calls: list[Any] = [
+        lambda: pg.sweep({"path": [PATH]}, lambda path: {}, ids, metric=METRIC),
+        lambda: causal_trace(pg, ids, ids, [PATH], None, METRIC),
+        lambda: ablate(pg, [PATH], input_ids=ids, metric=METRIC),
+        lambda: path_patch(pg, PATH, None, ids, ids, METRIC),
+        lambda: attribute(pg, METRIC, CLEAN, ids),
+    ]
+    for call in calls:
+        with pytest.raises(ExperimentError, match=message):
+            call()
+
+
+class Batched(nn.Module):
+    """Has an input that is called like an option."""
+
+    def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+        return x * batch
+
+
+def test_inputs_that_are_called_like_options() -> None:
+    x, batch = torch.ones(2, 3), torch.arange(3.0)
+    pg = PatchableGraph(Batched(), x, batch)
+    with pytest.raises(ExperimentError, match="an input called 'batch', give it positionally"):
+        pg.sweep({"path": ["x"]}, lambda path: {}, x, batch=batch, metric=torch.sum)
+    assert pg.sweep({"path": ["x"]}, lambda path: {}, x, batch, metric=torch.sum, progress=False).item() == 6
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_infinite_metrics_give_no_warnings(pg: PatchableGraph) -> None:
     noise = Noise("transformer.wte.output", samples=2)
