@@ -21,11 +21,14 @@ UNREPEATABLE = ("tokens_per_expert", "perm", "float")
 
 
 def some_cases(applies: Callable[[Case], bool] = lambda case: True, *, every: int) -> pytest.MarkDecorator:
-    """Parametrizes a test by the cases that it applies to; all but some of each kind are `slow`."""
+    """Parametrizes a test by the cases that it applies to; all but some of each kind are `exhaustive`."""
     cases = [case for case in CASES if applies(case)]
     return pytest.mark.parametrize(
         "case",
-        [pytest.param(case, marks=[pytest.mark.slow] if number % every else []) for number, case in enumerate(cases)],
+        [
+            pytest.param(case, marks=[pytest.mark.exhaustive] if number % every else [])
+            for number, case in enumerate(cases)
+        ],
         ids=[case.name for case in cases],
     )
 

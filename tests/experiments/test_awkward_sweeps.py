@@ -107,7 +107,7 @@ def test_of_models_that_never_give_the_same_this_is_said(kind: type[nn.Module], 
     assert found.remarks
 
 
-@pytest.mark.parametrize("batch", [None, "auto", pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [None, "auto", pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("kind", "call"), MODELS, ids=[f"{kind.__name__}-{number}" for number, (kind, call) in enumerate(MODELS)]
 )

@@ -120,7 +120,7 @@ MODELS = [*INTERACTING, *ELSEWHERE, *STATEFUL, *ALIASED]
 MODELS = [(kind, call) for kind, call in MODELS if kind not in (InputWrittenInto, *UNREPEATABLE)]
 
 
-@pytest.mark.parametrize("batch", [pytest.param(None, marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("batch", [pytest.param(None, marks=pytest.mark.exhaustive), "auto"])
 @pytest.mark.parametrize(
     ("kind", "call"), MODELS, ids=[f"{kind.__name__}-{number}" for number, (kind, call) in enumerate(MODELS)]
 )

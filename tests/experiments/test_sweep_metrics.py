@@ -128,7 +128,7 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("what", METRICS)
 @pytest.mark.parametrize("batch", [None, "auto"])
 def test_whatever_a_metric_reads(name: str, what: str, batch: Any) -> None:

@@ -137,7 +137,7 @@ def test_sweeps_of_other_calls_equal_loops(case: Case) -> None:
     Sweeps.of(case, capture_of(case).random("call").choice(calls_of(case))).check(3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @each_case()
 def test_sweeps_of_all_calls_equal_loops(case: Case) -> None:
     for name in ["example", *calls_of(case)]:
@@ -179,7 +179,7 @@ DECODERS = (
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("batch", [None, "auto", pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [None, "auto", pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_grids_of_layers_and_positions(name: str, batch: Any) -> None:
     """What sweeps are made for: each module's output at each position, replaced by that of a run on other inputs."""
     case = case_by_name(name)
