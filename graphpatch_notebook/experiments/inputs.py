@@ -27,6 +27,18 @@ class Inputs:
         return Inputs(args, kwargs)
 
 
+class SameInputs(Inputs):
+    """Inputs for one run, whose very tensors are given to the model."""
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> SameInputs:
+        """Returns the same inputs, which are copies already."""
+        return cls(inputs.args, inputs.kwargs)
+
+    def fresh(self) -> Inputs:
+        return self
+
+
 def inputs_of(given: Any) -> Inputs:
     """Returns the inputs that a user gave as one: a tuple of arguments, a dict of keyword ones, or one value.
 

@@ -24,7 +24,7 @@ from graphpatch_notebook.experiments.rows import (
     row_inputs,
     rows_of,
 )
-from graphpatch_notebook.experiments.survey import Survey, watched_run
+from graphpatch_notebook.experiments.survey import Survey, paths_read_after, watched_run
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import AddPatch, CustomPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
@@ -98,7 +98,7 @@ def row_work(
     if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(survey.output)):
         raise RowsError("the output holds an object that has no rows")
     extra = overhead(Work.of(survey.tree), tokens, device)
-    more = {**_read_after(pg, survey), **_asks_for_identity(targets)}
+    more = {**_read_after(pg, inputs, survey, targets), **_asks_for_identity(targets)}
     if may_assume:
         size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
         assumed = _assumed(survey, size)
@@ -120,14 +120,16 @@ def _is_within(frame: Frame | None, kind: type[nn.Module]) -> bool:
     return frame is not None
 
 
-def _read_after(pg: PatchableGraph, survey: Survey) -> dict[str, str]:
+def _read_after(pg: PatchableGraph, inputs: Inputs, survey: Survey, targets: Sequence[Target]) -> dict[str, str]:
     """Returns the paths after which Python looks at values: what it does then may be another thing for each cell."""
     why = "the model looks at values, and may do another thing for each cell"
     if survey.last_read == NEVER:
         # Nobody took note: the capture knows.
         has_doubts = any(frame.doubts for frame in pg._root_frame.walk())
         return dict.fromkeys(survey.marks, why) if has_doubts else {}
-    return {path: why for path, mark in survey.marks.items() if mark.came_up < survey.last_read}
+    if all(mark.came_up > survey.last_read for mark in survey.marks.values()):
+        return {}
+    return dict.fromkeys(paths_read_after(pg, inputs, targets), why)
 
 
 def _assumed(survey: Survey, size: int) -> tuple[Layout, dict[FrameNode, Layout], dict[str, Rows]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,8 +19,8 @@ from graphpatch_notebook.execution.frame_results import (
     tensors_in,
 )
 from graphpatch_notebook.experiments.cells import PatchMap
-from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.value_reads import ValueReads
+from graphpatch_notebook.experiments.inputs import Inputs, SameInputs
+from graphpatch_notebook.experiments.value_reads import DerivedReads, ValueReads
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
@@ -35,11 +35,14 @@ class Mark(Patch[Any]):
     any_shape: bool = True
     came_up: float = field(default=NEVER, init=False)
     value: Any = field(default=None, init=False)
+    noticed: Callable[[Any], None] | None = None
 
     def op(self, original_output: Any) -> Any:
         if self.came_up == NEVER:
             self.came_up = self.tree.tick()
             self.value = original_output
+        if self.noticed is not None:
+            self.noticed(original_output)
         return original_output
 
 
@@ -87,6 +90,17 @@ def survey(
             return Survey(output, tree, marks, recording.state_change, NEVER if reads is None else reads.last)
 
 
+def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target]) -> set[str]:
+    """Returns the paths after whose values Python looks at what may derive from patched ones."""
+    tree = FrameTree()
+    inputs = SameInputs.of(inputs.fresh())
+    given = tensors_in((inputs.args, inputs.kwargs))
+    reads = DerivedReads(tree, [*pg._module.parameters(), *pg._module.buffers(), *given])
+    with reads:
+        marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree), reads.notice)
+    return {path for path, mark in marks.items() if mark.came_up < reads.last}
+
+
 def _keep_from_metric(tree: FrameTree, output: Any) -> None:
     """Sees to it that a metric that writes into the output does not write into what is recorded."""
     shared = {storage_of(leaf) for leaf in tensors_in(output)}
@@ -96,10 +110,15 @@ def _keep_from_metric(tree: FrameTree, output: Any) -> None:
 
 
 def watched_run(
-    pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target], tree: FrameTree, watch: FrameWatch
+    pg: PatchableGraph,
+    inputs: Inputs,
+    targets: Sequence[Target],
+    tree: FrameTree,
+    watch: FrameWatch,
+    noticed: Callable[[Any], None] | None = None,
 ) -> tuple[dict[str, Mark], Any]:
     """Returns the marks of a run without patches, and its output."""
-    marks = {target.path: Mark(tree=tree) for target in targets}
+    marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
     with FramesSeen(pg._module, watch), pg.patch(patches).quiet():

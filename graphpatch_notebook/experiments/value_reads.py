@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
+from graphpatch_notebook.capture.functions import VALUE_READS, raw_name, writes_in_place
 from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.execution.frame_results import FrameTree
+from graphpatch_notebook.torch_compat import without_torch_functions
 
 _SIZED_BY_VALUES = frozenset(
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "bincount", "__iter__"}
@@ -35,9 +38,60 @@ class ValueReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = raw_name(func)
-        if name in VALUE_READS or name in _SIZED_BY_VALUES or _is_sized_by_values(name, args):
+        if _hands_out_values(name, args):
             self.last = self._tree.tick()
         return func(*args, **(kwargs or {}))
+
+
+class DerivedReads(ValueReads):
+    """Notes only reads of values that may derive from patched ones.
+
+    What is known not to: weights, buffers, inputs, and what calls of torch made of nothing but such. Of all others it
+    is taken for granted, as outputs of autograd functions, which no mode sees being made.
+
+    Args:
+        tree: Tells the time.
+        clean: Tensors that are there before the run.
+    """
+
+    def __init__(self, tree: FrameTree, clean: Iterable[Tensor]) -> None:
+        super().__init__(tree)
+        self._clean: dict[int, weakref.ref[Tensor]] = {}
+        self._is_mixed = False
+        for tensor in clean:
+            self._add(tensor)
+
+    def notice(self, value: Any) -> None:
+        """A value comes up that is patched."""
+        with without_torch_functions():
+            for leaf in leaves_of(value):
+                self._clean.pop(id(leaf), None)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = raw_name(func)
+        given = [leaf for leaf in leaves_of((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        is_clean = not self._is_mixed and all(map(self._is_clean, given))
+        if not is_clean and _hands_out_values(name, args):
+            self.last = self._tree.tick()
+        result = func(*args, **(kwargs or {}))
+        if is_clean:
+            for leaf in leaves_of(result):
+                if isinstance(leaf, Tensor):
+                    self._add(leaf)
+        elif writes_in_place(name, kwargs or {}) and given and self._is_clean(given[0]):
+            self._is_mixed = True  # other tensors may share its memory
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        self._clean[id(tensor)] = weakref.ref(tensor)
+
+    def _is_clean(self, tensor: Tensor) -> bool:
+        known = self._clean.get(id(tensor))
+        return known is not None and known() is tensor
+
+
+def _hands_out_values(name: str, args: tuple[Any, ...]) -> bool:
+    return name in VALUE_READS or name in _SIZED_BY_VALUES or _is_sized_by_values(name, args)
 
 
 def _is_sized_by_values(name: str, args: tuple[Any, ...]) -> bool:

@@ -180,3 +180,32 @@ def test_a_metric_that_reads_what_a_patch_left_behind_has_that_of_its_cell() -> 
 
     assert result.values.tolist() == loop(pg, make, x, metric)
     assert "something else than the output" in " ".join(result.attrs["remarks"])
+
+
+class Masked(nn.Module):
+    """Python looks at values after the embedding: at a mask, or at what is made of the embedding."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(9, 4), nn.Linear(4, 4)
+        self.own = own
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        asked = h.sum() > 3 if self.own else (ids > 0).all()
+        return self.out(h) * (2 if asked else 1)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: bool) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    pg = PatchableGraph(Masked(own).eval(), ids)
+
+    def make(strength: float) -> dict[str, Any]:
+        return {"embed.output": AddPatch(value=strength)}
+
+    result = swept(pg, make, ids, torch.sum)
+
+    assert result.values.tolist() == pytest.approx(loop(pg, make, ids, torch.sum), rel=2e-6)
+    assert ("looks at values" in " ".join(result.attrs["remarks"])) == own
