@@ -124,7 +124,7 @@ def leave_nothing_out(
         return
     common.inputs, common.keeps_last_logits = common.full_inputs, False
     common.survey = survey(pg, common.inputs, targets)
-    common.baseline = baseline_of(metric, own_tensors(common.survey.output))
+    common.baseline = baseline_of(metric, common.survey.take_returned())
 
 
 def baseline_of(metric: Callable[[Any], Any], output: Any) -> Measurement:
@@ -185,7 +185,7 @@ def _survey(
             if not _gives(metric, own_tensors(found.output), full):
                 continue
         common.inputs, common.survey, common.keeps_last_logits = trimmed, found, keeps_last
-        common.baseline = full or baseline_of(metric, own_tensors(found.output))
+        common.baseline = full or baseline_of(metric, found.take_returned())
         common.replays = not is_fused
         break
     assert common.survey is not None

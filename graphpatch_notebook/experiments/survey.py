@@ -51,18 +51,25 @@ class Survey:
     """What one run told.
 
     Attributes:
-        output: What the model returned.
+        returned: What the model returned, for the metric: it may write into it.
+        output: A copy of that.
         tree: The frames, with what some of them returned.
         marks: When each path came up, and what value.
         state_change: What the run changed in the model, in words; `None` for nothing.
         last_read: When Python looked at values last; `NEVER` where nobody took note of that.
     """
 
+    returned: Any
     output: Any
     tree: FrameTree
     marks: dict[str, Mark]
     state_change: str | None
     last_read: float = NEVER
+
+    def take_returned(self) -> Any:
+        """Returns what the model returned, once."""
+        returned, self.returned = self.returned, None
+        return returned
 
     def came_up(self, paths: Sequence[str]) -> float:
         """Returns when the first of `paths` came up."""
@@ -87,7 +94,9 @@ def survey(
             marks, output = watched_run(pg, inputs, targets, tree, recording)
         if not recording.close():
             _keep_from_metric(tree, output)
-            return Survey(output, tree, marks, recording.state_change, NEVER if reads is None else reads.last)
+            return Survey(
+                output, own_tensors(output), tree, marks, recording.state_change, NEVER if reads is None else reads.last
+            )
 
 
 def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target]) -> set[str]:
