@@ -149,6 +149,10 @@ class SweepInterrupted(KeyboardInterrupt):
         super().__init__(message)
         self.result = result
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns what notebooks show: where the sweep was when it was stopped tells nothing."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class SerializationError(GraphPatchError, ValueError):
     """A graph cannot be saved, or a file cannot be loaded: nothing of it ran."""

@@ -1,4 +1,15 @@
-"""Experiments: sweeps over thousands of patches, causal tracing, ablation, attribution, and their pictures."""
+"""Experiments: sweeps over thousands of patches, causal tracing, ablation, attribution, and their pictures.
+
+    What does a metric give under each of many patches?            pg.sweep(axes, make_patches, *inputs, metric=...)
+    Where is what the clean run knows, and the corrupted not?      causal_trace
+    What is lost without a value, a head, a position?              ablate
+    Does one part tell another one directly?                       path_patch
+    Which of all values matter, as gradients estimate?             attribute, top_scores
+
+Metrics are functions of the model's whole output: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
+`KLDivergence`, or your own. Results are `xarray.DataArray`s: `plot_heatmap`, `plot_heads`, `plot_scores`, `save_figure`
+draw them, `show_heatmap` in a notebook, `save_result` and `load_result` keep them.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.call_checks import check_input_names, check_metric
+from graphpatch_notebook.experiments.call_checks import check_graph, check_input_names, check_metric
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import PositionDim, Positions, chosen_positions, position_dims
@@ -92,6 +92,7 @@ def ablate(
         Wang et al., Interpretability in the Wild, 2022 (mean ablation); Chan et al., Causal Scrubbing, 2022
         (resampling).
     """
+    check_graph(pg)
     check_metric(metric)
     check_input_names(pg, input_kwargs, ablate)
     _check_method(method, reference, mean_over, seed)

@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
-from graphpatch_notebook.experiments.call_checks import check_inputs, check_metric
+from graphpatch_notebook.experiments.call_checks import check_graph, check_inputs, check_metric
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.labels import metric_name
@@ -108,6 +108,7 @@ def attribute(
         (2023). Integrated: Sundararajan et al., Axiomatic attribution for deep networks (2017); Hanna et al., Have
         faith in faithfulness (2024).
     """
+    check_graph(pg)
     check_metric(metric)
     fractions = _fractions(method, steps)
     given = (inputs_of(clean), inputs_of(corrupted))

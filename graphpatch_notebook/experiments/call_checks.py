@@ -20,6 +20,16 @@ from graphpatch_notebook.values import ContainerSpec, TensorSpec
 _OF_MODELS = {"position_ids", "head_mask", "cache_position"}
 
 
+def check_graph(pg: Any) -> None:
+    """Checks that an experiment is given a `PatchableGraph`.
+
+    Raises:
+        TypeError: It is something else, such as the model.
+    """
+    if not isinstance(pg, PatchableGraph):
+        raise TypeError(f"give a PatchableGraph, not a {_kind(pg)}: PatchableGraph(model, *example_inputs)")
+
+
 def check_metric(metric: Any) -> None:
     """Checks that a metric can be called with an output.
 

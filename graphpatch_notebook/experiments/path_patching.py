@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.call_checks import check_metric, check_options
+from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Comparison
 from graphpatch_notebook.experiments.components import default_components
@@ -100,6 +100,7 @@ def path_patch(
         Wang et al., Interpretability in the Wild, 2022; Goldowsky-Dill et al., Localizing Model Behavior with Path
         Patching, 2023.
     """
+    check_graph(pg)
     check_metric(metric)
     check_options(options, path_patch, sweep)
     if isinstance(corrupted, (Noise, type)):

@@ -62,7 +62,7 @@ class Legend implements Part {
       { class: "gp-field", "aria-label": "Which scores", onchange: () => this.choose() },
       element("option", { value: "all" }, `all ${scores.count.toLocaleString("en-US")}`),
       ...BEST.filter((count) => count < scores.count).map((count) =>
-        element("option", { value: count }, `the ${count} highest`),
+        element("option", { value: count }, `the ${count} ${scores.isDiverging ? "strongest" : "highest"}`),
       ),
       element("option", { value: "least" }, "at least …"),
     );

@@ -4,7 +4,7 @@ import { element, replaceChildren, setAttribute } from "./dom";
 import type { PatchState } from "./protocol";
 import { FLAG } from "./protocol";
 import { CLOSED, type FoldedRun, LEAF } from "./rows";
-import { scoreText } from "./scores";
+import { insideText, scoreText } from "./scores";
 import type { Skeleton } from "./skeleton";
 import type { TreeState } from "./tree_state";
 import { visible } from "./visible";
@@ -113,7 +113,8 @@ export class RowView {
     const strength = value === null || !scores ? 0 : scores.strength(value);
     this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 40)}%`);
     setAttribute(this.element, "data-heat", value === null ? null : strength < 0 ? "cold" : "hot");
-    const text = value === null ? "" : own === null ? `≤ ${scoreText(value)}` : scoreText(value);
+    const isInside = own === null && value !== null && scores !== null && scores !== undefined;
+    const text = isInside ? insideText(value, scores) : value === null ? "" : scoreText(value);
     if (this.scoreText === text) return;
     this.scoreText = text;
     replaceChildren(this.score, text, " ");

@@ -11,7 +11,7 @@ export class Scores {
   readonly maximum: number;
   /** How many rows have one. */
   readonly count: number;
-  /** By row: the best of it and what is in it; NaN where there is none. */
+  /** By row: the best of it and what is in it, of numbers on both sides of zero the largest; NaN where there is none. */
   readonly best: Float32Array;
 
   private constructor(
@@ -20,24 +20,30 @@ export class Scores {
     readonly name: string,
     skeleton: Skeleton,
   ) {
-    this.best = Float32Array.from(values);
     let [minimum, maximum, count] = [Number.POSITIVE_INFINITY, Number.NEGATIVE_INFINITY, 0];
-    for (let row = values.length - 1; row >= 0; row--) {
-      const value = values[row] ?? Number.NaN;
+    for (const value of values) {
       if (Number.isFinite(value)) {
         minimum = Math.min(minimum, value);
         maximum = Math.max(maximum, value);
       }
       if (!Number.isNaN(value)) count += 1;
-      const best = this.best[row] ?? Number.NaN;
-      const parent = skeleton.parent[row] ?? -1;
-      if (parent >= 0 && !(best <= (this.best[parent] ?? 0))) {
-        if (!Number.isNaN(best)) this.best[parent] = best;
-      }
     }
     this.count = count;
     this.minimum = minimum <= maximum ? minimum : 0;
     this.maximum = minimum <= maximum ? maximum : 0;
+    this.best = Float32Array.from(values);
+    for (let row = values.length - 1; row >= 0; row--) {
+      const best = this.best[row] ?? Number.NaN;
+      const parent = skeleton.parent[row] ?? -1;
+      if (parent >= 0 && !Number.isNaN(best) && !(this.rank(best) <= this.rank(this.best[parent] ?? Number.NaN))) {
+        this.best[parent] = best;
+      }
+    }
+  }
+
+  /** By what numbers are compared: effects in both directions by their size. */
+  private rank(value: number): number {
+    return this.isDiverging ? Math.abs(value) : value;
   }
 
   /** The scores in the traits; `null` where there are none. */
@@ -71,7 +77,7 @@ export class Scores {
   passing(filter: ScoreFilter): number[] {
     const rows = [...this.values.keys()].filter((row) => !Number.isNaN(this.values[row]));
     if ("least" in filter) return rows.filter((row) => (this.values[row] ?? 0) >= filter.least);
-    const best = rows.sort((a, b) => (this.values[b] ?? 0) - (this.values[a] ?? 0) || a - b);
+    const best = rows.sort((a, b) => this.rank(this.values[b] ?? 0) - this.rank(this.values[a] ?? 0) || a - b);
     return best.slice(0, filter.count).sort((a, b) => a - b);
   }
 
@@ -80,8 +86,14 @@ export class Scores {
     const [first, second] = [this.best[a] ?? Number.NaN, this.best[b] ?? Number.NaN];
     if (Number.isNaN(first) || Number.isNaN(second))
       return Number(Number.isNaN(first)) - Number(Number.isNaN(second)) || a - b;
-    return first === second ? a - b : second > first ? 1 : -1;
+    const [one, other] = [this.rank(first), this.rank(second)];
+    return one === other ? a - b : other > one ? 1 : -1;
   };
+}
+
+/** What a row says that has no number of its own: the best in it. */
+export function insideText(value: number, scores: Scores): string {
+  return scores.isDiverging ? `|·| ≤ ${scoreText(Math.abs(value))}` : `≤ ${scoreText(value)}`;
 }
 
 /** A score in few letters: `0.123`, `-4.57e-6`, `12,300`. */

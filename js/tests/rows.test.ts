@@ -2,7 +2,7 @@ import { expect, test } from "vitest";
 import { Folding } from "../src/folding";
 import type { PatchState } from "../src/protocol";
 import { CLOSED, firstOpen, OPEN } from "../src/rows";
-import { Scores, scoreText } from "../src/scores";
+import { insideText, Scores, scoreText } from "../src/scores";
 import { Skeleton } from "../src/skeleton";
 import { TreeState } from "../src/tree_state";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "./fixtures";
@@ -215,8 +215,19 @@ test("sorted by score: siblings with the best in them first", () => {
   });
   tree.setSorted(true);
   const layers = seen().filter((path) => /h_\d$/.test(path));
-  expect(layers.map((path) => path.at(-1))).toEqual(["4", "1", "2", "0", "3", "5"]);
+  expect(layers.map((path) => path.at(-1))).toEqual(["4", "2", "1", "0", "3", "5"]);
   expect(tree.scores?.isDiverging).toBe(true);
+  tree.setFilter({ count: 2 });
+  expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_4.mlp.mul", "transformer.h_2.mlp.mul"]);
+});
+
+test("of numbers on both sides of zero a module shows the one of the largest size", () => {
+  const { tree } = opened(scored({ "transformer.h_2.mlp.mul": -2, "transformer.h_2.attn.output": 1 }));
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  const best = scores.best[row("transformer.h_2")] ?? 0;
+  expect(best).toBe(-2);
+  expect(insideText(best, scores)).toBe("|·| ≤ 2");
 });
 
 test("filtered by score: the best, or those of a number at least, with what is above", () => {

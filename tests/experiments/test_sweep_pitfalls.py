@@ -18,6 +18,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.experiments import SweepInterrupted, attribute, causal_trace
 
 STRENGTHS = [0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, 4.0]
 
@@ -209,3 +210,19 @@ def test_rows_are_given_up_only_where_python_looks_at_what_may_be_patched(own: b
 
     assert result.values.tolist() == pytest.approx(loop(pg, make, ids, torch.sum), rel=2e-6)
     assert ("looks at values" in " ".join(result.attrs["remarks"])) == own
+
+
+def test_the_model_in_place_of_its_graph_is_told() -> None:
+    model = Tokens()
+    x = torch.randn(1, 3, 4)
+    message = r"give a PatchableGraph, not a Tokens: PatchableGraph\(model, \*example"
+    with pytest.raises(TypeError, match=message):
+        causal_trace(model, x, x, ["a.output"], None, torch.sum)
+    with pytest.raises(TypeError, match=message):
+        attribute(model, torch.sum, x, x)
+
+
+def test_notebooks_show_one_line_of_an_interrupted_sweep() -> None:
+    assert SweepInterrupted("stopped after 1 of 2 cells", None)._render_traceback_() == [
+        "SweepInterrupted: stopped after 1 of 2 cells"
+    ]
