@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphpatch_notebook.errors import ExperimentError, UnknownPathError, add_note
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.frame_effects import has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
@@ -16,7 +16,7 @@ from graphpatch_notebook.experiments.chunking import Work
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.kept_state import KeptState
-from graphpatch_notebook.experiments.measurements import Measurement, measurement
+from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
 from graphpatch_notebook.experiments.survey import Mark, Survey, survey
@@ -125,15 +125,6 @@ def leave_nothing_out(
     common.inputs, common.keeps_last_logits = common.full_inputs, False
     common.survey = survey(pg, common.inputs, targets)
     common.baseline = baseline_of(metric, common.survey.take_returned())
-
-
-def baseline_of(metric: Callable[[Any], Any], output: Any) -> Measurement:
-    """Returns what a metric gives for an output without patches."""
-    try:
-        return measurement(metric(output))
-    except Exception as error:
-        add_note(error, "raised by the metric for what the model returns without patches, which it is given first")
-        raise
 
 
 def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Measurement:

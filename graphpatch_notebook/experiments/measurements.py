@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.errors import ExperimentError, add_note
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,19 @@ def _check_names(given: Mapping[Any, Any]) -> None:
             f"the metric gave a dict in which {str(name)!r} is {shown}{whole}; it must give a number, a tensor, or a "
             "dict of single numbers by name, made from the output: lambda output: output.loss"
         )
+
+
+def baseline_of(metric: Callable[[Any], Any], output: Any) -> Measurement:
+    """Returns what a metric gives for what the model returned without patches."""
+    try:
+        return measurement(metric(output))
+    except Exception as error:
+        add_note(
+            error,
+            f"raised by the metric for what the model returned without patches, a {type(output).__name__}: metrics are "
+            "given the whole output (the logits of a language model are output.logits)",
+        )
+        raise
 
 
 def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -13,7 +13,7 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.experiments.call_checks import check_inputs
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.measurements import Measurement, measurement
+from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.graph_modules.snapshots import SharedRandomState
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -65,7 +65,7 @@ def record(
         state = SharedRandomState()
         output = pg(*fresh.args, **fresh.kwargs)
         drawn = state.differing(SharedRandomState())
-        given = measurement(0.0 if metric is None else metric(output))
+        given = measurement(0.0) if metric is None else baseline_of(metric, output)
     values = {}
     for path, probe in probes.items():
         value = probe.activation

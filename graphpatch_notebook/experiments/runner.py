@@ -23,10 +23,10 @@ from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.chunking import chunked
-from graphpatch_notebook.experiments.common_work import CommonWork, baseline_of, common_work, leave_nothing_out
+from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.measurements import Measurement, measurement
+from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows
 from graphpatch_notebook.experiments.row_work import row_work, shared_patches
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, repeated, repeated_inputs, taken

@@ -226,3 +226,14 @@ def test_notebooks_show_one_line_of_an_interrupted_sweep() -> None:
     assert SweepInterrupted("stopped after 1 of 2 cells", None)._render_traceback_() == [
         "SweepInterrupted: stopped after 1 of 2 cells"
     ]
+
+
+def test_an_error_of_the_metric_says_what_it_was_given() -> None:
+    pg, x = graph()
+    for run in (
+        lambda metric: swept(pg, strengthened, x, metric),
+        lambda metric: causal_trace(pg, x, x + 1, ["a.output"], None, metric, position_dim=1),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            run(lambda output: output.logits.sum())
+        assert "without patches, a Tensor: metrics are given the whole output" in " ".join(caught.value.__notes__)
