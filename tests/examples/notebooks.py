@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def execute(notebook: NotebookNode, names: tuple[str, ...] = ()) -> tuple[Notebo
         store_widget_state=False,  # it would hold the whole front end
         resources={"metadata": {"path": str(EXAMPLES)}},
     )
-    client.execute()
+    # Threads of several kernels would wait for each other: most notebooks are many small steps.
+    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
     report = running.cells.pop()
     for output in outputs(running):
         _remove_machine_folders(output)

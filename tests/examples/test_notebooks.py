@@ -13,6 +13,9 @@ from nbformat import NotebookNode
 
 from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, code_cells, execute, outputs, read, text
 
+# In one process, which runs each notebook once.
+pytestmark = pytest.mark.xdist_group("notebooks")
+
 # The variables whose values the tests below look at, by notebook.
 NAMES = {
     "01_quickstart": (
