@@ -119,12 +119,13 @@ def test_a_bundle_of_other_sources_is_out_of_date(tmp_path: Path) -> None:
 EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL)
 
 
-@pytest.mark.parametrize(("example", "printed"), EXAMPLES, ids=["any model", "transformers"])
+@pytest.mark.parametrize(("example", "printed"), EXAMPLES, ids=["any model", "transformers", "experiments"])
 def test_readme_examples_print_what_the_readme_says(example: str, printed: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"  # a file, since the example shows its own source
     script.write_text(example, "utf8")
     command = [sys.executable, "-X", "utf8", str(script)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf8").stdout == printed
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf8", cwd=README.parent)
+    assert shown.stdout == printed
 
 
 SESSION = re.search(r"```text\n(In \[1\]: .*?)```", README.read_text("utf8"), re.DOTALL)
