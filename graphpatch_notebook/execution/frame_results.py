@@ -30,7 +30,7 @@ from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import takes_hooks
 from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.torch_compat import without_torch_functions
-from graphpatch_notebook.values import mapped, readable_children, rebuilt
+from graphpatch_notebook.values import mapped, with_own_containers
 
 NEVER = float("inf")
 
@@ -40,8 +40,7 @@ class FrameNode:
     """One frame, the same one in all runs.
 
     Attributes:
-        module: Its module.
-        parent: The frame that called it; `None` for the one above the model.
+        module: Its module; `None` for the one above the model.
         children: The frames that it calls, by module (its id) and number.
         is_open: Whether what it calls is to be told apart: it holds a value that will be patched.
         ended: When its `forward` returned, by the clock of the recording; `NEVER` for one that was not seen to.
@@ -51,7 +50,6 @@ class FrameNode:
     """
 
     module: Module | None
-    parent: FrameNode | None
     children: dict[tuple[int, int], FrameNode] = field(default_factory=dict)
     is_open: bool = False
     ended: float = NEVER
@@ -64,7 +62,7 @@ class FrameNode:
         key = (id(module), number)
         found = self.children.get(key)
         if found is None:
-            found = self.children[key] = FrameNode(module, self)
+            found = self.children[key] = FrameNode(module)
         return found
 
     def walk(self) -> Iterator[FrameNode]:
@@ -83,7 +81,7 @@ class FrameTree:
     """
 
     def __init__(self) -> None:
-        self.root = FrameNode(None, None, is_open=True)
+        self.root = FrameNode(None, is_open=True)
         self.clock = 0
 
     def tick(self) -> int:
@@ -132,7 +130,6 @@ class FrameStack:
     """The frames that run, innermost last."""
 
     def __init__(self, tree: FrameTree) -> None:
-        self.tree = tree
         self.running = [RunningFrame(tree.root)]
 
     def push(self, module: Module) -> RunningFrame:
@@ -320,11 +317,3 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def own_tensors(value: Any) -> Any:
     """Returns a value made of containers with copies of its tensors."""
     return mapped(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-
-
-def with_own_containers(value: Any) -> Any:
-    """Returns a value with copies of the containers that it is made of, and the very tensors in them."""
-    inside = None if isinstance(value, Tensor) else readable_children(value)
-    if inside is None:
-        return value
-    return rebuilt(type(value), [key for key, _ in inside], [with_own_containers(child) for _, child in inside])

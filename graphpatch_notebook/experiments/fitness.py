@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.execution.frame_results import tensors_in
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.values import children
 
 _SAMPLES = 64
 # What other kernels, and other numbers of threads, may make of the same weights, relative to the largest number.
@@ -44,7 +43,7 @@ class Reference:
         """Returns the reference of a graph."""
         fresh = inputs.fresh()
         with torch.no_grad():
-            tensors = list(_float_tensors(pg(*fresh.args, **fresh.kwargs)))
+            tensors = [t for t in tensors_in(pg(*fresh.args, **fresh.kwargs)) if t.is_floating_point()]
         samples = [_some(tensor) for tensor in tensors]
         is_low = any(tensor.dtype.itemsize < 4 for tensor in (*tensors, *pg.parameters()))
         return cls(
@@ -76,15 +75,6 @@ def _largest(numbers: Any) -> float:
 
 def _is_close(mine: Any, theirs: Any, allowed: float) -> bool:
     return mine.shape == theirs.shape and bool(np.allclose(mine, theirs, rtol=0, atol=allowed, equal_nan=True))
-
-
-def _float_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-        return
-    for _, child in children(value) or ():
-        yield from _float_tensors(child)
 
 
 def _some(tensor: Tensor) -> np.ndarray[Any, Any]:

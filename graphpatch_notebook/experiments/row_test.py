@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.execution.frame_effects import leaves_of
-from graphpatch_notebook.execution.frame_results import FramesSeen, Replay
+from graphpatch_notebook.execution.frame_results import FramesSeen, Replay, tensors_in
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.row_work import RowWork
@@ -71,7 +71,7 @@ def check_control(output: Any, survey: Survey) -> None:
 
 
 def _floats(output: Any) -> Sequence[Tensor]:
-    return [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
 
 
 def _form(inputs: Inputs) -> Any:

@@ -6,7 +6,7 @@ the one along which a value is twice itself then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from graphpatch_notebook.execution.frame_results import FrameStack, FrameTree
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patches import Patch
-from graphpatch_notebook.values import mapped, readable_children, rebuilt
+from graphpatch_notebook.values import mapped, with_own_containers
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
 _COARSE = 3e-2
@@ -116,15 +116,7 @@ def taken(value: Any, layout: Layout, number: int) -> Any:
         rows = next(places)
         return leaf if rows is None else rows.taken(leaf, number)
 
-    return _rebuilt(value, take)
-
-
-def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
-    """As `mapped`, but in a way that takes less time: for each cell."""
-    inside = None if isinstance(value, Tensor) else readable_children(value)
-    if inside is None:
-        return function(value)
-    return rebuilt(type(value), [key for key, _ in inside], [_rebuilt(child, function) for _, child in inside])
+    return with_own_containers(value, take)  # takes less time than `mapped`: this is done for each cell
 
 
 def row_inputs(inputs: Inputs) -> Layout:
@@ -163,9 +155,10 @@ def is_close(value: Tensor, reference: Tensor) -> bool:
         return torch.equal(value, reference)
     value, reference = value.detach(), reference.detach()
     tolerance = _TOLERANCES.get(value.dtype, _COARSE)
+    if not reference.numel():
+        return True
     # In one go where all is finite: this is done for many values.
-    scale = reference.abs().max().item() if reference.numel() else 0.0
-    if (value - reference).abs().max().item() <= tolerance * scale if reference.numel() else True:
+    if (value - reference).abs().max().item() <= tolerance * reference.abs().max().item():
         return True
     finite = reference[reference.isfinite()]
     scale = finite.abs().max().item() if finite.numel() else 0.0
