@@ -17,13 +17,15 @@ from graphpatch_notebook.experiments.tick_texts import glyphs_of_font, tick_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
-    from matplotlib.collections import QuadMesh
+    from matplotlib.collections import Collection
 
 DIVERGING, SEQUENTIAL = "RdBu_r", "Purples"
 """Both safe for the colour-blind; both with light for little, so that they print well in black and white."""
 _MISSING, _HATCH = "0.88", "////"
 _MOST_VECTORS = 20_000
 """More cells than this are stored as dots also in formats that know vectors: viewers choke on them."""
+_OVERLAP = 0.25
+"""How far cells reach under the next ones, as a share of them."""
 _LEAST_FOR_MARKS = 0.13
 _MARKED = 0.12
 """A mark is drawn in cells of this many inches, if they are by this share of the colours below the centre."""
@@ -112,8 +114,8 @@ class Layout:
         return cls((box.width / dpi, box.height / dpi), (box.width / dpi / columns, box.height / dpi / rows))
 
 
-def draw_cells(ax: Axes, grid: Grid, colormap: Any, *, is_upward: bool) -> QuadMesh:
-    """Draws the cells, hatched where there is no number, and returns their mesh."""
+def draw_cells(ax: Axes, grid: Grid, colormap: Any, *, is_upward: bool) -> Collection:
+    """Draws the cells, hatched where there is no number, and returns what has their colours."""
     from matplotlib import colormaps
     from matplotlib.colors import Colormap
     from matplotlib.patches import Rectangle
@@ -122,20 +124,44 @@ def draw_cells(ax: Axes, grid: Grid, colormap: Any, *, is_upward: bool) -> QuadM
     chosen = name if isinstance(name, Colormap) else colormaps[name]
     low, high = grid.scale.limits
     rows, columns = grid.values.shape
-    masked = np.ma.masked_invalid(grid.values)
-    is_large = grid.values.size > _MOST_VECTORS
-    edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
-    # Edges in the colours of their cells: else viewers of PDF show hairlines between them.
-    style: dict[str, Any] = {} if is_large else {"edgecolors": "face", "linewidth": 0.1}
-    mesh = ax.pcolormesh(*edges, masked, cmap=chosen, vmin=low, vmax=high, rasterized=is_large, **style)
+    cells = _dots(ax, grid) if grid.values.size > _MOST_VECTORS else _rectangles(ax, grid)
+    cells.set(cmap=chosen, clim=(low, high))
     if grid.scale.missing is not None:
         # One area behind all cells, which is seen where there is none: as cheap for thousands as for one.
         box = Rectangle((-0.5, -0.5), columns, rows, facecolor=_MISSING, edgecolor="0.6", hatch=_HATCH, linewidth=0.0)
-        box.set_zorder(mesh.get_zorder() - 0.5)
+        box.set_zorder(cells.get_zorder() - 0.5)
         ax.add_patch(box)
     ax.set_xlim(-0.5, columns - 0.5)
     ax.set_ylim(*((-0.5, rows - 0.5) if is_upward else (rows - 0.5, -0.5)))
-    return mesh
+    return cells
+
+
+def _dots(ax: Axes, grid: Grid) -> Collection:
+    rows, columns = grid.values.shape
+    edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
+    return ax.pcolormesh(*edges, np.ma.masked_invalid(grid.values), rasterized=True)
+
+
+def _rectangles(ax: Axes, grid: Grid) -> Collection:
+    """Draws a rectangle for each cell, row by row, that reaches under those drawn after it.
+
+    Viewers of PDF and SVG show hairlines between rectangles that only touch. Lines around them in their own colours
+    would hide these, but leave specks at the corners, as dots of lines and of areas are rounded differently.
+    """
+    from matplotlib.collections import PolyCollection
+
+    rows, columns = grid.values.shape
+    has_number = np.pad(~grid.is_missing, ((0, 1), (0, 1)))
+    is_covered = has_number[1:, :-1] & has_number[:-1, 1:] & has_number[1:, 1:]  # by the cells that come after it
+    more = np.where(is_covered, _OVERLAP, 0.0)
+    top, left = (place - 0.5 for place in np.mgrid[:rows, :columns].astype(float))
+    bottom, right = top + 1 + more, left + 1 + more
+    corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+    vertices = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=-2)
+    cells = PolyCollection(list(vertices.reshape(-1, 4, 2)), edgecolors="none", linewidths=0.0, antialiased=False)
+    cells.set_array(np.ma.masked_invalid(grid.values).ravel())
+    ax.add_collection(cells, autolim=False)
+    return cells
 
 
 def draw_ticks(ax: Axes, grid: Grid, cell: tuple[float, float]) -> None:
@@ -181,19 +207,19 @@ def _is_numbers(side: Side) -> bool:
     return not side.is_tokens and not any(isinstance(value, str) for value in side.values)
 
 
-def draw_colour_bar(axes: Any, mesh: ScalarMappable, drawn: Sequence[Grid], room: float) -> None:
+def draw_colour_bar(axes: Any, cells: ScalarMappable, drawn: Sequence[Grid], room: float) -> None:
     """Adds the colour bar, with the name of the numbers; of a diverging one, the part that occurs.
 
     Args:
         axes: The axes that it belongs to: one, or several.
-        mesh: What is coloured.
+        cells: What is coloured.
         drawn: The grids that have these colours.
         room: How many inches it is high.
     """
     grid = drawn[0]
     fonts = Fonts.of_settings()
     figure = (axes.flat[0] if hasattr(axes, "flat") else axes).figure
-    bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=24)
+    bar = figure.colorbar(cells, ax=axes, pad=0.02, aspect=24)
     values = np.concatenate([one.values[~one.is_missing] for one in drawn])
     low, high = grid.scale.limits
     if grid.scale.center is not None and len(values):

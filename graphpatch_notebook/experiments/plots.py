@@ -185,11 +185,11 @@ def _drawn(
     upward = is_upward(grid, origin)
     layout = heat_axes.Layout.of_grid(grid)
     axes = ax if ax is not None else new_axes(*layout.figure)
-    mesh = heat_axes.draw_cells(axes, grid, colormap, is_upward=upward)
+    cells = heat_axes.draw_cells(axes, grid, colormap, is_upward=upward)
     if ax is not None:
         layout = heat_axes.Layout.of_axes(axes, grid)
     if colorbar:
-        heat_axes.draw_colour_bar(axes, mesh, [grid], layout.cell[1] * len(grid.values))
+        heat_axes.draw_colour_bar(axes, cells, [grid], layout.cell[1] * len(grid.values))
     heat_axes.draw_ticks(axes, grid, layout.cell)
     has_marks = heat_axes.draw_marks(axes, grid, layout.cell)
     heat_axes.draw_legend(axes, grid, title, has_marks=has_marks)
@@ -206,13 +206,13 @@ def _drawn_facets(parts: Sequence[Grid], side: Side, colormap: Any, origin: str 
     axes = table.flat[: len(parts)]
     marked = []
     for number, (one, grid) in enumerate(zip(axes, parts, strict=True)):
-        mesh = heat_axes.draw_cells(one, grid, colormap, is_upward=upward)
+        cells = heat_axes.draw_cells(one, grid, colormap, is_upward=upward)
         heat_axes.draw_ticks(one, grid, layout.cell)
         marked.append(heat_axes.draw_marks(one, grid, layout.cell))
         is_bottom = number + across >= len(parts)
         heat_axes.name_facet(one, side, number, is_left=number % across == 0, is_bottom=is_bottom)
     for empty in table.flat[len(parts) :]:
         empty.remove()
-    heat_axes.draw_colour_bar(axes, mesh, parts, layout.figure[1] - 0.6)
+    heat_axes.draw_colour_bar(axes, cells, parts, layout.figure[1] - 0.6)
     heat_axes.draw_figure_legend(axes[0].figure, parts, title, has_marks=any(marked))
     return axes

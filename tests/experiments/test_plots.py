@@ -50,6 +50,12 @@ def ticks(ax: Axes) -> tuple[list[str], list[str]]:
     return ([tick.get_text() for tick in ax.get_yticklabels()], [tick.get_text() for tick in ax.get_xticklabels()])
 
 
+def numbers_of(ax: Axes) -> np.ma.MaskedArray:
+    """Returns the numbers of the cells that are drawn, of shape (rows, columns)."""
+    columns, rows = (round(abs(high - low)) for low, high in (ax.get_xlim(), ax.get_ylim()))
+    return ax.collections[0].get_array().reshape(rows, columns)
+
+
 def bar_of(ax: Axes) -> Axes:
     return ax.collections[0].colorbar.ax
 
@@ -63,7 +69,7 @@ def pixels_of(ax: Axes) -> np.ndarray:
     """Returns the colour at the middle of each cell, as it is drawn, of shape (rows, columns, 3)."""
     ax.figure.canvas.draw()
     image = np.asarray(ax.figure.canvas.buffer_rgba())
-    rows, columns = ax.collections[0].get_array().shape
+    rows, columns = numbers_of(ax).shape
     places = np.array([[(column + 0.25, row + 0.25) for column in range(columns)] for row in range(rows)])
     x, y = ax.transData.transform(places.reshape(-1, 2)).T
     return image[image.shape[0] - 1 - y.astype(int), x.astype(int), :3].reshape(rows, columns, 3)
@@ -94,7 +100,7 @@ def cut_labels(ax: Axes) -> list[str]:
 
 def test_cells_ticks_and_names() -> None:
     ax = plot_heatmap(a_result(), tokens=TOKENS, title="Restored")
-    assert np.array_equal(ax.collections[0].get_array(), a_result().values)
+    assert np.array_equal(numbers_of(ax), a_result().values)
     assert ticks(ax) == (["h_0", "h_1", "h_2"], ["The", "␣cat", "⏎", "$x$$y$"])
     assert (ax.get_ylabel().split(), ax.get_xlabel()) == (["path:", "transformer.*.mlp.output"], "position")
     assert bar_of(ax).get_ylabel() == "score"
@@ -106,7 +112,7 @@ def test_layers_go_up_and_tokens_down() -> None:
     assert up.get_ylim() == (-0.5, 2.5)
     down = plot_heatmap(a_result(), rows="position", tokens=TOKENS)
     assert down.get_ylim() == (3.5, -0.5)
-    assert np.array_equal(down.collections[0].get_array(), a_result().values.T)
+    assert np.array_equal(numbers_of(down), a_result().values.T)
     assert plot_heatmap(a_result(), origin="upper").get_ylim() == (2.5, -0.5)
 
 
@@ -116,6 +122,35 @@ def test_colours_are_where_the_numbers_are() -> None:
     assert np.array_equal(colours.ravel().argsort(), np.arange(12))
     assert colours[0, 0] == 0
     assert colours[-1, -1] == 255
+
+
+@pytest.mark.parametrize("dpi", [72, 100, 144, 200, 300])
+def test_cells_are_clean_rectangles(dpi: int) -> None:
+    values = (np.random.default_rng(0).random((7, 13)) < 0.3).astype(float)
+    result = xr.DataArray(values, dims=["row", "column"])
+    ax = plot_heatmap(result, center=None, colormap="gray", colorbar=False)
+    ax.figure.set_dpi(dpi)
+    ax.figure.canvas.draw()
+    picture = np.asarray(ax.figure.canvas.buffer_rgba())[..., 0]
+    x, y = ax.transData.transform([(column, row) for row, column in zip(range(7), range(7), strict=True)]).T.astype(int)
+    y = picture.shape[0] - y
+    across = ax.transData.transform([(column, 0) for column in range(13)])[:, 0].astype(int)
+    inner = picture[min(y) : max(y) + 1, across[0] : across[-1] + 1]
+    # All lines of dots of a row of cells are the same: no speck at a corner, no seam.
+    assert {line.tobytes() for line in inner} == {picture[at, across[0] : across[-1] + 1].tobytes() for at in y}
+    assert set(inner.ravel().tolist()) == {0, 255}
+
+
+def test_cells_reach_under_the_next_but_not_into_one_without_a_number() -> None:
+    result = a_result()
+    result.values[1, 2] = np.nan
+    ax = plot_heatmap(result)
+    for number, path in enumerate(ax.collections[0].get_paths()):
+        row, column = divmod(number, 4)
+        right, bottom = path.vertices.max(axis=0)
+        is_covered = row < 2 and column < 3 and 6 not in (number + 1, number + 4, number + 5)
+        assert (right > column + 0.6, bottom > row + 0.6) == (is_covered, is_covered)
+        assert path.vertices.min(axis=0).tolist() == [column - 0.5, row - 0.5]
 
 
 @pytest.mark.parametrize(
@@ -168,14 +203,14 @@ def test_the_colour_bar_shows_the_part_that_occurs() -> None:
 
 def test_relative_numbers_are_drawn() -> None:
     ax = plot_heatmap(a_result(baseline=1.5), relative_to="baseline")
-    assert np.array_equal(ax.collections[0].get_array(), a_result().values - 1.5)
+    assert np.array_equal(numbers_of(ax), a_result().values - 1.5)
 
 
 def test_cells_without_a_number_are_hatched() -> None:
     result = a_result(errors=[{"cell": "path=...", "error": "ValueError"}])
     result.values[1, 2] = np.nan
     ax = plot_heatmap(result, colormap="viridis")
-    assert ax.collections[0].get_array().mask.tolist() == np.isnan(result.values).tolist()
+    assert numbers_of(ax).mask.tolist() == np.isnan(result.values).tolist()
     assert legend_of(ax) == ["failed"]
     grey = np.ptp(pixels_of(ax).astype(int), axis=-1) == 0
     assert grey[1, 2]
@@ -186,7 +221,7 @@ def test_cells_without_a_number_are_hatched() -> None:
 
 def test_no_number_at_all() -> None:
     ax = plot_heatmap(a_result() * np.nan, tokens=TOKENS)
-    assert ax.collections[0].get_array().mask.all()
+    assert numbers_of(ax).mask.all()
     assert legend_of(ax) == ["no value"]
     assert not cut_labels(ax)
 
@@ -220,7 +255,7 @@ def test_thousands_of_rows_keep_few_ticks() -> None:
     rows = ticks(ax)[0]
     assert rows[:3] == ["0", "50", "100"]
     assert len(rows) == 60
-    assert ax.collections[0].get_array().shape == (3000, 5)
+    assert numbers_of(ax).shape == (3000, 5)
 
 
 def test_tokens_of_the_whole_sequence_are_picked_by_position() -> None:
@@ -325,7 +360,7 @@ def heads() -> xr.DataArray:
 
 def test_heads_are_columns() -> None:
     ax = plot_heads(heads().isel(position=1).transpose("head", "layer"))
-    assert np.array_equal(ax.collections[0].get_array(), heads().values[:, :, 1])
+    assert np.array_equal(numbers_of(ax), heads().values[:, :, 1])
     assert ticks(ax) == (["0", "1"], ["0", "1", "2", "3"])
     assert (ax.get_ylabel(), ax.get_xlabel()) == ("layer", "head")
 
@@ -336,7 +371,7 @@ def test_facets_have_the_same_colours() -> None:
     axes = plot_heads(array, facet="position", tokens=["a", " b", "c"], title="Heads")
     assert len(axes) == 3
     for position, ax in enumerate(axes):
-        drawn = ax.collections[0].get_array().filled(np.nan)
+        drawn = numbers_of(ax).filled(np.nan)
         assert np.array_equal(drawn, array.values[:, :, position], equal_nan=True)
         assert ax.collections[0].get_clim() == (0.0, 23.0)
     assert [ax.get_title() for ax in axes] == ["position 0: a", "position 1: ␣b", "position 2: c"]

@@ -71,7 +71,7 @@ def test_a_causal_trace(runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: P
     assert (low + high) / 2 == pytest.approx(result.attrs["corrupted"])
     assert label(ax) == f"{METRIC.name} (no colour: corrupted {result.attrs['corrupted']:.4g})"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == [f"␣{token}" for token in runs[1][0].tolist()]
-    assert np.array_equal(ax.collections[0].get_array(), result.values)
+    assert np.array_equal(ax.collections[0].get_array(), result.values.ravel())
     assert show_heatmap(result, tokens=tokens).heatmap["center"] == f"corrupted {result.attrs['corrupted']:.4g}"
 
 
