@@ -55,7 +55,7 @@ def _found_center(array: DataArray) -> Center | None:
     attrs = array.attrs
     if attrs.get("method") in _ZERO_CENTRED:
         return Center(0.0)
-    value = _number(attrs.get("baseline"))
+    value = _attribute(array, "baseline")
     if value is not None:
         return Center(value, "corrupted" if "corrupted" in attrs else "baseline")
     finite = array.values[np.isfinite(array.values)]
@@ -76,12 +76,33 @@ def base_of(array: DataArray, relative_to: str | float) -> Center:
     if relative_to in ("clean", "corrupted") and None not in ends and ends[0] != ends[1]:
         words = "0 is the corrupted run, 1 the clean one"
         raise ExperimentError(f"relative_to={relative_to!r}: the result is normalized already: {words}")
-    value = _number(array.attrs.get(relative_to))
+    value = _attribute(array, relative_to)
     if value is None:
-        known = [repr(name) for name, value in array.attrs.items() if _number(value) is not None]
-        other = f"it has {', '.join(known)}" if known else "it has none; give a number"
-        raise ExperimentError(f"relative_to={relative_to!r} is no number among the attributes of the result: {other}")
+        raise ExperimentError(f"relative_to={relative_to!r} {_repair(array, relative_to)}")
     return Center(value, relative_to)
+
+
+def _attribute(array: DataArray, name: str) -> float | None:
+    """Returns the number that an attribute is; of one with several by metric, that of the metric that was picked."""
+    value: Any = array.attrs.get(name)
+    names = array.attrs.get("metrics")
+    if names is None or np.ndim(value) != 1 or "metric" not in array.coords or "metric" in array.dims:
+        return _number(value)
+    numbers = dict(zip(names, np.asarray(value).tolist(), strict=False))
+    return _number(numbers.get(str(array.coords["metric"].item())))
+
+
+def _repair(array: DataArray, name: str) -> str:
+    value: Any = array.attrs.get(name)
+    if np.ndim(value) and np.asarray(value).dtype.kind in "if":
+        if "metrics" in array.attrs:
+            picks = f"pick a metric before, result.sel(metric={array.attrs['metrics'][0]!r})"
+        else:
+            picks = f"give one of them: relative_to={np.asarray(value).ravel()[0]:.4g}"
+        return f"is {np.size(value)} numbers, one for each number of the metric: {picks}"
+    known = [repr(other) for other in array.attrs if _attribute(array, str(other)) is not None]
+    others = f"it has {', '.join(known)}" if known else "it has none; give a number"
+    return f"is no number among the attributes of the result: {others}"
 
 
 def _number(value: Any) -> float | None:

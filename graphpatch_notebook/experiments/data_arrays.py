@@ -41,8 +41,9 @@ def data_array(
 ) -> DataArray:
     """Returns the results as an array; NaN where a cell failed, or was not run.
 
-    Its attributes: `baseline`, what the metric gives without patches; `errors`, a dict with `cell` (the labels of a
-    cell that failed) and `error` for each; `remarks`, what else is to be known.
+    Its attributes: `baseline`, what the metric gives without patches; `metrics`, the names of these numbers, if there
+    are several by name; `errors`, a dict with `cell` (the labels of a cell that failed) and `error` for each;
+    `remarks`, what else is to be known.
 
     Raises:
         ExperimentError: All cells were run, and all of them failed: there is no number to be had.
@@ -61,15 +62,17 @@ def data_array(
     _tell(cells, results, len(errors))
 
     coords: dict[str, Any] = {name: coordinate(name, values) for name, values in axes.items()}
+    attrs: dict[str, Any] = {"baseline": baseline.values.tolist(), "remarks": list(remarks), "errors": errors}
     if baseline.names is not None:
         coords["metric"] = list(baseline.names)
+        attrs["metrics"] = list(baseline.names)  # which stay when one of them is picked
     sizes = [len(values) for values in axes.values()]
     return DataArray(
         data.reshape([*sizes, *baseline.values.shape]),
         coords,
         [*axes, *metric_dims(baseline, axes)],
         name=metric_name(metric),
-        attrs={"baseline": baseline.values.tolist(), "remarks": list(remarks), "errors": errors},
+        attrs=attrs,
     )
 
 

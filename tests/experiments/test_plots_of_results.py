@@ -85,6 +85,29 @@ def test_a_normalized_trace(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None
         plot_heatmap(result, relative_to="corrupted")
 
 
+@pytest.mark.parametrize("suffix", [None, "json", "parquet"])
+def test_one_of_several_metrics(
+    runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: Path, suffix: str | None
+) -> None:
+    metrics = {"one": METRIC, "other": LogitDifference(2, 7)}
+    every = causal_trace(
+        *runs, PATHS, None, lambda output: {name: one(output) for name, one in metrics.items()}, progress=False
+    )
+    if suffix is not None:
+        save_result(every, tmp_path / f"trace.{suffix}")
+        every = load_result(tmp_path / f"trace.{suffix}")
+    for name, metric in metrics.items():
+        alone = causal_trace(*runs, PATHS, None, metric, progress=False)
+        ax = plot_heatmap(every.sel(metric=name), relative_to="corrupted")
+        assert np.allclose(
+            ax.collections[0].get_array(), (alone.values - alone.attrs["corrupted"]).ravel(), rtol=0, atol=1e-5
+        )
+        heatmap = show_heatmap(every.sel(metric=name))
+        assert heatmap.heatmap["center"] == f"corrupted {alone.attrs['corrupted']:.4g}"
+    with pytest.raises(ExperimentError, match=r"2 numbers, .* pick a metric before, result\.sel\(metric='one'\)"):
+        plot_heatmap(every[0].transpose("metric", ...), relative_to="corrupted")
+
+
 def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     pg, clean, corrupted = runs
     result = attribute(pg, METRIC, clean, corrupted)
