@@ -13,6 +13,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.call_checks import check_graph, check_input_names, check_metric
 from graphpatch_notebook.experiments.cells import PatchMap
+from graphpatch_notebook.experiments.heads import HeadPlaces, head_places
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import PositionDim, Positions, chosen_positions, position_dims
 from graphpatch_notebook.experiments.recordings import Paths, record, several_paths
@@ -49,8 +50,8 @@ def ablate(
 
     Args:
         pg: The graph.
-        paths: The values to do without, such as the outputs of all MLPs; with `heads`, those in which the heads lie
-            side by side (`h_0.attn.c_proj.x`, the input of the output projection).
+        paths: The values to do without, such as the outputs of all MLPs; with `heads`, those in which heads are apart
+            (`h_0.attn.c_proj.x`, the input of the output projection, not its output).
         *inputs: What the model runs on, positional. The first dimension of tensors is the batch.
         metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
         method: What is put there instead: `"zero"`, the `"mean"` of the value on the reference inputs, or the value on
@@ -61,7 +62,9 @@ def ablate(
             another length.
         seed: Draws the rows of the reference at random (without drawing one twice, if there are enough) instead of
             taking them in order.
-        heads: Ablate each of so many equal parts of the last dimension by itself.
+        heads: Ablate each of so many equal parts of the last dimension by itself; or of the dimension that heads have
+            of their own, as in attention patterns. Where the graph shows that heads are mixed in a value, after the
+            output projection, it is refused; it does not show that for attention by a kernel of one's own.
         positions: Ablate each of these positions by itself: a number or several, negative ones counted from the end, or
             `True` for each of the sequence.
         position_dim: As for `causal_trace`.
@@ -103,8 +106,9 @@ def ablate(
     values = run.values
     dims = {} if positions is None and mean_over == "batch" else position_dims(pg, names, position_dim)
     axes: dict[str, Any] = {"path": names}
+    places: HeadPlaces | None = None
     if heads is not None:
-        _check_heads(values, heads, dims if positions is not None else {})
+        places = head_places(pg, values, heads, given, position_dim)
         axes["head"] = range(heads)
     if positions is not None:
         axes["position"] = chosen_positions(positions, values, dims)
@@ -114,7 +118,7 @@ def ablate(
         others = record(pg, fills.reference, names).values
         fill = fills.mean if method == "mean" else fills.resampled
         instead = {name: fill(name, values[name], others[name]) for name in names}
-    ablation = _Ablation(list(axes), values, instead, dims, heads)
+    ablation = _Ablation(list(axes), values, instead, dims, places)
     result = sweep(
         pg, axes, ablation, given, metric=metric, batch=batch, progress=progress, checkpoint=checkpoint,
         executor=executor, recipe=recipe,
@@ -132,14 +136,14 @@ class _Ablation:
         values: The values on the inputs, by path.
         instead: What is put in their place, of the same shape but for a first dimension that may be 1; empty for zeros.
         dims: Which dimension runs along the sequence, by path.
-        heads: Into how many parts the last dimension is split.
+        heads: Where the heads lie, if they are told apart.
     """
 
     axes: list[str]
     values: Mapping[str, Tensor]
     instead: Mapping[str, Tensor]
     dims: Mapping[str, int]
-    heads: int | None
+    heads: HeadPlaces | None
 
     def __call__(self, *labels: Any) -> PatchMap:
         cell = dict(zip(self.axes, labels, strict=True))
@@ -148,8 +152,7 @@ class _Ablation:
         if "position" in cell:
             index[self.dims[path]] = cell["position"]
         if self.heads is not None:
-            size = self.values[path].shape[-1] // self.heads
-            index[-1] = slice(size * cell["head"], size * (cell["head"] + 1))
+            index[self.heads.dims[path]] = self.heads.part(path, cell["head"])
         where = None if len(cell) == 1 else tuple(index)
         if path not in self.instead:
             return {path: ZeroPatch(slice=where)}
@@ -227,8 +230,8 @@ class _Fills:
 
 
 def _batch_size(inputs: Inputs, what: str) -> int:
-    for value in (*inputs.args, *inputs.kwargs.values()):
-        if isinstance(value, Tensor) and value.ndim:
+    for value in inputs.tensors():
+        if value.ndim:
             return len(value)
     raise ExperimentError(f"there is no tensor in {what} whose first dimension could be the batch")
 
@@ -248,23 +251,3 @@ def _check_method(method: str, reference: Any, mean_over: str, seed: int | None)
         raise ExperimentError(f"seed is for method='resample': nothing is drawn for {method!r}")
     if seed is not None and type(seed) is not int:
         raise ExperimentError(f"seed is a whole number, not {seed!r}")
-
-
-def _check_heads(values: Mapping[str, Tensor], heads: int, dims: Mapping[str, int]) -> None:
-    if type(heads) is not int or heads < 1:
-        raise ExperimentError(f"heads is a number from 1 on, not {heads!r}")
-    for path, value in values.items():
-        shape = tuple(value.shape)
-        if not shape or shape[-1] % heads:
-            raise ExperimentError(
-                f"{path!r} is of shape {shape}: its last dimension cannot be split into {heads} heads"
-            )
-        if len(shape) > 3 and heads in shape[1:-1]:
-            raise ExperimentError(
-                f"{path!r} is of shape {shape}, where heads have a dimension of their own; give a path in which they "
-                "lie side by side in the last one, such as the input of the output projection"
-            )
-        if dims.get(path) == len(shape) - 1:
-            raise ExperimentError(
-                f"the last dimension of {path!r}, of shape {shape}, runs along the sequence: no heads"
-            )

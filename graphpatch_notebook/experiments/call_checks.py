@@ -61,6 +61,8 @@ def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callab
         ExperimentError: A name is close to one of an option, and no module of the model has a parameter called so.
     """
     options = option_names(function)
+    if "backward" not in options:
+        _check_no_gradients(names, function)
     close = {name: found for name in names if name not in _OF_MODELS and (found := _nearest(name, options))}
     if not close:
         return
@@ -125,13 +127,23 @@ def check_options(given: Mapping[str, Any], function: Callable[..., Any], others
 
     Raises:
         TypeError: There is no such option, as Python says it, with what may be meant.
+        ExperimentError: `backward` is among them: between two runs, or with values cut out, there is nothing to add up.
     """
-    known = option_names(others)
+    _check_no_gradients(given, function)
+    known = [name for name in option_names(others) if name != "backward"]
     for name in given:
         if name not in known:
             near = _nearest(name, [*option_names(function), *known])
             hint = f"; did you mean {near}=?" if near else f"; there are {', '.join(known)}"
             raise TypeError(f"{function.__name__} has no option {name!r}{hint}")
+
+
+def _check_no_gradients(names: Iterable[str], function: Callable[..., Any]) -> None:
+    if "backward" in names:
+        raise ExperimentError(
+            f"{function.__name__} takes no backward=: it compares numbers; to add up the gradients of each cell's "
+            "metric use pg.sweep(..., backward=True), for scores by gradients attribute(...)"
+        )
 
 
 def option_names(function: Callable[..., Any]) -> list[str]:

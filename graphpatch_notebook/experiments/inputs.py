@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from graphpatch_notebook.graph_modules.snapshots import copied
 
@@ -25,6 +27,10 @@ class Inputs:
         """Returns copies for one run: a model may write into its inputs, or let a cache grow."""
         args, kwargs = copied((self.args, self.kwargs))
         return Inputs(args, kwargs)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the arguments that are tensors."""
+        return (value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor))
 
 
 class SameInputs(Inputs):

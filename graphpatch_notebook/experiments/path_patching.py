@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from graphpatch_notebook.experiments.call_checks import check_graph, check_metri
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Comparison
 from graphpatch_notebook.experiments.components import default_components
+from graphpatch_notebook.experiments.edge_ends import EdgeEnd, End, edge_ends, head_ends
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.recordings import Paths, check_same_shapes, record, several_paths, targets
 from graphpatch_notebook.experiments.sweep import sweep
@@ -23,16 +24,11 @@ from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch, ProbePatch, ReplacePatch
 from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.values import TensorSpec, readable_children
+from graphpatch_notebook.values import readable_children
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
     from xarray import DataArray
-
-End: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
-"""Where an edge begins or ends: a path, or a path and an index into its value (one head, one position)."""
-
-OUTPUT = "output"
 
 
 def path_patch(
@@ -44,6 +40,7 @@ def path_patch(
     metric: Callable[[Any], Any],
     *,
     components: Paths | None = None,
+    heads: int | None = None,
     normalize: bool = False,
     **options: Any,
 ) -> DataArray:
@@ -69,11 +66,14 @@ def path_patch(
         metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
         components: The paths that are held. Where they are not given: the outputs of the submodules with matrices that
             the layers of the model's stacks call, so attentions and MLPs, if that can be told.
+        heads: Let each of so many heads of the senders through by itself; these are then values in which heads are
+            apart (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         normalize: Return (value - corrupted) / (clean - corrupted).
         **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `executor`, `recipe`.
 
     Returns:
-        An array with dimensions `sender` and `receiver`, each where a list was given. Its `attrs` have the metric on
+        An array with dimensions `sender`, `head` (with `heads`) and `receiver`; of senders and receivers there is one
+        where a list was given. Its `attrs` have the metric on
         the inputs as they are, `clean` and `corrupted`, and the `components`. Where lists have pairs in which the
         receiver runs before the sender, no edge leads there and the metric is the corrupted one. An `ExperimentWarning`
         says so where a sender gets to no receiver, because what it does is held in a component right after it.
@@ -105,11 +105,14 @@ def path_patch(
     check_options(options, path_patch, sweep)
     if isinstance(corrupted, (Noise, type)):
         raise ExperimentError(f"corrupted is {corrupted!r}; give inputs as for clean (noise is for causal_trace)")
-    senders, receivers = _ends(pg, sender, "sender"), _ends(pg, receiver, "receiver")
+    senders, receivers = edge_ends(pg, sender, "sender"), edge_ends(pg, receiver, "receiver")
     held = default_components(pg) if components is None else several_paths(pg, components, "components")
-    edges = _Edges(pg, senders, receivers, held)
-    run = record(pg, inputs_of(clean), edges.sending, metric)
+    run = record(pg, inputs_of(clean), dict.fromkeys(end.path for end in senders.values()), metric)
     run.warn_if_random(pg)
+    parts = {(start,): end for start, end in senders.items()}
+    if heads is not None:
+        parts = head_ends(pg, senders, run.values, heads, inputs_of(clean))
+    edges = _Edges(pg, {end.label: end for end in parts.values()}, receivers, held)
     inputs = inputs_of(corrupted)
     other = record(pg, inputs, [*edges.sending, *edges.held, *edges.receiving], metric)
     check_same_shapes(run.values, other.values, ("clean", "corrupted"))
@@ -123,43 +126,12 @@ def path_patch(
         result.attrs |= {"components": held, "remarks": [*result.attrs["remarks"], *edges.remarks()]}
         return result
 
-    axes = {"sender": list(senders), "receiver": list(receivers)}
-    return comparison.result_of(lambda: sweep(pg, axes, edges, inputs, metric=metric, **options), formed)
+    axes = {"sender": list(senders), **({} if heads is None else {"head": range(heads)}), "receiver": list(receivers)}
 
+    def patches(*labels: Any) -> PatchMap:
+        return edges(parts[labels[:-1]].label, labels[-1])
 
-@dataclass(frozen=True)
-class _End:
-    """Where an edge begins or ends.
-
-    Attributes:
-        target: What its path means; `None` for the output of the model.
-        index: What of the value is meant; `None` for all of it.
-    """
-
-    target: Target | None
-    index: Any = None
-
-    @property
-    def path(self) -> str:
-        return "" if self.target is None else self.target.path
-
-    @property
-    def label(self) -> str:
-        if self.index is None:
-            return self.path or OUTPUT
-        return f"{self.path}[{index_text(self.index)}]"
-
-    def part(self, value: Tensor) -> Tensor:
-        """Returns a copy of what of `value` is meant."""
-        try:
-            return value.clone() if self.index is None else value[self.index].clone()
-        except (IndexError, TypeError) as error:
-            shape = tuple(value.shape)
-            raise ExperimentError(f"{self.label!r}: no such part of the value, of shape {shape}: {error}") from error
-
-    def replaced(self, value: Tensor) -> Patch[Any]:
-        """Returns the patch that puts `value` there."""
-        return ReplacePatch(value=value, slice=self.index)
+    return comparison.result_of(lambda: sweep(pg, axes, patches, inputs, metric=metric, **options), formed)
 
 
 @dataclass(frozen=True)
@@ -178,7 +150,7 @@ class _Reached:
 
 
 class _Edges:
-    """The edges between some senders and receivers: a callable from the labels of an edge to the patches for it.
+    """The edges between some senders and receivers: a callable from the labels of these to the patches for the edge.
 
     Args:
         pg: The graph.
@@ -196,7 +168,11 @@ class _Edges:
     """
 
     def __init__(
-        self, pg: PatchableGraph, senders: Mapping[str, _End], receivers: Mapping[str, _End], components: Iterable[str]
+        self,
+        pg: PatchableGraph,
+        senders: Mapping[str, EdgeEnd],
+        receivers: Mapping[str, EdgeEnd],
+        components: Iterable[str],
     ) -> None:
         self._pg = pg
         self._senders, self._receivers = senders, receivers
@@ -320,52 +296,9 @@ def _is_same(value: Any, other: Any) -> bool:
     return len(parts) == len(others) and all(_is_same(a, b) for (_, a), (_, b) in zip(parts, others, strict=True))
 
 
-def _lies_in(sender: _End, component: Target) -> bool:
+def _lies_in(sender: EdgeEnd, component: Target) -> bool:
     """Whether a sender is what a component returns, or a value that it is made of inside the component's module."""
     if sender.target is None or component.node.kind != "output":
         return sender.path == component.path
     inside = component.frame.path
     return sender.target.frame.path[: len(inside)] == inside
-
-
-def _ends(pg: PatchableGraph, given: Any, what: str) -> dict[str, _End]:
-    """Returns the ends of edges that a user gave, by label."""
-    found: dict[str, _End] = {}
-    for item in given if isinstance(given, list) else [given]:
-        end = _end(pg, item, what)
-        if end.label in found:
-            raise ExperimentError(f"{what} has {end.label!r} more than once")
-        found[end.label] = end
-    if not found:
-        raise ExperimentError(f"{what} is empty: give a path, or a list of some")
-    return found
-
-
-def _end(pg: PatchableGraph, item: Any, what: str) -> _End:
-    if item is None and what == "receiver":
-        return _End(None)
-    path, index = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-    if not isinstance(path, (str, NodePath)) or isinstance(index, (str, NodePath)):
-        raise ExperimentError(
-            f"a {what} is a path, or a path and an index such as (path, (..., slice(0, 64))), not {item!r}; give "
-            "several in a list"
-        )
-    target = targets(pg, [str(path)])[str(path)]
-    if not isinstance(target.spec, TensorSpec):
-        raise ExperimentError(f"a {what} is a tensor, but {target.path!r} was {target.spec} when it was captured")
-    return _End(target, index)
-
-
-def index_text(index: Any) -> str:
-    """Returns an index as it stands between brackets.
-
-    Example:
-        >>> index_text((..., 3, slice(0, 64)))
-        '..., 3, 0:64'
-    """
-    if isinstance(index, tuple):
-        return ", ".join(map(index_text, index))
-    if isinstance(index, slice):
-        parts = ["" if part is None else str(part) for part in (index.start, index.stop, index.step)]
-        return ":".join(parts if parts[2] else parts[:2])
-    return "..." if index is Ellipsis else str(index)

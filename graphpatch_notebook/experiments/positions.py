@@ -105,7 +105,7 @@ def counted_positions(given: Positions, length: int, whose: str) -> list[int]:
         whose: What has so many positions, in words.
 
     Raises:
-        ExperimentError: A position is out of range, or there is none.
+        ExperimentError: A position is out of range, or given twice, or there is none.
 
     Example:
         >>> counted_positions([2, -1], 7, ""), counted_positions(slice(-2, None), 7, "")
@@ -120,7 +120,14 @@ def counted_positions(given: Positions, length: int, whose: str) -> list[int]:
         raise ExperimentError(f"positions={given!r} selects none: {whose}")
     if bad := [position for position in numbers if not -length <= position < length]:
         raise ExperimentError(f"position {bad[0]} is out of range: {whose}")
-    return [position % length for position in numbers]
+    counted = [position % length for position in numbers]
+    if len(set(counted)) < len(counted):
+        twice = next(position for position in counted if counted.count(position) > 1)
+        asked = [number for number, position in zip(numbers, counted, strict=True) if position == twice]
+        raise ExperimentError(
+            f"positions has {twice} more than once ({', '.join(map(str, asked))}): {whose}, and -1 is the last of them"
+        )
+    return counted
 
 
 def counts_from_end(given: Positions) -> bool:

@@ -15,6 +15,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Array, Comparison
+from graphpatch_notebook.experiments.heads import HeadPlaces, head_places
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import (
     PositionDim,
@@ -113,6 +114,7 @@ def causal_trace(
     metric: Callable[[Any], Any],
     *,
     window: int = 1,
+    heads: int | None = None,
     normalize: bool = False,
     position_dim: PositionDim = None,
     **options: Any,
@@ -129,22 +131,24 @@ def causal_trace(
             noise on the way.
         paths: The paths to restore, such as the outputs of all layers, in order.
         positions: Where in the sequence: a number or several, negative ones counted from the end; `None` (or `True`)
-            for all.
+            for each of all; `False` to restore all of them at once.
         metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
         window: How many neighbouring paths of the list are restored at once, around that of the cell: ROME takes 10
             for the outputs of MLPs and attention. Cut off at both ends of the list.
+        heads: Restore each of so many heads by itself; the paths are then values in which heads are apart
+            (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         normalize: Return (value - corrupted) / (clean - corrupted): 0 where nothing is restored, 1 where all is.
         position_dim: Which dimension of the values runs along the sequence. Only needed for models without `input_ids`
             or `inputs_embeds`, and where it cannot be told: the error says so. One for all, or a dict by path.
         **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `executor`, `recipe`.
 
     Returns:
-        An array with dimensions `path` and `position` (counted from the start). Its `attrs` have the metric without
-        restoring, `corrupted` (for `Noise` the mean over samples), and on the clean inputs, `clean`.
+        An array with dimensions `path`, `head` (with `heads`) and `position` (counted from the start). Its `attrs` have
+        the metric without restoring, `corrupted` (for `Noise` the mean over samples), and on the clean inputs, `clean`.
 
     Raises:
         ExperimentError: Before the sweep: values differ in shape between clean and corrupted inputs, positions are out
-            of range, or there is nothing to normalize by.
+            of range, heads are mixed in a value already, or there is nothing to normalize by.
         UnknownPathError: There are no such paths; the message names the nearest.
 
     Example:
@@ -168,8 +172,15 @@ def causal_trace(
     noise = corrupted if isinstance(corrupted, Noise) else None
     run = record(pg, inputs, names if noise is None else [*names, str(noise.path)], metric)
     run.warn_if_random(pg)
-    restoring = _Restoring({name: run.values[name] for name in names}, position_dims(pg, names, position_dim), window)
-    axes = {"path": names, "position": chosen_positions(positions, restoring.values, restoring.dims)}
+    axes: dict[str, Any] = {} if noise is None else {"sample": range(noise.samples)}
+    axes["path"] = names
+    restoring = _Restoring(axes, {name: run.values[name] for name in names}, window)
+    if heads is not None:
+        restoring.heads = head_places(pg, restoring.values, heads, inputs, position_dim)
+        axes["head"] = range(heads)
+    if positions is not False:
+        restoring.dims = position_dims(pg, names, position_dim)
+        axes["position"] = chosen_positions(positions, restoring.values, restoring.dims)
     if noise is None:
         inputs = inputs_of(corrupted)
         other = record(pg, inputs, names, metric)
@@ -177,7 +188,6 @@ def causal_trace(
         reference = other.measurement.values
     else:
         restoring.corruptions = _corruptions(pg, noise, run.values, position_dim)
-        axes = {"sample": range(noise.samples), **axes}
         reference = restoring.corrupted(pg, inputs, metric)
     comparison = Comparison(run.measurement.values, reference, normalize)
     return comparison.result_of(lambda: sweep(pg, axes, restoring, inputs, metric=metric, **options), _mean_of_samples)
@@ -187,19 +197,23 @@ class _Restoring:
     """Makes the patch map of a cell: a callable from its labels.
 
     Args:
+        axes: What the labels are those of; they may still be added to.
         values: The clean values, by path.
-        dims: Which dimension of these runs along the sequence.
         window: How many neighbouring paths are restored at once.
 
     Attributes:
+        dims: Which dimension of the values runs along the sequence, if positions are told apart.
+        heads: Where their heads lie, if these are told apart.
         corruptions: The patches that corrupt the clean run, for each sample.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], dims: Mapping[str, int], window: int) -> None:
+    def __init__(self, axes: Mapping[str, Any], values: Mapping[str, Tensor], window: int) -> None:
         if type(window) is not int or window < 1:
             raise ExperimentError(f"window is a number of paths from 1 on, not {window!r}")
+        self._axes = axes
         self.values = values
-        self.dims = dims
+        self.dims: Mapping[str, int] = {}
+        self.heads: HeadPlaces | None = None
         self.corruptions: list[dict[str, AddPatch]] = []
         names = list(values)
         self._windows = {
@@ -207,21 +221,26 @@ class _Restoring:
         }
 
     def __call__(self, *labels: Any) -> PatchMap:
-        path, position = labels[-2:]
+        cell = dict(zip(self._axes, labels, strict=True))
         patches: dict[str, list[Patch[Any]]] = {}
         if self.corruptions:
-            patches = {where: [patch] for where, patch in self.corruptions[labels[0]].items()}
-        for name in self._windows[path]:
+            patches = {where: [patch] for where, patch in self.corruptions[cell["sample"]].items()}
+        for name in self._windows[cell["path"]]:
+            index: list[Any] = [slice(None)] * self.values[name].ndim
+            if "position" in cell:
+                index[self.dims[name]] = cell["position"]
+            if self.heads is not None:
+                index[self.heads.dims[name]] = self.heads.part(name, cell["head"])
+            where = tuple(index)
             # Copies: of a view, all that it is a view of would be sent to another process.
-            value = self.values[name].select(self.dims[name], position).clone()
-            patch = ReplacePatch(value=value, slice=at_position(self.dims[name], position))
+            patch = ReplacePatch(value=self.values[name][where].clone(), slice=where)
             patches[name] = [*patches.get(name, ()), patch]
         return patches
 
     def corrupted(self, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Array:
         """Returns what the metric gives where nothing is restored, as a mean over the samples."""
-        axes = {"sample": range(len(self.corruptions))}
-        noisy = sweep(pg, axes, self.corruptions.__getitem__, inputs, metric=metric, progress=False)
+        samples = {"sample": range(len(self.corruptions))}
+        noisy = sweep(pg, samples, self.corruptions.__getitem__, inputs, metric=metric, progress=False)
         return np.asarray(_mean_of_samples(noisy).values)
 
 

@@ -179,10 +179,7 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
         (POOLED | {"paths": ["transformer.h_0.mlp.c_fc.weight"]}, "a parameter has no positions"),
         ({"heads": 3}, r"\(3, 6, 16\): its last dimension cannot be split into 3 heads"),
         ({"heads": 0}, "heads is a number from 1 on, not 0"),
-        (
-            {"heads": 4, "paths": ["transformer.h_0.attn.query_states_1"]},
-            r"\(3, 4, 6, 4\), where heads have a dimension",
-        ),
+        ({"positions": False}, "positions are whole numbers, or True for all, not False"),
         ({"heads": 6, "paths": ["transformer.wte.input"], "positions": 0}, "runs along the sequence: no heads"),
         ({"positions": 6}, "position 6 is out of range"),
         ({"paths": "transformer.h_0.output"}, r"paths must be several"),

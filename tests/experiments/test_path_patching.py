@@ -286,8 +286,8 @@ FIRST, LAST = "transformer.h_0.mlp.output", "transformer.h_2.mlp.output"
         ({"sender": [FIRST, FIRST]}, "more than once"),
         ({"receiver": []}, "receiver is empty"),
         (
-            {"sender": (FIRST, (0, 0, 0, 0))},
-            rf"'{FIRST}\[0, 0, 0, 0\]': no such part of the value, of shape \(1, 7, 16\)",
+            {"sender": (FIRST, (slice(1), 0, 0, 0))},
+            rf"'{FIRST}\[:1, 0, 0, 0\]': no such part of the value, of shape \(1, 7, 16\)",
         ),
         ({"sender": "transformer.h_0.mlp.outptu"}, "nearest: 'transformer.h_0.mlp.output'"),
         ({"components": FIRST}, r"components must be several"),

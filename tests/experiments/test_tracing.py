@@ -224,7 +224,6 @@ PATH = "transformer.h_0.output"
         ({"positions": -8}, "position -8 is out of range"),
         ({"positions": []}, "positions is empty"),
         ({"positions": "last"}, "positions are whole numbers, or True for all, not 'last'"),
-        ({"positions": False}, "positions are whole numbers, or True for all, not False"),
         ({"positions": [0.5]}, r"positions are whole numbers, or True for all, not \[0.5\]"),
         ({"paths": None}, "paths is None; give a list of paths"),
         ({"paths": CLEAN}, "paths is a Tensor; give a list of paths"),
