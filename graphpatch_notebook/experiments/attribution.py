@@ -18,10 +18,12 @@ from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.labels import metric_name
 from graphpatch_notebook.experiments.positions import Positions
+from graphpatch_notebook.experiments.ranking import ranked
 from graphpatch_notebook.experiments.recordings import check_same_shapes
 from graphpatch_notebook.experiments.score_positions import PositionAxis
 from graphpatch_notebook.experiments.scored_nodes import selected_nodes
 from graphpatch_notebook.experiments.tracing import Noise
+from graphpatch_notebook.experiments.value_names import names_in, same_values
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.values import readable_children
@@ -82,8 +84,8 @@ def attribute(
     Returns:
         An array of dims `("path",)`, or `("path", "position")`. NaN stands for a node without a score: the attribute
         `skipped` says why, by path. Further attributes: `clean` and `corrupted`, what the metric gives for the runs;
-        `method`; `steps`; `roots`, the nodes at which the runs begin to differ; `remarks`. Parameters score 0: they are
-        the same in both runs.
+        `method`; `steps`; `roots`, the nodes at which the runs begin to differ; `same_values`, for names of one value
+        the one that stands for all; `remarks`. Parameters score 0: they are the same in both runs.
 
     Raises:
         UnknownPathError: There is no such path; nothing ran.
@@ -127,19 +129,40 @@ def attribute(
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.paths, found, axis, metric)
     result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
+    result.attrs["same_values"] = same_values(pg, [node.path for node in selected.nodes if node.is_wanted])
     _tell(result)
     return result
 
 
-def top_scores(result: DataArray, count: int = 10) -> Series[float]:
+def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> Series[float]:
     """Returns the scores that are largest in magnitude, largest first, as a pandas Series by path (and position).
+
+    A value has several names: what a module returns is what the next one is given, and views of it follow. With one
+    score they take one place, under the name of what a module returns, if that is among them. Where a name stands for
+    only a part of the value's uses (what a norm is given of the residual stream), its score is another, and so is its
+    place. The names of one value are those that `attribute` found in the graph, in the attribute `same_values`.
 
     Args:
         result: What `attribute` gave, or any other `DataArray` of numbers.
         count: How many.
+        distinct: Whether names of one value take one place.
+
+    Returns:
+        The scores. The `attrs` of the Series have, by path, the other names that were left out: `other_names`.
     """
-    series = result.to_series().dropna()
-    return series.loc[series.abs().sort_values(ascending=False, kind="stable").index[:count]]
+    series = result.to_series()
+    labels = [label if isinstance(label, tuple) else (label,) for label in series.index]
+    names: Mapping[str, str] = {}
+    if "path" in result.dims:
+        at = result.dims.index("path")
+        labels = [(label[at], *label[:at], *label[at + 1 :]) for label in labels]
+        names = names_in(result.attrs) if distinct else {}
+    ranks = ranked(series.to_numpy(), labels, names)[:count]
+    top: Series[float] = series.iloc[[rank.number for rank in ranks]]
+    top.attrs["other_names"] = {
+        labels[rank.number][0]: sorted({labels[other][0] for other in rank.others}) for rank in ranks if rank.others
+    }
+    return top
 
 
 def _tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:

@@ -10,15 +10,14 @@ to a product of two values that the run made. Anything else may be right.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure, refs_in
+from graphpatch_notebook.capture.records import Frame, Node, refs_in
+from graphpatch_notebook.experiments.value_sources import SourceValue, maker_of, sources_of
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.resolution import Target, is_patchable
-from graphpatch_notebook.values import Key, TensorSpec, dict_key, leaves
+from graphpatch_notebook.values import TensorSpec, leaves
 
 _ATTENTIONS = ("scaled_dot_product_attention", "flex_attention")
 _WITH_PROJECTION = "multi_head_attention_forward"
@@ -27,19 +26,6 @@ _ADDING_MATMULS = ("addmm", "baddbmm", "addbmm", "addmv")  # the first argument 
 _CONVOLUTIONS = ("conv1d", "conv2d")
 _SUMS = ("add", "iadd", "add_", "sub", "isub", "sub_", "rsub")
 _HELD = ("parameter", "buffer", "attribute", "constant")
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value: that of a node, or what lies at `dig` in it."""
-
-    node: Node
-    frame: Frame
-    dig: tuple[Key, ...] = ()
-
-    @property
-    def key(self) -> tuple[int, tuple[Key, ...]]:
-        return id(self.node), self.dig
 
 
 @dataclass(frozen=True)
@@ -58,13 +44,13 @@ class Mixing:
 
 def mixing_of(target: Target) -> Mixing | None:
     """Returns what mixed the heads of an attention in a value, or `None`: nothing did, or it cannot be told."""
-    waiting, seen = deque([_Value(target.node, target.frame, target.dig)]), set[Any]()
+    waiting, seen = deque([SourceValue(target.node, target.frame, target.dig)]), set[Any]()
     while waiting:
         value = waiting.popleft()  # the nearest first: the attention of a layer before those of the layers before it
         if value.key in seen:
             continue
         seen.add(value.key)
-        made = _made(value.node)
+        made = maker_of(value.node)
         if made.op == _WITH_PROJECTION:
             if value.node.position in (None, 0):  # the other is the pattern
                 return Mixing(None, f"open it: ExtractionOptions(decompose=[{_WITH_PROJECTION!r}])")
@@ -75,29 +61,24 @@ def mixing_of(target: Target) -> Mixing | None:
             if product is not None and _width(projected.node) > _width(product):
                 return Mixing(_input_of_projection(projected))
         elif not _multiplies(value):
-            waiting += _sources(value)
+            waiting += sources_of(value)
     return None
 
 
-def _made(node: Node) -> Node:
-    """Returns the node of the operation that made a value."""
-    return node if node.element is None else node.element[0]
-
-
-def _projected(value: _Value) -> _Value | None:
+def _projected(value: SourceValue) -> SourceValue | None:
     """Returns what is multiplied with a weight to make a value, if that is how it is made."""
     node, frame = value.node, value.frame
     if node.kind == "output" and frame.opaque_reason is not None:  # a quantized linear map
         given = [inner for inner in frame.inputs() if isinstance(inner.spec, TensorSpec)]
         is_map = len(given) == 1 and not any(True for _ in frame.calls()) and _has_matrix(frame)
-        return _Value(given[0], frame) if is_map else None
+        return SourceValue(given[0], frame) if is_map else None
     factors = _factors(value)
     weights = [factor for factor in factors if _is_state(factor)]
     others = [factor for factor in factors if factor not in weights]
     if len(weights) != 1 or len(others) != 1 or not isinstance(others[0].node.spec, TensorSpec):
         return None
     shape = list(getattr(weights[0].node.spec, "shape", ()))
-    if _made(node).op in _CONVOLUTIONS:  # those of one channel each mix nothing
+    if maker_of(node).op in _CONVOLUTIONS:  # those of one channel each mix nothing
         return others[0] if shape[1] > 1 and not set(shape[2:]) - {1} else None
     return others[0] if len(shape) == 2 else None  # others may be weights of one head each
 
@@ -107,16 +88,16 @@ def _has_matrix(frame: Frame) -> bool:
     return any(state.ndim > 1 for states in (module.parameters(), module.buffers()) for state in states)
 
 
-def _multiplies(value: _Value) -> bool:
+def _multiplies(value: SourceValue) -> bool:
     """Whether a value is made as a product: what heads it has, it got there."""
     node = value.node
     is_opaque = node.kind == "output" and value.frame.opaque_reason is not None
-    return is_opaque or _made(node).op in _ATTENTIONS or bool(_factors(value))
+    return is_opaque or maker_of(node).op in _ATTENTIONS or bool(_factors(value))
 
 
-def _factors(value: _Value) -> list[_Value]:
+def _factors(value: SourceValue) -> list[SourceValue]:
     """Returns the tensors that are multiplied with each other in an operation."""
-    made = _made(value.node)
+    made = maker_of(value.node)
     if made.kind != "op":
         return []
     if made.op in _MATMULS:
@@ -127,11 +108,11 @@ def _factors(value: _Value) -> list[_Value]:
         given = refs_in(made.args[:2])
     else:
         return []
-    tensors = [_Value(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_plumbing]
+    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_plumbing]
     return tensors[:2]  # the third of a linear map is its bias
 
 
-def _is_state(value: _Value) -> bool:
+def _is_state(value: SourceValue) -> bool:
     """Whether a value is held by the model, or made of such values alone: a transposed weight."""
     waiting, has_state, seen = [value], False, set[Any]()
     while waiting:
@@ -142,32 +123,32 @@ def _is_state(value: _Value) -> bool:
         if inner.node.kind in _HELD:
             has_state = True
             continue
-        sources = list(_sources(inner))
+        sources = list(sources_of(inner))
         if not sources:
             return False
         waiting += sources
     return has_state
 
 
-def _product_behind(value: _Value) -> Node | None:
+def _product_behind(value: SourceValue) -> Node | None:
     """Returns the product of an attention that a value is made of, past no weight and no sum with anything else."""
     seen: dict[Any, Node | None] = {}
 
-    def search(value: _Value) -> Node | None:
+    def search(value: SourceValue) -> Node | None:
         if value.key not in seen:
             seen[value.key] = None
             seen[value.key] = found(value)
         return seen[value.key]
 
-    def found(value: _Value) -> Node | None:
-        made = _made(value.node)
+    def found(value: SourceValue) -> Node | None:
+        made = maker_of(value.node)
         if made.op in _ATTENTIONS:
             return value.node
         if _multiplies(value):
             factors = _factors(value)
             is_product = len(factors) > 1 and not any(map(_is_state, factors))
             return value.node if is_product else None
-        sources = [source for source in _sources(value) if source.node.kind not in _HELD]
+        sources = [source for source in sources_of(value) if source.node.kind not in _HELD]
         products = [search(source) for source in sources]
         if made.op in _SUMS and None in products:
             return None  # a residual stream
@@ -176,16 +157,16 @@ def _product_behind(value: _Value) -> Node | None:
     return search(value)
 
 
-def _input_of_projection(projected: _Value) -> str | None:
+def _input_of_projection(projected: SourceValue) -> str | None:
     """Returns the path of what a projection is given: the input of its module, where it has one of its own."""
     value, given = projected, projected
-    while value.node.kind == "op" and len(sources := list(_sources(value))) == 1:
+    while value.node.kind == "op" and len(sources := list(sources_of(value))) == 1:
         value = sources[0]
         given = value if value.node.kind == "input" else given
     if value.node.kind == "input":
         given = value
     if given.node.kind == "call" and given.node.frame is not None and given.node.frame.nodes:
-        given = _Value(given.node.frame.output_node, given.node.frame, given.dig)
+        given = SourceValue(given.node.frame.output_node, given.node.frame, given.dig)
     if not is_patchable(given.node) or given.dig:
         return None
     if any(dig for dig, _ in leaves(given.node.spec)):
@@ -196,47 +177,3 @@ def _input_of_projection(projected: _Value) -> str | None:
 def _width(node: Node) -> int:
     shape = getattr(node.spec, "shape", ())
     return shape[-1] if shape else 0
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# One step back
-
-
-def _sources(value: _Value) -> Iterator[_Value]:
-    """Yields the values that a value is directly made of."""
-    node, frame, dig = value.node, value.frame, value.dig
-    if node.kind == "call":
-        if node.frame is not None and node.frame.nodes:
-            yield _Value(node.frame.output_node, node.frame, dig)
-    elif node.kind == "input":
-        if frame.parent is not None and frame.call is not None:
-            given = given_input(frame.parameters, node.target, frame.call.args, frame.call.kwargs)
-            yield from _referred(given, dig, frame.parent)
-    elif node.kind == "output":
-        if frame.opaque_reason is None:
-            yield from _referred(frame.output, dig, frame)
-    else:
-        made = _made(node)
-        for ref in refs_in((made.args, made.kwargs)):
-            if not ref.node.is_plumbing or ref.node.kind != "op":
-                yield _Value(ref.node, frame, ref.dig)
-
-
-def _referred(recorded: Any, dig: tuple[Key, ...], frame: Frame) -> Iterator[_Value]:
-    """Yields what lies at `dig` in something that was recorded."""
-    for depth, key in enumerate(dig):
-        if isinstance(recorded, Ref):
-            yield _Value(recorded.node, frame, (*recorded.dig, *dig[depth:]))
-            return
-        recorded = _child(recorded, key)
-    for ref in refs_in(recorded):
-        yield _Value(ref.node, frame, ref.dig)
-
-
-def _child(recorded: Any, key: Key) -> Any:
-    if isinstance(recorded, Structure):
-        return next((child for known, child in recorded.children if known == key), None)
-    if isinstance(recorded, dict):
-        return next((child for known, child in recorded.items() if dict_key(known) == key), None)
-    is_inside = isinstance(recorded, (tuple, list)) and isinstance(key, int) and key < len(recorded)
-    return recorded[key] if is_inside else None

@@ -145,6 +145,7 @@ def plot_scores(
     result: DataArray,
     *,
     top: int | None = 20,
+    distinct: bool = True,
     ax: Axes | None = None,
     title: str | None = None,
     labels: Mapping[str, str] | None = None,
@@ -155,6 +156,7 @@ def plot_scores(
     Args:
         result: A `DataArray` with one dimension, such as what `attribute` gives for each path.
         top: How many to draw; `None`: all.
+        distinct: Whether names of one value with one score take one bar, as for `top_scores`.
         ax: Where to draw; without, a new figure.
         title: The title.
         labels: What the dimension and the numbers are called.
@@ -171,7 +173,7 @@ def plot_scores(
     """
     if top is not None and top < 1:
         raise ExperimentError(f"top={top!r} must be a number of bars, or None for all")
-    bars = bars_of(result, top, Wishes(0.0, None, labels, relative_to))
+    bars = bars_of(result, top, Wishes(0.0, None, labels, relative_to), distinct=distinct)
     require_matplotlib()
     axes = ax if ax is not None else new_axes(*bar_axes.figure_size(bars))
     bar_axes.draw_bars(axes, bars, title)

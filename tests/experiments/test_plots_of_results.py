@@ -30,6 +30,7 @@ from graphpatch_notebook.experiments import (
     plot_scores,
     save_result,
     show_heatmap,
+    top_scores,
 )
 
 METRIC = LogitDifference(3, 5)
@@ -112,6 +113,8 @@ def test_attribution(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     pg, clean, corrupted = runs
     result = attribute(pg, METRIC, clean, corrupted)
     ax = plot_scores(result, top=5)
+    assert [bar.get_width() for bar in ax.patches] == top_scores(result, 5).tolist()
+    ax = plot_scores(result, top=5, distinct=False)
     strongest = np.sort(np.abs(result.values[np.isfinite(result.values)]))[::-1][:5]
     assert [abs(bar.get_width()) for bar in ax.patches] == strongest.tolist()
     assert ax.get_xlabel() == f"score ({METRIC.name})"
