@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphpatch_notebook.experiments.bars import Bars
-from graphpatch_notebook.experiments.heat_axes import Fonts, shown_labels, thinned, wrapped
-from graphpatch_notebook.experiments.tick_texts import glyphs_of_font
+from graphpatch_notebook.experiments.heat_axes import Fonts, thinned, wrapped
+from graphpatch_notebook.experiments.tick_texts import glyphs_of_font, shown_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.centers import Center, base_of, center_of
-from graphpatch_notebook.experiments.path_labels import is_path, path_labels
+from graphpatch_notebook.experiments.path_labels import WHOLE, are_paths, path_labels
 from graphpatch_notebook.experiments.plotted import checked, dimension
 
 if TYPE_CHECKING:
@@ -220,9 +220,10 @@ def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, wishes: W
     if tokens is not None:
         return Side(name, values, tokens, title, is_tokens=True)
     if all(isinstance(value, str) for value in values):
-        if all(map(is_path, values)):
+        if are_paths(values):
             found = path_labels(values)
             common = "" if found.common is None else f": {found.common}"
+            common += f" ({WHOLE} in full)" if found.has_whole else ""
             return Side(name, values, found.labels, title if title != name else f"{name}{common}")
         return Side(name, values, values, title, is_tokens=name in _POSITIONS)
     return Side(name, values, tuple(_number_text(value) for value in values), title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from graphpatch_notebook.experiments.centers import Center
 from graphpatch_notebook.experiments.grids import Grid, Side
-from graphpatch_notebook.experiments.tick_texts import glyphs_of_font, tick_text
+from graphpatch_notebook.experiments.tick_texts import glyphs_of_font, shown_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,11 +65,6 @@ class Fonts:
     def height(self) -> float:
         """How many inches a line of tick labels needs."""
         return self.ticks * 1.25 / 72
-
-
-def shown_labels(side: Side, has_glyph: Callable[[str], bool]) -> list[str]:
-    """Returns what is written beside the rows or columns."""
-    return [tick_text(label, has_glyph, is_token=side.is_tokens) for label in side.labels]
 
 
 @dataclass(frozen=True)
@@ -282,7 +277,7 @@ def name_facet(ax: Axes, side: Side, number: int, *, is_left: bool, is_bottom: b
     ax.tick_params(labelleft=is_left, labelbottom=is_bottom)
     ax.xaxis.label.set_visible(is_bottom)
     ax.yaxis.label.set_visible(is_left)
-    label = tick_text(side.labels[number], glyphs_of_font(), is_token=side.is_tokens)
+    label = shown_labels(side, glyphs_of_font())[number]
     place = f"{side.values[number]}: {label}" if side.is_tokens and label != str(side.values[number]) else label
     fonts = Fonts.of_settings()
     ax.set_title(f"{side.name} {place}", fontsize=fonts.labels, pad=3, parse_math=False, usetex=False)

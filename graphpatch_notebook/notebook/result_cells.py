@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from graphpatch_notebook.experiments.grids import Grid, Numbers, Scale, Side
+from graphpatch_notebook.experiments.tick_texts import shown_labels, tick_text
 
 SIDE = 256
 """The most rows and columns that are sent."""
@@ -77,12 +78,14 @@ class ResultCells:
 
     def _side(self, side: Side, block: int, *, is_reversed: bool) -> dict[str, Any]:
         step = -1 if is_reversed else 1
-        values, labels = [str(value) for value in side.values[::step]], list(side.labels[::step])
+        values = [str(value) for value in side.values[::step]]
+        state: dict[str, Any] = {"name": side.name, "title": side.title}
         if block > 1:
             parts = [values[start : start + block] for start in range(0, len(values), block)]
-            values, labels = [" to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts], []
-        state: dict[str, Any] = {"name": side.name, "title": side.title, "values": values}
-        return state | {"labels": labels or None, "is_tokens": side.is_tokens}
+            values = [" to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts]
+            return state | {"values": values, "labels": None, "tokens": None}
+        tokens = [tick_text(label, is_token=True) for label in side.labels[::step]] if side.is_tokens else None
+        return state | {"values": values, "labels": shown_labels(side)[::step], "tokens": tokens}
 
     def _missing(self, scale: Scale) -> str | None:
         if (np.abs(self.grid.values) >= _LARGEST).any():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from graphpatch_notebook.experiments.grids import Grid, Side
-from graphpatch_notebook.experiments.tick_texts import tick_text
+from graphpatch_notebook.experiments.tick_texts import shown_labels, tick_text
 from graphpatch_notebook.notebook.labels import visible
 
 MOST_BYTES = 30_000
@@ -62,13 +62,14 @@ def _table(grid: Grid, *, is_upward: bool) -> Iterator[str]:
     strength = _strength(grid)
     least = _BOLD * strength.max(initial=0.0)
     order = range(len(grid.values))
-    head = "".join(f"<th>{_label(grid.columns, column)}</th>" for column in range(len(grid.columns.labels)))
+    rows, columns = ([_escaped(label) for label in shown_labels(side)] for side in (grid.rows, grid.columns))
+    head = "".join(f"<th>{column}</th>" for column in columns)
     yield "<table>"
     yield f"<tr><th>{_escaped(f'{grid.rows.title} / {grid.columns.title}')}</th>{head}</tr>"
     for row in reversed(order) if is_upward else order:
         is_bold = (strength[row] >= least) & (strength[row] > 0)
         cells = (_cell(value, is_bold=bold) for value, bold in zip(grid.values[row], is_bold, strict=True))
-        yield f"<tr><th>{_label(grid.rows, row)}</th>{''.join(cells)}</tr>"
+        yield f"<tr><th>{rows[row]}</th>{''.join(cells)}</tr>"
     yield "</table>"
 
 
@@ -94,15 +95,7 @@ def _list(grid: Grid, count: int) -> Iterator[str]:
 
 def _place(side: Side, index: int) -> str:
     value = f"{side.name} {side.values[index]}"
-    return f"{value} ({_shown(side, index)})" if side.is_tokens else value
-
-
-def _label(side: Side, index: int) -> str:
-    return _escaped(_shown(side, index))
-
-
-def _shown(side: Side, index: int) -> str:
-    return tick_text(side.labels[index], lambda _: True, is_token=side.is_tokens)
+    return f"{value} ({tick_text(side.labels[index], is_token=True)})" if side.is_tokens else value
 
 
 def _strength(grid: Grid) -> np.ndarray:

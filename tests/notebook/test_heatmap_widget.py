@@ -59,9 +59,10 @@ def test_the_front_end_gets_rows_from_the_top() -> None:
         "title": "path: transformer.*.mlp.output",
         "values": PATHS[::-1],
         "labels": ["h_2", "h_1", "h_0"],
-        "is_tokens": False,
+        "tokens": None,
     }
-    assert about["columns"] | {"labels": TOKENS, "is_tokens": True} == about["columns"]
+    shown = ["The", "␣cat", "⏎", "<b>"]
+    assert about["columns"] | {"labels": shown, "tokens": shown} == about["columns"]
     assert about["columns"]["values"] == ["0", "1", "2", "3"]
     assert (about["low"], about["high"], about["map"], about["center"]) == (-7.0, 11.0, "diverging", "corrupted 2")
     assert (about["title"], about["name"], about["full"]) == ("Restored", "score", [3, 4])
@@ -74,11 +75,26 @@ def test_the_front_end_gets_rows_from_the_top() -> None:
 
 def test_tokens_go_down() -> None:
     heatmap = show_heatmap(a_result(), rows="position", tokens=TOKENS, center=None)
-    assert heatmap.heatmap["rows"]["labels"] == TOKENS
+    assert heatmap.heatmap["rows"]["labels"] == ["The", "␣cat", "⏎", "<b>"]
     assert heatmap.heatmap["map"] == "sequential"
     assert numbers(heatmap) == a_result().values.T.ravel().tolist()
     upper = show_heatmap(a_result(), origin="upper")
     assert numbers(upper) == a_result().values.ravel().tolist()
+
+
+def test_labels_are_short_and_tokens_whole() -> None:
+    names = [f"transformer.h_{layer}.mlp.dropout_before_the_output.{end}" for layer in (1, 2) for end in ("x", "y")]
+    result = xr.DataArray(np.zeros((5, 2)), {"path": ["getitem", *names]}, ["path", "position"])
+    rows, columns = (show_heatmap(result, tokens=["a" * 40, "b"]).heatmap[side] for side in ("rows", "columns"))
+    assert rows["title"] == "path: transformer.* (/ in full)"
+    assert rows["labels"] == [
+        *("h_2.mlp…pout_before_the_output.y", "h_2.mlp…pout_before_the_output.x"),
+        *("h_1.mlp…pout_before_the_output.y", "h_1.mlp…pout_before_the_output.x"),
+        "/getitem",
+    ]
+    assert rows["values"] == [*names[::-1], "getitem"]
+    assert columns["labels"] == ["a" * 17 + "…", "b"]
+    assert columns["tokens"] == ["a" * 40, "b"]
 
 
 def test_what_is_no_number_is_said() -> None:
