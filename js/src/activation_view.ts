@@ -185,7 +185,7 @@ class Activation implements ActivationPart {
     if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
     this.sliceRow.hidden = this.shape.length < 2;
     this.fillSteppers(leadingOf(slice, this.shape));
-    const options = { title: `Activation of ${path}`, rowLabels: shown.row_labels, columnLabels: shown.column_labels };
+    const options = { title: `Activation of ${path}`, rowTokens: shown.row_labels, columnTokens: shown.column_labels };
     this.result.replaceChildren(makeStatistics(statistics), makePlot(plot, buffers, options));
     this.result.classList.remove("gp-dimmed");
     this.onSession();

@@ -1,6 +1,7 @@
 /** A matrix as colours: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
 import { cssColour, cssGradient, MISSING, MISSING_STRIPE } from "./colours";
-import { element, replaceChildren } from "./dom";
+import { element } from "./dom";
+import { type AxisLabels, HeatmapFrame, widest } from "./heatmap_frame";
 import { formatCount, formatNumber, sentence } from "./numbers";
 import { type CellSize, cellSize, colourOf, type Plane, readPlane, type Scale, type Summary, summarise } from "./plane";
 import type { Heatmap } from "./protocol";
@@ -11,8 +12,8 @@ export interface PlotOptions {
   /** What is drawn, in words: `Activation of transformer.h_0.attn`. */
   title: string;
   /** For the positions, where they are tokens: their texts. */
-  rowLabels?: string[] | null;
-  columnLabels?: string[] | null;
+  rowTokens?: string[] | null;
+  columnTokens?: string[] | null;
   /** One of many: in a list. */
   isSmall?: boolean;
   /** What a result brings along. */
@@ -28,6 +29,8 @@ export interface ResultOptions {
   missing: string | null;
   rowTitle: string;
   columnTitle: string;
+  rowLabels: AxisLabels | null;
+  columnLabels: AxisLabels | null;
   /** Where a cell lies, in words. */
   describe(row: number, column: number): string;
   /** Somebody wants to go on with a cell. */
@@ -41,8 +44,9 @@ const RESULT_BOX: CellSize = { width: 720, height: 480 };
 const LARGE_CELL = 36;
 /** The longest side of a canvas, in device pixels: browsers draw no larger ones. */
 const LONGEST = 8192;
-/** The least size of a cell, in CSS pixels, beside which a label can be read. */
-const LABEL_SIZE = 11;
+/** How wide cells of a result get for labels that then need not lie on their side, in CSS pixels. */
+const WIDE_CELL = 56;
+const LABEL_GAP = 6;
 const PAGE = 10;
 
 function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: CellSize): void {
@@ -115,14 +119,10 @@ function describePosition(noun: string, index: number, count: number, full: numb
   return label === undefined ? `${noun} ${index}` : `${noun} ${index} (${visibleToken(label)})`;
 }
 
-function axisLabels(labels: readonly string[], size: number, name: string): HTMLElement {
-  const axis = element("div", { class: `gp-heatmap-${name}`, "aria-hidden": "true" });
-  for (const label of labels) {
-    const text = element("span", {}, visibleToken(label));
-    text.style.setProperty("--gp-cell", `${size}px`);
-    axis.append(text);
-  }
-  return axis;
+function tokenLabels(tokens: string[] | null | undefined, count: number): AxisLabels | null {
+  if (tokens?.length !== count) return null;
+  const texts = tokens.map(visibleToken);
+  return { texts, whole: (index) => texts[index] ?? "" };
 }
 
 export class HeatmapFigure {
@@ -130,8 +130,7 @@ export class HeatmapFigure {
   private readonly plane: Plane;
   private readonly summary: Summary;
   private readonly fitting: CellSize;
-  private readonly frame = element("div", { class: "gp-heatmap-frame" });
-  private readonly cells: HTMLElement;
+  private readonly frame: HeatmapFrame;
   private readonly zoom: Zoom | null;
   private readonly ratio = globalThis.devicePixelRatio || 1;
   private readonly canvas: HTMLCanvasElement;
@@ -153,11 +152,12 @@ export class HeatmapFigure {
     this.summary = summarise(this.plane);
     this.isCut = this.summary.cut !== null;
     const { result } = options;
-    this.fitting = cellSize(this.plane, result ? RESULT_BOX : options.isSmall ? SMALL_BOX : BOX, this.ratio);
+    this.fitting = this.fittingCell();
     const label = describeHeatmap(heatmap, this.summary, options.title);
     const more = result ? " Enter selects one." : "";
     this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
-    this.cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.mark, this.cursor);
+    const cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.mark, this.cursor);
+    this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.rest());
     this.zoom = result ? makeZoom(this.mostZoom(), () => this.layOut()) : null;
     this.element = element("figure", { class: "gp-plot gp-heatmap" });
     const legend = this.zoom ? element("div", { class: "gp-legend" }, this.legend, this.zoom.element) : this.legend;
@@ -187,6 +187,15 @@ export class HeatmapFigure {
     return { width: width / this.ratio, height: height / this.ratio };
   }
 
+  private fittingCell(): CellSize {
+    const { isSmall, result } = this.options;
+    const fitting = cellSize(this.plane, result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX, this.ratio);
+    if (!result?.columnLabels) return fitting;
+    const wide = widest(result.columnLabels) + LABEL_GAP;
+    const isRoom = wide <= WIDE_CELL && wide * this.plane.columns <= RESULT_BOX.width;
+    return isRoom ? { ...fitting, width: Math.max(fitting.width, Math.ceil(wide * this.ratio)) } : fitting;
+  }
+
   private mostZoom(): number {
     const { rows, columns } = this.plane;
     const { width, height } = this.fitting;
@@ -197,27 +206,25 @@ export class HeatmapFigure {
   /** The frame, of a result with the titles of its axes, which stay where they are when it scrolls. */
   private titled(): HTMLElement[] {
     const { result } = this.options;
-    if (result === undefined) return [this.frame];
+    if (result === undefined) return [this.frame.element];
     const rows = element("div", { class: "gp-heatmap-row-title" }, result.rowTitle);
     const columns = element("div", { class: "gp-heatmap-column-title" }, result.columnTitle);
-    return [element("div", { class: "gp-heatmap-titled" }, rows, this.frame, columns)];
+    return [rows, element("div", { class: "gp-heatmap-titled" }, this.frame.element, columns)];
   }
 
   private layOut(): void {
-    const { width, height } = this.cssCell;
-    this.canvas.style.width = `${this.plane.columns * width}px`;
-    this.canvas.style.height = `${this.plane.rows * height}px`;
-    const { rowLabels, columnLabels } = this.options;
-    const hasRows = rowLabels?.length === this.plane.rows && height >= LABEL_SIZE;
-    const hasColumns = columnLabels?.length === this.plane.columns && width >= LABEL_SIZE;
-    replaceChildren(
-      this.frame,
-      hasRows && axisLabels(rowLabels, height, "rows"),
-      this.cells,
-      hasColumns && axisLabels(columnLabels, width, "columns"),
-    );
+    const { cssCell, plane } = this;
+    const { columnTokens, result, rowTokens } = this.options;
+    const resize = () => {
+      this.canvas.style.width = `${plane.columns * cssCell.width}px`;
+      this.canvas.style.height = `${plane.rows * cssCell.height}px`;
+    };
+    const rows = result ? result.rowLabels : tokenLabels(rowTokens, plane.rows);
+    const columns = result ? result.columnLabels : tokenLabels(columnTokens, plane.columns);
+    this.frame.layOut(cssCell, resize, rows, columns);
     this.draw();
     this.show(this.chosen);
+    if (this.chosen !== null) this.frame.keepInSight(this.mark);
   }
 
   private notes(): HTMLElement[] {
@@ -320,18 +327,7 @@ export class HeatmapFigure {
     // The first key shows where the cursor is.
     if (this.cursor.hidden) this.moveTo(this.row, this.column);
     else this.moveTo(...target);
-    this.keepInSight();
-  }
-
-  /** Scrolls the frame, and nothing around it. */
-  private keepInSight(): void {
-    const cell = this.cursor.getBoundingClientRect();
-    const frame = this.frame.getBoundingClientRect();
-    const labels = this.cells.offsetLeft - this.frame.offsetLeft;
-    const below = this.frame.scrollHeight - this.cells.offsetHeight;
-    const over = (first: number, last: number) => Math.max(last, 0) + Math.min(first, 0);
-    this.frame.scrollLeft += over(cell.left - frame.left - labels, cell.right - frame.right);
-    this.frame.scrollTop += over(cell.top - frame.top, cell.bottom - frame.bottom + below);
+    this.frame.keepInSight(this.cursor);
   }
 
   private place(box: HTMLElement, row: number, column: number): void {
@@ -359,12 +355,12 @@ export class HeatmapFigure {
   }
 
   private describe(full: readonly number[]): string {
-    const { rowLabels = null, columnLabels = null, result } = this.options;
+    const { rowTokens = null, columnTokens = null, result } = this.options;
     if (result !== undefined) return result.describe(this.row, this.column);
     const { rows, columns } = this.plane;
     return [
-      describePosition("row", this.row, rows, full[0] ?? rows, rowLabels),
-      describePosition("column", this.column, columns, full[1] ?? columns, columnLabels),
+      describePosition("row", this.row, rows, full[0] ?? rows, rowTokens),
+      describePosition("column", this.column, columns, full[1] ?? columns, columnTokens),
     ].join(", ");
   }
 
@@ -373,9 +369,10 @@ export class HeatmapFigure {
     this.cursor.hidden = true;
     const { slice, full } = this.heatmap;
     this.readout.removeAttribute("aria-live");
-    if (this.options.result)
-      this.readout.replaceChildren(`${full[0]} × ${full[1]}: point at a cell, click to select it`);
-    else this.readout.replaceChildren(element("code", {}, `[${slice}]`), ` ${full[0]} × ${full[1]}`);
+    if (this.options.result) {
+      const more = this.frame.hasMore ? "; scroll to see the others" : "";
+      this.readout.replaceChildren(`${full[0]} × ${full[1]}: point at a cell, click to select it${more}`);
+    } else this.readout.replaceChildren(element("code", {}, `[${slice}]`), ` ${full[0]} × ${full[1]}`);
   }
 }
 

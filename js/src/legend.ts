@@ -5,7 +5,7 @@ import type { Part, View } from "./parts";
 import { type ScoreFilter, type Scores, scoreText } from "./scores";
 import type { TreeState } from "./tree_state";
 
-const BEST = [10, 50, 200];
+const STRONGEST = [10, 50, 200];
 
 export function makeLegend(view: View, tree: TreeState): Part {
   return new Legend(view, tree);
@@ -39,6 +39,8 @@ class Legend implements Part {
 
   private make(scores: Scores): HTMLElement[] {
     const { tree } = this;
+    const { isBySize, maximum, minimum } = scores;
+    const middle = (isBySize ? Math.max(-minimum, maximum) : minimum + maximum) / 2;
     this.sort = element(
       "button",
       {
@@ -47,24 +49,24 @@ class Legend implements Part {
         "aria-pressed": tree.isSorted,
         onclick: () => tree.setSorted(!tree.isSorted),
       },
-      "Sort by score",
+      isBySize ? "Sort by size" : "Sort by score",
     );
     this.least = element("input", {
       class: "gp-field gp-least",
       inputmode: "decimal",
-      "aria-label": "Least score",
+      "aria-label": isBySize ? "Least size of a score" : "Least score",
       hidden: true,
-      value: scoreText((scores.minimum + scores.maximum) / 2),
+      value: scoreText(middle),
       oninput: () => this.choose(),
     });
     this.filter = element(
       "select",
       { class: "gp-field", "aria-label": "Which scores", onchange: () => this.choose() },
       element("option", { value: "all" }, `all ${scores.count.toLocaleString("en-US")}`),
-      ...BEST.filter((count) => count < scores.count).map((count) =>
-        element("option", { value: count }, `the ${count} ${scores.isDiverging ? "strongest" : "highest"}`),
+      ...STRONGEST.filter((count) => count < scores.count).map((count) =>
+        element("option", { value: count }, `the ${count} ${isBySize ? "largest in size" : "highest"}`),
       ),
-      element("option", { value: "least" }, "at least …"),
+      element("option", { value: "least" }, isBySize ? "size at least …" : "at least …"),
     );
     const range = element(
       "span",
@@ -97,7 +99,7 @@ class Legend implements Part {
     const scale = element("span", { class: "gp-scale", "aria-hidden": true });
     const colour = (value: number) => {
       const strength = scores.strength(value);
-      const share = Math.round(Math.abs(strength) * 40);
+      const share = Math.round(Math.abs(strength) * 100);
       return `color-mix(in srgb, var(--gp-${strength < 0 ? "cold" : "hot"}) ${share}%, var(--gp-background))`;
     };
     const stops = scores.isDiverging ? [scores.minimum, 0, scores.maximum] : [scores.minimum, scores.maximum];

@@ -120,9 +120,10 @@ export interface ResultSide {
   title: string;
   /** The coordinate of each row or column; of a block, the first and the last. */
   values: string[];
-  /** What stands beside the cells: short paths, texts of tokens; `null`: nothing. */
+  /** What stands beside the cells, short; `null`: nothing. */
   labels: string[] | null;
-  is_tokens: boolean;
+  /** The whole texts of tokens, with what cannot be seen made visible; `null`: they are none. */
+  tokens: string[] | null;
 }
 
 export interface About {

@@ -1,17 +1,21 @@
 /** The heatmap of a result: what `show_heatmap` of the kernel shows. A click on a cell goes back as the trait `cell`. */
 import { element } from "./dom";
 import { HeatmapFigure, type ResultOptions } from "./heatmap";
+import type { AxisLabels } from "./heatmap_frame";
 import { GONE, watchLife } from "./kernel_life";
 import { formatNumber } from "./numbers";
 import type { Model } from "./parts";
 import type { Heatmap, HeatmapTraits, ResultHeatmap, ResultSide } from "./protocol";
-import { visibleToken } from "./tokens";
 
 /** `position 5 (␣the)`, `path transformer.h_3.mlp.output`. */
-function describeSide({ name, values, labels, is_tokens }: ResultSide, index: number): string {
+function describeSide({ name, values, tokens }: ResultSide, index: number): string {
   const value = values[index] ?? "";
-  const label = labels?.[index];
-  return is_tokens && label !== undefined ? `${name} ${value} (${visibleToken(label)})` : `${name} ${value}`;
+  const token = tokens?.[index];
+  return token === undefined ? `${name} ${value}` : `${name} ${value} (${token})`;
+}
+
+function labelsOf(side: ResultSide): AxisLabels | null {
+  return side.labels && { texts: side.labels, whole: (index) => describeSide(side, index) };
 }
 
 function describeCell(result: ResultHeatmap, row: number, column: number): string {
@@ -57,13 +61,13 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     missing: result.missing,
     rowTitle: rows.title,
     columnTitle: columns.title,
+    rowLabels: labelsOf(rows),
+    columnLabels: labelsOf(columns),
     describe: (row, column) => describeCell(result, row, column),
     choose,
   };
-  const labels = { rowLabels: rows.labels, columnLabels: columns.labels };
   const figure = new HeatmapFigure(asHeatmap(result), [values], {
     title: title ?? result.name,
-    ...labels,
     result: options,
   });
   model.on("change:cell", showCell);

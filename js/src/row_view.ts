@@ -104,20 +104,22 @@ export class RowView {
     this.put(this.badges, patches.length + below > 0, this.score.parentNode ? this.score : this.op);
   }
 
-  /** The row's own score; of a closed graph without one, the best of those in it. */
+  /** The row's own score; of a closed graph without one, the strongest of those in it. */
   private fillScore(isClosed: boolean): void {
     const { scores } = this.tree;
     const own = this.id < 0 ? null : (scores?.valueOf(this.id) ?? null);
     const best = this.id < 0 ? undefined : scores?.best[this.id];
     const value = own ?? (isClosed && best !== undefined && !Number.isNaN(best) ? best : null);
     const strength = value === null || !scores ? 0 : scores.strength(value);
-    this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 40)}%`);
+    this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 100)}%`);
     setAttribute(this.element, "data-heat", value === null ? null : strength < 0 ? "cold" : "hot");
     const isInside = own === null && value !== null && scores !== null && scores !== undefined;
     const text = isInside ? insideText(value, scores) : value === null ? "" : scoreText(value);
     if (this.scoreText === text) return;
     this.scoreText = text;
     replaceChildren(this.score, text, " ");
+    const most = scores?.isBySize ? "The score of the largest size" : "The highest score";
+    setAttribute(this.score, "title", isInside ? `${most} in it` : null);
     this.put(this.score, text !== "", this.op);
   }
 

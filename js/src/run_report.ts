@@ -126,8 +126,8 @@ function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HT
         );
   const options = {
     title: `${name}, ${path}`,
-    rowLabels: report.row_labels,
-    columnLabels: report.column_labels,
+    rowTokens: report.row_labels,
+    columnTokens: report.column_labels,
     isSmall: true,
   };
   return element(

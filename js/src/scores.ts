@@ -2,7 +2,7 @@
 
 import type { Skeleton } from "./skeleton";
 
-/** Which rows a filter leaves: those of a number at least, or the `count` best. */
+/** Which rows a filter leaves: those of a number at least (or of such a size), or the `count` strongest. */
 export type ScoreFilter = { least: number } | { count: number };
 
 export class Scores {
@@ -11,7 +11,7 @@ export class Scores {
   readonly maximum: number;
   /** How many rows have one. */
   readonly count: number;
-  /** By row: the best of it and what is in it, of numbers on both sides of zero the largest; NaN where there is none. */
+  /** By row: the strongest of it and what is in it; NaN where there is none. */
   readonly best: Float32Array;
 
   private constructor(
@@ -35,15 +35,10 @@ export class Scores {
     for (let row = values.length - 1; row >= 0; row--) {
       const best = this.best[row] ?? Number.NaN;
       const parent = skeleton.parent[row] ?? -1;
-      if (parent >= 0 && !Number.isNaN(best) && !(this.rank(best) <= this.rank(this.best[parent] ?? Number.NaN))) {
+      if (parent >= 0 && !Number.isNaN(best) && !(Math.abs(best) <= Math.abs(this.best[parent] ?? Number.NaN))) {
         this.best[parent] = best;
       }
     }
-  }
-
-  /** By what numbers are compared: effects in both directions by their size. */
-  private rank(value: number): number {
-    return this.isDiverging ? Math.abs(value) : value;
   }
 
   /** The scores in the traits; `null` where there are none. */
@@ -59,6 +54,11 @@ export class Scores {
     return value === undefined || Number.isNaN(value) ? null : value;
   }
 
+  /** Whether there are values below zero: then the strongest are those of the largest size, not the highest. */
+  get isBySize(): boolean {
+    return this.minimum < 0;
+  }
+
   /** Whether there are values on both sides of zero, which then have two colours. */
   get isDiverging(): boolean {
     return this.minimum < 0 && this.maximum > 0;
@@ -70,30 +70,32 @@ export class Scores {
     if (this.isDiverging || this.minimum === this.maximum) {
       return value / (Math.max(Math.abs(this.minimum), Math.abs(this.maximum)) || 1);
     }
-    return (value - this.minimum) / (this.maximum - this.minimum);
+    const from = this.isBySize ? this.maximum : this.minimum;
+    return (value - from) / (this.maximum - this.minimum);
   }
 
   /** The rows that a filter leaves, in order. */
   passing(filter: ScoreFilter): number[] {
     const rows = [...this.values.keys()].filter((row) => !Number.isNaN(this.values[row]));
-    if ("least" in filter) return rows.filter((row) => (this.values[row] ?? 0) >= filter.least);
-    const best = rows.sort((a, b) => this.rank(this.values[b] ?? 0) - this.rank(this.values[a] ?? 0) || a - b);
+    const size = (row: number) => Math.abs(this.values[row] ?? 0);
+    if ("least" in filter) return rows.filter((row) => size(row) >= filter.least);
+    const best = rows.sort((a, b) => size(b) - size(a) || a - b);
     return best.slice(0, filter.count).sort((a, b) => a - b);
   }
 
-  /** Siblings in order: those with the best in them first, those without scores last, else as they came up. */
+  /** Siblings in order: those with the strongest in them first, those without scores last, else as they came up. */
   readonly order = (a: number, b: number): number => {
     const [first, second] = [this.best[a] ?? Number.NaN, this.best[b] ?? Number.NaN];
     if (Number.isNaN(first) || Number.isNaN(second))
       return Number(Number.isNaN(first)) - Number(Number.isNaN(second)) || a - b;
-    const [one, other] = [this.rank(first), this.rank(second)];
+    const [one, other] = [Math.abs(first), Math.abs(second)];
     return one === other ? a - b : other > one ? 1 : -1;
   };
 }
 
-/** What a row says that has no number of its own: the best in it. */
+/** What a row says that has no number of its own: the strongest in it, of which the size is the bound for the others. */
 export function insideText(value: number, scores: Scores): string {
-  return scores.isDiverging ? `|·| ≤ ${scoreText(Math.abs(value))}` : `≤ ${scoreText(value)}`;
+  return scores.isBySize ? `≤ |${scoreText(value)}|` : `≤ ${scoreText(value)}`;
 }
 
 /** A score in few letters: `0.123`, `-4.57e-6`, `12,300`. */

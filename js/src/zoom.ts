@@ -30,7 +30,12 @@ export function makeZoom(most: number, onChange: () => void): Zoom {
   };
   show();
   return {
-    element: element("span", { class: "gp-zoom", role: "group", "aria-label": "Size of cells" }, smaller, larger),
+    element: element(
+      "span",
+      { class: "gp-zoom", role: "group", "aria-label": "Size of cells", hidden: largest === 0 },
+      smaller,
+      larger,
+    ),
     get factor() {
       return STEP ** steps;
     },

@@ -227,7 +227,29 @@ test("of numbers on both sides of zero a module shows the one of the largest siz
   if (!scores) throw new Error("no scores");
   const best = scores.best[row("transformer.h_2")] ?? 0;
   expect(best).toBe(-2);
-  expect(insideText(best, scores)).toBe("|·| ≤ 2");
+  expect(insideText(best, scores)).toBe("≤ |-2|");
+});
+
+test("where all numbers are below zero the strongest are the lowest, in the one colour", () => {
+  const { seen, tree } = opened(
+    scored({ "lm_head.linear": -1, "transformer.h_4.mlp.mul": -3, "transformer.h_2.mlp.mul": -2 }),
+  );
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  expect([-3, -2, -1].map((value) => scores.strength(value))).toEqual([-1, -0.5, 0]);
+  expect(insideText(scores.best[0] ?? 0, scores)).toBe("≤ |-3|");
+  tree.setFilter({ count: 1 });
+  expect(seen().at(-1)).toBe("transformer.h_4.mlp.mul");
+  tree.setFilter({ least: 2 });
+  expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_2.mlp.mul", "transformer.h_4.mlp.mul"]);
+});
+
+test("of numbers that are not below zero the highest counts", () => {
+  const { tree } = opened(scored({ "transformer.h_2.mlp.mul": 2, "transformer.h_2.attn.output": 0 }));
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  expect([0, 1, 2].map((value) => scores.strength(value))).toEqual([0, 0.5, 1]);
+  expect(insideText(scores.best[0] ?? 0, scores)).toBe("≤ 2");
 });
 
 test("filtered by score: the best, or those of a number at least, with what is above", () => {

@@ -107,7 +107,7 @@ describe("a heatmap", () => {
 
   it("reads values out to the keyboard, with the tokens", async () => {
     const values = Array.from({ length: 16 }, (_, index) => index / 8);
-    const figure = plot(heatmap(4, 4), values, { rowLabels: TOKENS, columnLabels: TOKENS });
+    const figure = plot(heatmap(4, 4), values, { rowTokens: TOKENS, columnTokens: TOKENS });
     canvasOf(figure).focus();
     expect(readout(figure)).toBe("[0, 3, :, :] 4 × 4");
     await userEvent.keyboard("{ArrowDown}");

@@ -25,14 +25,14 @@ function result(changes: Partial<ResultHeatmap> = {}): ResultHeatmap {
       title: "path: transformer.*.mlp.output",
       values: paths,
       labels: ["h_2", "h_1", "h_0"],
-      is_tokens: false,
+      tokens: null,
     },
     columns: {
       name: "position",
       title: "position",
       values: ["0", "1", "2", "3"],
-      labels: ["The", " cat", "\n", HOSTILE],
-      is_tokens: true,
+      labels: ["The", "␣cat", "⏎", HOSTILE],
+      tokens: ["The", "␣cat", "⏎", `${HOSTILE} to its end`],
     },
     full: [ROWS, COLUMNS],
     map: "diverging",
@@ -91,7 +91,7 @@ test("axes have titles and labels, the legend says what has no colour", async ()
   expect(query(".gp-heatmap-column-title").textContent).toBe("position");
   const labels = (axis: string) => [...el.querySelectorAll(`.gp-heatmap-${axis} span`)].map((one) => one.textContent);
   expect(labels("rows")).toEqual(["h_2", "h_1", "h_0"]);
-  expect(labels("columns")).toEqual(["The", "␣cat", "⏎", HOSTILE.replaceAll(" ", "␣")]);
+  expect(labels("columns")).toEqual(["The", "␣cat", "⏎", HOSTILE]);
   expect(query(".gp-legend").textContent).toBe("score (no colour: corrupted 0)-22−+");
   expect(el.querySelector("img")).toBeNull();
   expect("wasRun" in window).toBe(false);
@@ -101,7 +101,7 @@ test("titles and labels stand beside the cells", async () => {
   const { query, canvas } = await shown();
   const cells = canvas.getBoundingClientRect();
   const rows = query(".gp-heatmap-rows").getBoundingClientRect();
-  expect(query(".gp-heatmap-row-title").getBoundingClientRect().right).toBeLessThanOrEqual(rows.left);
+  expect(query(".gp-heatmap-row-title").getBoundingClientRect().bottom).toBeLessThanOrEqual(rows.top);
   expect(cells.left - rows.right).toBeGreaterThanOrEqual(0);
   expect(cells.left - rows.right).toBeLessThan(8);
   expect(query(".gp-heatmap-columns").getBoundingClientRect().top).toBeGreaterThanOrEqual(cells.bottom);
@@ -163,18 +163,22 @@ test("what the kernel selects is shown, in all views", async () => {
   expect(query(".gp-result > .gp-note").textContent).toContain("position 0 (The): -1");
 });
 
+/** A side of so many rows or columns, and what a label of it is. */
+function side(name: string, count: number, label = (index: number) => `label ${index}`): ResultHeatmap["rows"] {
+  const values = Array.from({ length: count }, (_, index) => `${name}_${index}`);
+  return { name, title: name, values, labels: values.map((_, index) => label(index)), tokens: null };
+}
+
+async function square(count: number, changes: Partial<ResultHeatmap> = {}) {
+  document.body.style.width = "1100px";
+  const many = Array.from({ length: count * count }, (_, index) => Math.sin(index));
+  return shown({ rows: side("path", count), columns: side("position", count), full: [count, count], ...changes }, many);
+}
+
 test("cells are made larger and smaller, labels and mark with them; the button keeps the focus", async () => {
   const rows = 80;
-  const side = (name: string, count: number) => ({
-    name,
-    title: name,
-    values: Array.from({ length: count }, (_, index) => String(index)),
-    labels: Array.from({ length: count }, (_, index) => `label ${index}`),
-    is_tokens: false,
-  });
-  const many = Array.from({ length: rows * rows }, (_, index) => Math.sin(index));
-  const size = { rows: side("path", rows), columns: side("position", rows), full: [rows, rows] as [number, number] };
-  const { el, query, canvas } = await shown(size, many, [40, 40]);
+  const { el, model, query, canvas } = await square(rows);
+  model.set("cell", [40, 40]);
   expect(el.querySelector(".gp-heatmap-rows")).toBeNull();
   const before = canvas.getBoundingClientRect().width;
   const larger = query<HTMLButtonElement>("[aria-label='Larger cells']");
@@ -194,17 +198,117 @@ test("cells are made larger and smaller, labels and mark with them; the button k
   expect(canvas.getBoundingClientRect().width).toBe(before);
 });
 
+const frame = () => new Promise(requestAnimationFrame);
+
+test("in a corner of an enlarged heatmap no label is seen that has scrolled under others", async () => {
+  const { query } = await square(80);
+  for (let step = 0; step < 30; step++) query("[aria-label='Larger cells']").click();
+  const scroller = query(".gp-heatmap-frame");
+  for (const [left, top] of [
+    [0, 0],
+    [213, 307],
+    [9999, 9999],
+  ]) {
+    scroller.scrollTo(left ?? 0, top ?? 0);
+    await frame();
+    const corner = query(".gp-heatmap-corner").getBoundingClientRect();
+    const cells = query(".gp-heatmap-rows").getBoundingClientRect();
+    const below = query(".gp-heatmap-columns").getBoundingClientRect();
+    const box = scroller.getBoundingClientRect();
+    expect(corner.left).toBeLessThanOrEqual(box.left);
+    expect(corner.right).toBeGreaterThanOrEqual(cells.right - 0.5);
+    expect(corner.bottom).toBeGreaterThanOrEqual(box.top + scroller.clientHeight - 0.5);
+    expect(Math.abs(corner.top - below.top)).toBeLessThan(0.5);
+    for (const [x, y] of [
+      [corner.left + 2, corner.top + 2],
+      [corner.right - 2, corner.top + 2],
+      [corner.left + 2, box.top + scroller.clientHeight - 1],
+    ]) {
+      expect(document.elementFromPoint(x ?? 0, y ?? 0)?.className).toBe("gp-heatmap-corner");
+    }
+    expect(getComputedStyle(query(".gp-heatmap-corner")).backgroundColor).toMatch(/^rgb\(/); // opaque
+  }
+});
+
+test("arrows and words lead to the cells that are out of sight", async () => {
+  const { el, query, canvas } = await square(80);
+  const sides = () =>
+    [...el.querySelectorAll<HTMLElement>(".gp-heatmap-edge:not([hidden])")].map((edge) => edge.dataset.side);
+  const scroller = query(".gp-heatmap-frame");
+  await frame();
+  expect(sides()).toEqual([]);
+  expect(query(".gp-readout").textContent).toBe("80 × 80: point at a cell, click to select it");
+  for (let step = 0; step < 30; step++) query("[aria-label='Larger cells']").click();
+  await frame();
+  expect(sides()).toEqual(["left", "right", "top", "bottom"]);
+  expect(query(".gp-readout").textContent).toContain("scroll to see the others");
+  scroller.scrollTo(0, 0);
+  await frame();
+  await frame();
+  expect(sides()).toEqual(["right", "bottom"]);
+  scroller.scrollTo(9999, 9999);
+  await frame();
+  await frame();
+  expect(sides()).toEqual(["left", "top"]);
+  const edge = query(".gp-heatmap-edge[data-side=left]").getBoundingClientRect();
+  expect(Math.abs(edge.left - query(".gp-heatmap-rows").getBoundingClientRect().right)).toBeLessThan(1.5);
+  expect(getComputedStyle(query(".gp-heatmap-edge")).pointerEvents).toBe("none");
+  canvas.focus();
+});
+
+test("what was in the middle stays there when cells get larger, and what is selected in sight", async () => {
+  const { model, query, canvas } = await square(80);
+  const middle = () => {
+    const [cells, box] = [canvas.getBoundingClientRect(), query(".gp-heatmap-frame").getBoundingClientRect()];
+    const rows = query(".gp-heatmap-rows").getBoundingClientRect();
+    return ((rows.right + box.right) / 2 - cells.left) / cells.width;
+  };
+  for (let step = 0; step < 4; step++) query("[aria-label='Larger cells']").click();
+  expect(middle()).toBeCloseTo(0.5, 1);
+  model.set("cell", [79, 2]);
+  query("[aria-label='Smaller cells']").click();
+  query("[aria-label='Larger cells']").click();
+  const [mark, box] = [query(".gp-heatmap-mark"), query(".gp-heatmap-frame")].map((one) => one.getBoundingClientRect());
+  expect(mark?.left).toBeGreaterThanOrEqual((box?.left ?? 0) - 1);
+  expect(mark?.bottom).toBeLessThanOrEqual(query(".gp-heatmap-columns").getBoundingClientRect().top + 1);
+});
+
+test("labels of columns stand upright where they fit, close below the cells", async () => {
+  const { query, canvas } = await shown({ rows: side("a_dimension_with_a_very_long_name", ROWS) });
+  const labels = query(".gp-heatmap-columns");
+  expect(labels.hasAttribute("data-level")).toBe(false); // one is too long
+  const few = await shown({ columns: side("position", COLUMNS, (index) => `tok ${index}`) });
+  const level = few.query(".gp-heatmap-columns");
+  expect(level.hasAttribute("data-level")).toBe(true);
+  for (const [axis, cells] of [
+    [labels, canvas],
+    [level, few.canvas],
+  ]) {
+    const first = axis?.querySelector("span")?.getBoundingClientRect();
+    const gap = (first?.top ?? 0) - (cells?.getBoundingClientRect().bottom ?? 0);
+    expect(gap).toBeGreaterThanOrEqual(1);
+    expect(gap).toBeLessThan(8);
+  }
+  const boxes = [...level.querySelectorAll("span")].map((one) => one.getBoundingClientRect());
+  expect(boxes.every((box) => box.width > box.height)).toBe(true);
+  for (const one of level.querySelectorAll("span")) expect(one.scrollWidth).toBeLessThanOrEqual(one.clientWidth);
+});
+
+test("labels have tooltips with what they are short for", async () => {
+  const { el } = await shown();
+  const titles = (axis: string) =>
+    [...el.querySelectorAll<HTMLElement>(`.gp-heatmap-${axis} span`)].map((one) => one.title);
+  expect(titles("rows")[1]).toBe("path transformer.h_1.mlp.output");
+  expect(titles("columns")[3]).toBe(`position 3 (${HOSTILE} to its end)`);
+});
+
+test("a heatmap that cannot get larger has no buttons for it", async () => {
+  const { query } = await shown();
+  expect(query(".gp-zoom").hidden).toBe(true);
+});
+
 test("the keyboard's cell is kept in sight of a frame that scrolls", async () => {
-  const rows = 120;
-  const side = (name: string) => ({
-    name,
-    title: name,
-    values: Array.from({ length: rows }, (_, index) => String(index)),
-    labels: Array.from({ length: rows }, (_, index) => `label ${index}`),
-    is_tokens: false,
-  });
-  const many = Array.from({ length: rows * rows }, (_, index) => Math.sin(index));
-  const { query, canvas } = await shown({ rows: side("path"), columns: side("position"), full: [rows, rows] }, many);
+  const { query, canvas } = await square(120);
   for (let step = 0; step < 30; step++) query("[aria-label='Larger cells']").click();
   const frame = query(".gp-heatmap-frame").getBoundingClientRect();
   canvas.focus({ preventScroll: true });

@@ -157,3 +157,61 @@ function rowOf(skeleton: Skeleton, path: string): number {
   for (let row = 0; row < skeleton.length; row++) if (skeleton.path(row) === path) return row;
   throw new Error(`no row ${path}`);
 }
+
+function withScores(values: number[]) {
+  const shownTree = shown();
+  const count = shownTree.view.skeleton.length;
+  const column = Float32Array.from({ length: count }, (_, row) => values[row] ?? Number.NaN);
+  shownTree.view.model.set("scores", new DataView(column.buffer));
+  return shownTree;
+}
+
+test.each([
+  [
+    [1, -2, 1.5],
+    ["Sort by size", "the 10 largest in size", "size at least …"],
+  ],
+  [
+    [-1, -2, -3],
+    ["Sort by size", "the 10 largest in size", "size at least …"],
+  ],
+  [
+    [1, 2, 3],
+    ["Sort by score", "the 10 highest", "at least …"],
+  ],
+])("what the legend offers for scores such as %j says by what they are ranked", (values, expected) => {
+  const { view } = withScores(Array.from({ length: 30 }, (_, row) => values[row % 3] ?? 0));
+  const texts = [...view.root.querySelectorAll(".gp-scores button, .gp-scores option")].map((one) => one.textContent);
+  expect(texts).toEqual(expect.arrayContaining(expected));
+});
+
+/** Of two colours as browsers compute them. */
+function contrast(one: string, other: string): number {
+  const canvas = document.createElement("canvas").getContext("2d") as CanvasRenderingContext2D;
+  const [first = 0, second = 0] = [one, other].map((colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const channels = [...canvas.getImageData(0, 0, 1, 1).data.slice(0, 3)].map((value) => value / 255);
+    const [red = 0, green = 0, blue = 0] = channels.map((c) =>
+      c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4,
+    );
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  });
+  return (Math.max(first, second) + 0.05) / (Math.min(first, second) + 0.05);
+}
+
+test.each(["light", "dark"])("strong scores stand out from the ground, and text from them: %s", async (theme) => {
+  const { view, tree } = withScores([0, 2, Number.NaN, -2]);
+  view.root.dataset.gpTheme = theme;
+  await frame();
+  const ground = getComputedStyle(tree.element).backgroundColor;
+  const strong = rows(tree.element).filter((row) => row.style.getPropertyValue("--gp-heat") === "100%");
+  expect(strong.map((row) => row.dataset.heat)).toEqual(["hot", "cold"]);
+  for (const row of strong) {
+    const colour = getComputedStyle(row).backgroundColor;
+    expect(contrast(colour, ground)).toBeGreaterThan(theme === "dark" ? 2 : 1.5);
+    for (const part of row.querySelectorAll(".gp-name, .gp-op, .gp-label, .gp-score")) {
+      expect(contrast(getComputedStyle(part).color, colour)).toBeGreaterThan(4.5);
+    }
+  }
+});
