@@ -444,7 +444,7 @@ class PatchableGraph(ModuleDelegate):
             (('unit',), array([1., 1.]))
         """
         from graphpatch_notebook.experiments.inputs import Inputs
-        from graphpatch_notebook.experiments.sweep import sweep
+        from graphpatch_notebook.experiments.sweeps import sweep
 
         return sweep(
             self, axes, make_patches, Inputs(inputs, input_kwargs), metric=metric, batch=batch, progress=progress,

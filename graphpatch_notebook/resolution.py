@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.other_names import fused_attention, meant_nodes
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
 
@@ -195,10 +196,28 @@ def _stops_at_container(spec: ContainerSpec, path: str, parsed: ParsedPath) -> U
 def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:
     where = format_path(parsed.names[:depth]) if depth else "the root graph"
     respelled = list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig))
-    close = respelled or nearest_paths(root, parsed)
+    close = respelled or _meant_elsewhere(root, parsed) or nearest_paths(root, parsed)
     hint = f"; nearest: {_listed(close, 4)}" if close else ""
+    if (fused := fused_attention(root, parsed.names)) is not None:
+        hint = (
+            "; attention is one fused call in this model, which shows no weights: with "
+            'extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"]) there are '
+            f"{format_path((*fused.path, 'attn_pattern'))!r} and other steps"
+        )
     asked = "" if depth == len(parsed.names) - 1 and not parsed.dig else f"{str(parsed)!r}: "
     return Unresolvable(f"{asked}no node {parsed.names[depth]!r} in {where}{hint}", is_unknown=True)
+
+
+def _meant_elsewhere(root: Frame, parsed: ParsedPath) -> list[str]:
+    """Returns the paths of what is meant by the end of a path, or by the name of a hook point of TransformerLens."""
+    found = (
+        (names, node) for names, node in meant_nodes(root, parsed.names) if is_patchable(node) and _has_tensor(node)
+    )
+    return [path for names, node in islice(found, 3) for path in _leaf_paths(names, node)[:1]]
+
+
+def _has_tensor(node: Node) -> bool:
+    return any(isinstance(spec, TensorSpec) for _, spec in leaves(node.spec))
 
 
 def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], dig: tuple[str, ...]) -> Iterator[str]:

@@ -27,6 +27,7 @@ LAYERS = [
     "patches",
     "options",
     "capture",
+    "other_names",
     "resolution",
     "nodes",
     "tree",

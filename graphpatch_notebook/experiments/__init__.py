@@ -1,6 +1,6 @@
 """Experiments: sweeps over thousands of patches, causal tracing, ablation, attribution, and their pictures.
 
-    What does a metric give under each of many patches?            pg.sweep(axes, make_patches, *inputs, metric=...)
+    What does a metric give under each of many patches?            sweep, the same as pg.sweep
     Where is what the clean run knows, and the corrupted not?      causal_trace
     What is lost without a value, a head, a position?              ablate
     Does one part tell another one directly?                       path_patch
@@ -22,6 +22,7 @@ from graphpatch_notebook.experiments.path_patching import path_patch
 from graphpatch_notebook.experiments.plots import plot_heads, plot_heatmap, plot_scores
 from graphpatch_notebook.experiments.results import load_result, save_result
 from graphpatch_notebook.experiments.showing import show_heatmap
+from graphpatch_notebook.experiments.sweeps import sweep
 from graphpatch_notebook.experiments.tracing import Noise, causal_trace
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "save_figure",
     "save_result",
     "show_heatmap",
+    "sweep",
     "top_scores",
 ]

@@ -17,7 +17,7 @@ from graphpatch_notebook.experiments.heads import HeadPlaces, head_places
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import PositionDim, Positions, chosen_positions, position_dims
 from graphpatch_notebook.experiments.recordings import Paths, record, several_paths
-from graphpatch_notebook.experiments.sweep import sweep
+from graphpatch_notebook.experiments.sweeps import sweep
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import ReplacePatch, ZeroPatch
 

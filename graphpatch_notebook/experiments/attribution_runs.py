@@ -22,6 +22,7 @@ from graphpatch_notebook.experiments.clean_values import CleanValues
 from graphpatch_notebook.experiments.gradient_run import Differences, GradientRun, Roots
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.kept_state import KeptState
+from graphpatch_notebook.experiments.measurements import noted_metric
 from graphpatch_notebook.experiments.reductions import Scores, scores_of
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
 from graphpatch_notebook.node_path import NodePath
@@ -203,7 +204,8 @@ class AttributionRuns:
         clean = CleanValues(wanted, self._copied, self._max_bytes)
         with torch.no_grad():
             output = self._output(clean, self._clean, state)
-            self._found.clean = float(_number(self._metric(output)))
+            with noted_metric(output):
+                self._found.clean = float(_number(self._metric(output)))
         differences = Differences(clean, is_careful)
         run = GradientRun(differences, self._roots)
         metric = self._gradient_run(run, state)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +93,15 @@ def _check_names(given: Mapping[Any, Any]) -> None:
 
 def baseline_of(metric: Callable[[Any], Any], output: Any) -> Measurement:
     """Returns what a metric gives for what the model returned without patches."""
-    try:
+    with noted_metric(output):
         return measurement(metric(output))
+
+
+@contextmanager
+def noted_metric(output: Any) -> Iterator[None]:
+    """Adds to an error of a metric what it was given: what the model returned without patches."""
+    try:
+        yield
     except Exception as error:
         add_note(
             error,

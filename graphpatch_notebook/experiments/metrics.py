@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.signatures import called_as_initialized
 
 Tokens: TypeAlias = "int | Sequence[int] | Tensor"
 """One token for all sequences of the batch, or one for each, `(batch,)`."""
@@ -163,6 +164,7 @@ class Loss(_Metric):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
+@called_as_initialized
 @dataclass(frozen=True, eq=False)
 class KLDivergence(_Metric):
     """How far the prediction is from a reference: KL(reference || prediction), as a mean over the batch.

@@ -18,7 +18,7 @@ from graphpatch_notebook.experiments.components import default_components
 from graphpatch_notebook.experiments.edge_ends import EdgeEnd, End, edge_ends, head_ends
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.recordings import Paths, check_same_shapes, record, several_paths, targets
-from graphpatch_notebook.experiments.sweep import sweep
+from graphpatch_notebook.experiments.sweeps import sweep
 from graphpatch_notebook.experiments.tracing import Noise
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph

@@ -34,7 +34,7 @@ def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: Positi
             tokens.
 
     Raises:
-        ExperimentError: It cannot be told, with all paths of which it cannot.
+        ExperimentError: It cannot be told; the message has each reason once, with the paths.
     """
     root = pg.nodes.root
     if isinstance(position_dim, Mapping):
@@ -43,10 +43,20 @@ def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: Positi
     else:
         given = dict.fromkeys(paths, position_dim)
     found = {path: _dim(root, target, given[path]) for path, target in targets(pg, paths).items()}
-    problems = [f"{path!r}: {dim}" for path, dim in found.items() if isinstance(dim, str)]
-    if problems:
+    paths_by_problem: dict[str, list[str]] = {}
+    for path, dim in found.items():
+        if isinstance(dim, str):
+            paths_by_problem.setdefault(dim, []).append(path)
+    if paths_by_problem:
+        problems = [f"{_listed(paths)}: {problem}" for problem, paths in paths_by_problem.items()]
         raise ExperimentError("which dimension runs along the sequence cannot be told:\n  " + "\n  ".join(problems))
     return {path: dim for path, dim in found.items() if isinstance(dim, int)}
+
+
+def _listed(paths: Sequence[str]) -> str:
+    """Returns some paths in words: of many, the first."""
+    few = ", ".join(map(repr, paths[:3]))
+    return few if len(paths) <= 3 else f"{few} and {len(paths) - 3} others"
 
 
 def _dim(root: Frame, target: Target, given: int | None) -> int | str:

@@ -25,7 +25,8 @@ from graphpatch_notebook.experiments.positions import (
     position_dims,
 )
 from graphpatch_notebook.experiments.recordings import Paths, check_same_shapes, record, several_paths
-from graphpatch_notebook.experiments.sweep import sweep
+from graphpatch_notebook.experiments.signatures import called_as_initialized
+from graphpatch_notebook.experiments.sweeps import sweep
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
+@called_as_initialized
 @dataclass(frozen=True)
 class Noise:
     """A corruption of the clean run itself: Gaussian noise, added at a path.

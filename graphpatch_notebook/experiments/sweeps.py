@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
-from graphpatch_notebook.experiments.call_checks import check_input_names, check_inputs, check_metric, check_no_inputs
+from graphpatch_notebook.experiments.call_checks import (
+    check_graph,
+    check_input_names,
+    check_inputs,
+    check_metric,
+    check_no_inputs,
+)
 from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
 from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
@@ -30,8 +36,7 @@ def sweep(
     pg: PatchableGraph,
     axes: Mapping[str, Any],
     make_patches: Callable[..., PatchMap],
-    inputs: Inputs,
-    *,
+    *inputs: Any,
     metric: Callable[[Any], Any],
     batch: int | str | None = "auto",
     progress: bool = True,
@@ -39,8 +44,9 @@ def sweep(
     checkpoint: str | os.PathLike[str] | None = None,
     executor: Any = None,
     recipe: Any = None,
+    **input_kwargs: Any,
 ) -> DataArray:
-    """Returns what `metric` gives for each combination of the values of `axes`: what `PatchableGraph.sweep` calls.
+    """Returns what `metric` gives for each combination of the values of `axes`: `pg.sweep(...)` as a function.
 
     A cell that fails does not lose the others: it is NaN, `attrs["errors"]` says why, and one `ExperimentWarning` is
     given at the end.
@@ -50,7 +56,7 @@ def sweep(
         axes: From names to values, the dimensions of the result.
         make_patches: From a value of each axis to the patch map of a cell. It is called for all cells before any of
             them runs: what a patch looks up later (a variable that is set here) is what the last call left.
-        inputs: What the model runs on.
+        *inputs: What the model runs on, positional; or all of it as one `Inputs`.
         metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name.
         batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
         progress: Whether to show how far it is, how many cells are done in a second, and how long it will take.
@@ -69,6 +75,7 @@ def sweep(
             and with the weights that it has here, or the name of a file that `pg.save` wrote. Each process does it
             once, and its model must give what this one gives without patches, up to rounding: its cells fail
             otherwise.
+        **input_kwargs: What the model runs on, by keyword.
 
     Raises:
         SweepInterrupted: On an interrupt, once cells are run; a `KeyboardInterrupt`, whose `.result` has what is done.
@@ -88,10 +95,12 @@ def sweep(
         >>> result.dims, result.values
         (('unit',), array([1., 1.]))
     """
+    check_graph(pg)
     check_metric(metric)
+    given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Inputs) else Inputs(inputs, input_kwargs)
     check_no_inputs(batch=batch, progress=progress, backward=backward, checkpoint=checkpoint)
-    check_input_names(pg, inputs.kwargs, sweep)
-    check_inputs(pg, inputs)
+    check_input_names(pg, given.kwargs, sweep)
+    check_inputs(pg, given)
     extra("xarray", "the result of a sweep")
     _check_options(backward, checkpoint, executor)
     if executor is not None:
@@ -99,16 +108,16 @@ def sweep(
     values = axes_of(axes)
     cells = cells_of(values, make_patches)
     paths = list(dict.fromkeys(str(path) for cell in cells for path in cell.patches))
-    runner = CellRunner(pg, inputs, metric, paths, batch=batch, backward=backward)
+    runner = CellRunner(pg, given, metric, paths, batch=batch, backward=backward)
     metric_dims(runner.baseline, values)  # refuses names before anything is run
     file = None
     if checkpoint is not None:
-        file = Checkpoint(checkpoint, Identity.of(values, cells, metric, inputs, runner.baseline), cells)
+        file = Checkpoint(checkpoint, Identity.of(values, cells, metric, given, runner.baseline), cells)
     results = dict(file.done) if file is not None else {}
     chunks = list(remaining(runner.chunks(cells), results))
     dispatch = None
     if executor is not None and chunks:
-        work = Work(inputs, metric, paths, batch, Reference.of(pg, inputs, runner.baseline))
+        work = Work(given, metric, paths, batch, Reference.of(pg, given, runner.baseline))
         dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
 
     def run(shown: Progress) -> None:

@@ -1,0 +1,105 @@
+"""How the functions of experiments are called, and what they say of wrong calls."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphpatch_notebook.experiments as gx
+from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph, ZeroPatch
+from graphpatch_notebook.experiments import (
+    KLDivergence,
+    LogitDifference,
+    Noise,
+    ablate,
+    attribute,
+    causal_trace,
+    path_patch,
+    sweep,
+)
+from tests.experiments.hooked import gpt2
+
+CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
+METRIC = LogitDifference(4, 8)
+PATH = "transformer.h_0.output"
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return PatchableGraph(gpt2(), CLEAN)
+
+
+def without(position: int) -> dict[str, ZeroPatch]:
+    return {PATH: ZeroPatch(slice=(slice(None), position))}
+
+
+def test_sweep_is_a_function_that_does_what_the_method_does(pg: PatchableGraph) -> None:
+    settings: dict[str, Any] = {"metric": METRIC, "batch": None, "progress": False}
+    expected = pg.sweep({"position": range(7)}, without, CLEAN, **settings)
+    for found in (
+        sweep(pg, {"position": range(7)}, without, CLEAN, **settings),
+        gx.sweep(pg, {"position": range(7)}, without, input_ids=CLEAN, **settings),
+    ):
+        assert found.equals(expected)
+        assert found.attrs == expected.attrs
+    assert np.ptp(expected.values) > 0.01
+    parameters, of_method = inspect.signature(sweep).parameters, inspect.signature(PatchableGraph.sweep).parameters
+    assert list(parameters)[1:] == list(of_method)[1:]
+
+
+CALLS: dict[str, Any] = {
+    "sweep": lambda pg, metric: sweep(pg, {"position": [0]}, without, CLEAN, metric=metric),
+    "causal_trace": lambda pg, metric: causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, metric),
+    "ablate": lambda pg, metric: ablate(pg, [PATH], CLEAN, metric=metric),
+    "path_patch": lambda pg, metric: path_patch(pg, PATH, None, CLEAN, CORRUPTED, metric),
+    "attribute": lambda pg, metric: attribute(pg, metric, CLEAN, CORRUPTED),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+
+
+@each_call
+def test_a_model_in_place_of_its_graph(pg: PatchableGraph, call: Any) -> None:
+    with pytest.raises(TypeError, match="give a PatchableGraph, not a GPT2LMHeadModel"):
+        call(gpt2(), METRIC)
+
+
+@each_call
+def test_an_error_of_the_metric_says_what_it_was_given(pg: PatchableGraph, call: Any) -> None:
+    with pytest.raises(TypeError, match="tuple indices") as caught:
+        call(pg, lambda logits: logits[0, -1])
+    (note,) = caught.value.__notes__
+    assert note.startswith("graphpatch: raised by the metric for what the model returned without patches, a CausalLM")
+    assert "metrics are given the whole output (the logits of a language model are output.logits)" in note
+
+
+def test_each_reason_why_positions_cannot_be_told_comes_once() -> None:
+    extraction = ExtractionOptions(decompose=["scaled_dot_product_attention"])
+    pg = PatchableGraph(gpt2(6), CLEAN, extraction_options=extraction)
+    paths = [path for path in pg.nodes if path.endswith(("attn_pattern", "attn_scores", "ln_1.weight", "mlp.output"))]
+    with pytest.raises(ExperimentError, match="cannot be told") as caught:
+        causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC)
+    _, *lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("  'transformer.h_0.ln_1.weight', 'transformer.h_1.ln_1.weight', 'transformer.h_2.ln_1")
+    assert lines[0].endswith("and 3 others: a parameter has no positions; drop positions=")
+    assert "and 9 others: several dimensions of its shape (1, 4, 7, 7)" in lines[1]
+
+
+def test_signatures_are_those_that_a_user_needs() -> None:
+    noise, divergence = inspect.signature(Noise), inspect.signature(KLDivergence)
+    assert list(noise.parameters) == ["path", "scale", "deviations", "positions", "samples", "seed"]
+    assert noise.parameters["samples"].default == 10
+    assert noise.parameters["scale"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "InitVar" not in str(divergence)
+    assert list(divergence.parameters) == ["reference", "position"]
+    made = Noise("a.output", scale=0.5)
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
+    kept = pickle.loads(pickle.dumps(KLDivergence(torch.zeros(1, 2, 3))))
+    assert kept(torch.zeros(1, 2, 3)) == 0
