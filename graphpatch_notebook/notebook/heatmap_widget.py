@@ -9,17 +9,15 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-import anywidget
 import traitlets
 
 from graphpatch_notebook.experiments.grids import Grid, Side
-from graphpatch_notebook.notebook import front_end
-from graphpatch_notebook.notebook.browser_display import BrowserDisplay, has_front_end, is_terminal
+from graphpatch_notebook.notebook.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.result_cells import ResultCells
 from graphpatch_notebook.notebook.static_heatmap import static_heatmap, summary
 
 
-class ResultHeatmap(anywidget.AnyWidget):
+class ResultHeatmap(DisplayedWidget):
     """A heatmap of a result to point at and to click: what `show_heatmap` returns.
 
     In a notebook it shows the widget, and beside it a table that lives without a kernel. Elsewhere it is one line.
@@ -47,9 +45,6 @@ class ResultHeatmap(anywidget.AnyWidget):
         >>> heatmap.close()
     """
 
-    _esm, _css = front_end.for_anywidget()
-
-    front_end = traitlets.Bytes(front_end.packed(), read_only=True).tag(sync=True, echo_update=False)
     heatmap = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     values = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     cell: Any = traitlets.List(traitlets.Int(), default_value=None, allow_none=True).tag(sync=True)
@@ -59,20 +54,14 @@ class ResultHeatmap(anywidget.AnyWidget):
         self._cells = ResultCells.of_grid(grid, is_upward=is_upward)
         self._title = title
         self._own_id = uuid.uuid4().hex
-        self._display = BrowserDisplay(self._static_html)
         self.set_trait("heatmap", self._cells.state(title, self._own_id))
         self.set_trait("values", self._cells.packed())
-        super().__init__(model_id=self._own_id)
+        super().__init__(self._static_html, self._own_id)
 
     @property
     def grid(self) -> Grid:
         """What is shown."""
         return self._cells.grid
-
-    def close(self) -> None:
-        """Takes the widget out of the notebook; what was shown without a kernel stays."""
-        self._display.stop()
-        super().close()
 
     # -- the selected cell ---------------------------------------------------------------------------------------------
 
@@ -133,15 +122,6 @@ class ResultHeatmap(anywidget.AnyWidget):
         return self.grid.rows, self.grid.columns
 
     # -- where it is shown ---------------------------------------------------------------------------------------------
-
-    def _ipython_display_(self, **_: Any) -> None:
-        if self.comm is None or not has_front_end():
-            raise NotImplementedError  # what else there is shows it
-        shown: Any = super()._repr_mimebundle_()
-        self._display.show(*shown)
-
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        return None if is_terminal() else super()._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:
         return f"<Heatmap of {summary(self.grid)}>"

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import anywidget
 import traitlets
 
 import graphpatch_notebook
 from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.node_path import NodePath
-from graphpatch_notebook.notebook import front_end
-from graphpatch_notebook.notebook.browser_display import BrowserDisplay, has_front_end, is_terminal
 from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.requests import Desk, answer
 from graphpatch_notebook.notebook.runs import RunResult
 from graphpatch_notebook.notebook.scores import packed_scores, scores_by_path
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 _LONGEST_QUERY = 10_000
 
 
-class Browser(anywidget.AnyWidget):
+class Browser(DisplayedWidget):
     """The tree of a graph, to look at and to patch by click: what `pg.browse()` returns.
 
     All browsers of a graph, the magics, and `pg.browse()` again have the same chosen patches: what one changes, all
@@ -58,9 +56,6 @@ class Browser(anywidget.AnyWidget):
         >>> browser.close()
     """
 
-    _esm, _css = front_end.for_anywidget()
-
-    front_end = traitlets.Bytes(front_end.packed(), read_only=True).tag(sync=True, echo_update=False)
     skeleton = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
     about = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
     session = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
@@ -88,13 +83,12 @@ class Browser(anywidget.AnyWidget):
         self._is_receiving = 0
         self._waiting: set[str] = set()
         self._requests_lock = threading.Lock()
-        self._display = BrowserDisplay(self._static_html)
         model_id = uuid.uuid4().hex
         self._desk = Desk(session, workspace, self._rows, self._shared.runs, self._shared.typed, self._shared.written)
         self._own_id = model_id
         for name in ("skeleton", "about", "session", "run"):
             self.set_trait(name, self._value_of_trait(name, graph, skeleton))
-        super().__init__(model_id=model_id, selected=row, **_opened(skeleton, row))
+        super().__init__(self._static_html, model_id, selected=row, **_opened(skeleton, row))
         self._stop_listening = _listen(session, self)
         self._shared.add(self)
         self.on_msg(_answer_message)
@@ -168,7 +162,6 @@ class Browser(anywidget.AnyWidget):
         if stop is not None:
             stop()
             self._shared.remove(self)
-            self._display.stop()
             self._kept = None
         super().close()
 
@@ -299,16 +292,6 @@ class Browser(anywidget.AnyWidget):
         self.renew("run", "about")
 
     # -- where it is shown ---------------------------------------------------------------------------------------------
-
-    def _ipython_display_(self, **_: Any) -> None:
-        if self.comm is None or not has_front_end():
-            raise NotImplementedError  # what else there is shows it
-        shown: Any = super()._repr_mimebundle_()
-        self._display.show(*shown)
-
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        # In a terminal the tree has colours, which a bundle would not have.
-        return None if is_terminal() else super()._repr_mimebundle_(**options)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         place = self._place()

@@ -254,6 +254,17 @@ def test_all_browsers_follow_the_session_whoever_changes_it(graph: PatchableGrap
     assert line_of(two).states()[-1]["session"]["version"] == 3
 
 
+def test_a_browser_that_never_came_to_be_says_no_more_than_why(
+    graph: PatchableGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with pytest.raises(UnknownPathError):
+        graph.browse("no.such.path")
+    gc.collect()
+    assert not said
+
+
 def test_a_closed_browser_is_told_nothing_more(graph: PatchableGraph) -> None:
     browser = graph.browse()
     line = line_of(browser)

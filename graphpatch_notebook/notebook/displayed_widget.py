@@ -1,7 +1,7 @@
-"""How a browser is displayed in a notebook: the widget, and beside it a tree that lives without a kernel.
+"""A widget of the bundled front end as it is displayed in a notebook, and beside it HTML that lives without a kernel.
 
-The tree is displayed under an id of its own, and again whenever the chosen patches have changed: after a request of the
-front end at once, else when the cell that changed them has ended.
+The HTML is displayed under an id of its own, and again whenever it has changed: after a request of the front end at
+once, else when the cell that changed it has ended.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import anywidget
+import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
+
+from graphpatch_notebook.notebook import front_end
 
 # They have no types.
 _display: Callable[..., Any] = display
@@ -29,11 +33,46 @@ def is_terminal() -> bool:
     return get_ipython() is not None and not has_front_end()
 
 
-class BrowserDisplay:
-    """The displayed trees of one browser.
+class DisplayedWidget(anywidget.AnyWidget):
+    """A widget of the front end. Its subclasses say what it shows, and what stands in their place elsewhere.
 
     Args:
-        html: Returns the tree; `None` where there is none any more. Asked as long as its object lives.
+        html: A method that returns what is displayed beside it, and lives without a kernel; it has the widget's model
+            id in its classes, by which the live widget hides it. `None` where there is nothing any more.
+        model_id: The id.
+        **traits: As `Widget` takes them.
+    """
+
+    _esm, _css = front_end.for_anywidget()
+
+    front_end = traitlets.Bytes(front_end.packed(), read_only=True).tag(sync=True, echo_update=False)
+
+    def __init__(self, html: Callable[[], str | None], model_id: str, **traits: Any) -> None:
+        self._display = HtmlDisplay(html)
+        super().__init__(model_id=model_id, **traits)
+
+    def close(self) -> None:
+        """Takes the widget out of the notebook; what was shown without a kernel stays."""
+        if "_display" in self.__dict__:  # else it never came to be
+            self._display.stop()
+        super().close()
+
+    def _ipython_display_(self, **_: Any) -> None:
+        if self.comm is None or not has_front_end():
+            raise NotImplementedError  # what else there is shows it
+        bundle: Any = super()._repr_mimebundle_()
+        self._display.show(*bundle)
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        # In a terminal texts have colours, which a bundle would not have.
+        return None if is_terminal() else super()._repr_mimebundle_(**options)
+
+
+class HtmlDisplay:
+    """What is displayed beside one widget, wherever that is displayed.
+
+    Args:
+        html: Returns it; `None` where there is none any more. Asked as long as its object lives.
     """
 
     def __init__(self, html: Callable[[], str | None]) -> None:
@@ -43,7 +82,7 @@ class BrowserDisplay:
         self._stop_listening: Callable[[], None] = lambda: None
 
     def show(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Displays the widget, and the tree."""
+        """Displays the widget, and the HTML."""
         _display(bundle, metadata=metadata, raw=True)
         html = self._current()
         if html is None:
@@ -55,7 +94,7 @@ class BrowserDisplay:
         _display({"text/html": html}, raw=True, display_id=self._id)
 
     def renew(self) -> None:
-        """Displays the tree again, wherever it is displayed, if it has changed."""
+        """Displays the HTML again, wherever it is displayed, if it has changed."""
         if self._id is None:
             return
         html = self._current()
