@@ -32,6 +32,8 @@ _MARKED = 0.12
 _LEGEND = {"frameon": False, "borderpad": 0.1, "handletextpad": 0.4, "columnspacing": 1.2}
 _WIDE, _TALL = 11.0, 8.5
 """The most inches that cells take up in a new figure."""
+_WIDEST_CELL, _WIDE_ENOUGH = 0.62, 6.5
+"""The most inches a cell gets, and all of them together, for labels of columns that then need not stand upright."""
 _LEAST_TALL = 2.0
 """The least: what stands along a side in letters has to fit, too."""
 
@@ -93,6 +95,9 @@ class Layout:
             max(map(fonts.width, shown_labels(side, has_glyph))) for side in (grid.rows, grid.columns)
         )
         cell = max(fonts.height * 1.35, min(0.34, column_label + 0.1))
+        level = column_label + fonts.height / 2
+        if level <= _WIDEST_CELL and level * column_count <= _WIDE_ENOUGH:
+            cell = max(cell, level * 1.05)
         wide = min(max(column_count * cell, 2.0), _WIDE / min(facets[1], 3))
         height = max(fonts.height * 1.2, min(0.26, wide / column_count))
         tall = min(max(row_count * height, _LEAST_TALL), _TALL / min(facets[0], 3))

@@ -49,7 +49,7 @@ class Legend implements Part {
         "aria-pressed": tree.isSorted,
         onclick: () => tree.setSorted(!tree.isSorted),
       },
-      isBySize ? "Sort by size" : "Sort by score",
+      isBySize ? "Sort by size of score" : "Sort by score",
     );
     this.least = element("input", {
       class: "gp-field gp-least",

@@ -249,6 +249,15 @@ def test_no_label_is_cut_and_none_lies_on_another(shape: tuple[int, int]) -> Non
         assert not any(one.shrunk(0.9, 0.9).overlaps(two.shrunk(0.9, 0.9)) for one, two in itertools.pairwise(boxes))
 
 
+@pytest.mark.parametrize(
+    ("columns", "token", "angle"), [(5, " Tower", 0), (16, " Tower", 90), (5, " a_long_token", 90)]
+)
+def test_labels_of_columns_stand_upright_only_where_they_do_not_fit(columns: int, token: str, angle: float) -> None:
+    ax = plot_heatmap(xr.DataArray(np.eye(3, columns), dims=["path", "position"]), tokens=[token] * columns)
+    assert {label.get_rotation() for label in ax.get_xticklabels()} == {angle}
+    assert not cut_labels(ax)
+
+
 def test_thousands_of_rows_keep_few_ticks() -> None:
     result = xr.DataArray(np.zeros((3000, 5)), dims=["path", "position"])
     ax = plot_heatmap(result)

@@ -348,14 +348,19 @@ test("cells without a number are hatched, and it is said why", async () => {
   expect(query("figure .gp-note").textContent).toBe("1 value hatched: failed.");
 });
 
-test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => {
+test.each(["true", "false"])("axe finds nothing, also when cells are enlarged; light: %s", async (isLight) => {
   document.body.dataset.jpThemeLight = isLight;
   document.body.style.background = isLight === "true" ? "#fff" : "#111";
-  const { el } = await shown({}, VALUES, [1, 1]);
-  const { violations } = await axe.run(el);
-  expect(violations.map(({ id, nodes }) => [id, nodes.map((node) => `${node.html} ${node.failureSummary}`)])).toEqual(
-    [],
-  );
+  const views = [await shown({}, VALUES, [1, 1]), await square(60)];
+  for (let step = 0; step < 4; step++) views[1]?.query("[aria-label='Larger cells']").click();
+  await frame();
+  expect(views[1]?.el.querySelectorAll(".gp-heatmap-edge:not([hidden])").length).toBe(4);
+  for (const { el } of views) {
+    const { violations } = await axe.run(el);
+    expect(violations.map(({ id, nodes }) => [id, nodes.map((node) => `${node.html} ${node.failureSummary}`)])).toEqual(
+      [],
+    );
+  }
 });
 
 test("nothing is left when the view is taken away, and the static table is seen again", async () => {

@@ -169,11 +169,11 @@ function withScores(values: number[]) {
 test.each([
   [
     [1, -2, 1.5],
-    ["Sort by size", "the 10 largest in size", "size at least …"],
+    ["Sort by size of score", "the 10 largest in size", "size at least …"],
   ],
   [
     [-1, -2, -3],
-    ["Sort by size", "the 10 largest in size", "size at least …"],
+    ["Sort by size of score", "the 10 largest in size", "size at least …"],
   ],
   [
     [1, 2, 3],
