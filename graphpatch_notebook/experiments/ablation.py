@@ -13,7 +13,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.call_checks import check_graph, check_input_names, check_metric
 from graphpatch_notebook.experiments.cells import PatchMap
-from graphpatch_notebook.experiments.heads import HeadPlaces, head_places
+from graphpatch_notebook.experiments.heads import HeadPlaces, head_places, shapes_of
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import PositionDim, Positions, chosen_positions, position_dims
 from graphpatch_notebook.experiments.recordings import Paths, record, several_paths
@@ -108,7 +108,7 @@ def ablate(
     axes: dict[str, Any] = {"path": names}
     places: HeadPlaces | None = None
     if heads is not None:
-        places = head_places(pg, values, heads, given, position_dim)
+        places = head_places(pg, shapes_of(values), heads, given.rows, position_dim)
         axes["head"] = range(heads)
     if positions is not None:
         axes["position"] = chosen_positions(positions, values, dims)
@@ -230,10 +230,9 @@ class _Fills:
 
 
 def _batch_size(inputs: Inputs, what: str) -> int:
-    for value in inputs.tensors():
-        if value.ndim:
-            return len(value)
-    raise ExperimentError(f"there is no tensor in {what} whose first dimension could be the batch")
+    if inputs.rows is None:
+        raise ExperimentError(f"there is no tensor in {what} whose first dimension could be the batch")
+    return inputs.rows
 
 
 def _check_method(method: str, reference: Any, mean_over: str, seed: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,18 +16,20 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
 from graphpatch_notebook.experiments.call_checks import check_graph, check_inputs, check_metric
 from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.heads import head_places
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.labels import metric_name
-from graphpatch_notebook.experiments.positions import Positions
+from graphpatch_notebook.experiments.positions import PositionDim, Positions
 from graphpatch_notebook.experiments.ranking import ranked
 from graphpatch_notebook.experiments.recordings import check_same_shapes
+from graphpatch_notebook.experiments.reductions import Kept
 from graphpatch_notebook.experiments.score_positions import PositionAxis
-from graphpatch_notebook.experiments.scored_nodes import selected_nodes
+from graphpatch_notebook.experiments.scored_nodes import ScoredNode, selected_nodes
 from graphpatch_notebook.experiments.tracing import Noise
 from graphpatch_notebook.experiments.value_names import names_in, same_values
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.values import readable_children
+from graphpatch_notebook.values import TensorSpec, readable_children
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ def attribute(
     paths: Iterable[str | NodePath] | None = None,
     positions: Positions = None,
     position_dim: int | Mapping[str, int] | None = None,
+    heads: int | None = None,
     max_bytes: int = 2**30,
 ) -> DataArray:
     """Returns a score for every node at once: an estimate of what putting its clean value into the corrupted run does.
@@ -78,14 +82,16 @@ def attribute(
             slice, negative ones counted from the end.
         position_dim: Which dimension of a value runs along the sequence, where several could, or where the model takes
             no tokens: one number for all, or a dict by path.
+        heads: Give a score to each of so many heads; `paths` are then values in which heads are apart
+            (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         max_bytes: How much memory the kept values and their gradients may take; where they take more, the nodes are
             done in several groups, each with runs of its own, which changes no score.
 
     Returns:
-        An array of dims `("path",)`, or `("path", "position")`. NaN stands for a node without a score: the attribute
-        `skipped` says why, by path. Further attributes: `clean` and `corrupted`, what the metric gives for the runs;
-        `method`; `steps`; `roots`, the nodes at which the runs begin to differ; `same_values`, for names of one value
-        the one that stands for all; `remarks`. Parameters score 0: they are the same in both runs.
+        An array of dims `("path",)`, and `"head"` and `"position"` where asked for. NaN stands for a node without a
+        score: the attribute `skipped` says why, by path. Further attributes: `clean` and `corrupted`, what the metric
+        gives for the runs; `method`; `steps`; `roots`, the nodes at which the runs begin to differ; `same_values`, for
+        names of one value the one that stands for all; `remarks`. Parameters score 0: they are the same in both runs.
 
     Raises:
         UnknownPathError: There is no such path; nothing ran.
@@ -123,11 +129,13 @@ def attribute(
     selected = selected_nodes(pg.nodes, paths)
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
-    dims = {} if axis is None else axis.dims
+    kept = {path: Kept(dim) for path, dim in (axis.dims if axis is not None else {}).items()}
+    if heads is not None:
+        kept = _with_heads(pg, wanted, paths, heads, position_dim, kept)
     xarray = extra("xarray", "an array of scores")  # before anything runs
-    found = AttributionRuns(pg, metric, *given, selected.nodes, dims, fractions, _bytes(max_bytes)).run()
+    found = AttributionRuns(pg, metric, *given, selected.nodes, kept, fractions, _bytes(max_bytes)).run()
     found.problems |= selected.skipped
-    result = _data_array(xarray, selected.paths, found, axis, metric)
+    result = _data_array(xarray, selected.paths, found, axis, heads, metric)
     result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
     result.attrs["same_values"] = same_values(pg, [node.path for node in selected.nodes if node.is_wanted])
     _tell(result)
@@ -198,18 +206,47 @@ def _bytes(max_bytes: Any) -> int:
     return int(min(max_bytes, 2**62))
 
 
+def _with_heads(
+    pg: PatchableGraph,
+    nodes: Iterable[ScoredNode],
+    paths: Any,
+    count: int,
+    position_dim: PositionDim,
+    kept: Mapping[str, Kept],
+) -> dict[str, Kept]:
+    """Returns the dimensions of the positions in values, and of the heads."""
+    if paths is None:
+        raise ExperimentError("heads= needs values in which heads are apart: paths=['h_0.attn.c_proj.x', ...]")
+    given = (node.spec.shape for node in pg.nodes.root.inputs() if isinstance(node.spec, TensorSpec))
+    rows = next((shape[0] for shape in given if shape), None)
+    shapes = {node.path: tuple(node.spec.shape) for node in nodes}
+    places = head_places(pg, shapes, count, rows, position_dim)
+    return {path: replace(kept.get(path, Kept()), heads=dim, count=count) for path, dim in places.dims.items()}
+
+
 def _data_array(
-    xarray: Any, paths: list[str], found: Found, axis: PositionAxis | None, metric: Callable[[Any], Any]
+    xarray: Any,
+    paths: list[str],
+    found: Found,
+    axis: PositionAxis | None,
+    heads: int | None,
+    metric: Callable[[Any], Any],
 ) -> DataArray:
-    scores = found.scores
-    if axis is None:
-        data = np.array([float(scores[path]) if path in scores else math.nan for path in paths])
-        coords: dict[str, Any] = {"path": paths}
-    else:
-        nothing = np.full(len(axis.positions), math.nan)
-        rows = [axis.row(path, scores[path]) if path in scores else nothing for path in paths]
-        data = np.stack(rows) if rows else np.empty((0, len(axis.positions)))
-        coords = {"path": paths, "position": axis.positions}
+    coords: dict[str, Any] = {"path": paths}
+    if heads is not None:
+        coords["head"] = list(range(heads))
+    if axis is not None:
+        coords["position"] = axis.positions
+    data = np.full([len(values) for values in coords.values()], math.nan)
+    for number, path in enumerate(paths):
+        if path not in found.scores:
+            continue
+        scores = found.scores[path]
+        for head in range(heads or 1):  # the score of a value that does not differ has no dimension
+            part = scores[head] if heads is not None and scores.ndim else scores
+            where = (number, head) if heads is not None else (number,)
+            data[where] = part if axis is None else axis.row(path, part)
+    if axis is not None:
         found.problems = {**axis.problems, **found.problems}
     skipped = {path: found.problems[path] for path in (*paths, *found.problems) if path in found.problems}
     attrs = {

@@ -8,7 +8,7 @@ backward       of each of these but for the integrated first   (reductions)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from graphpatch_notebook.experiments.gradient_run import Differences, GradientRu
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import noted_metric
-from graphpatch_notebook.experiments.reductions import Scores, scores_of
+from graphpatch_notebook.experiments.reductions import Kept, Scores, scores_of
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -106,7 +106,7 @@ class AttributionRuns:
         clean: The clean inputs.
         corrupted: The corrupted ones.
         nodes: All nodes that hold floating-point tensors, in order of execution.
-        dims: For paths with positions, the dimension of the value that these are.
+        kept: For paths with positions or heads, the dimensions of the value that these are.
         fractions: Where, on the way from corrupted to clean, gradients are taken: `[0.0]` for the corrupted run.
         max_bytes: How many bytes the values that are kept, and their gradients, may take.
     """
@@ -118,7 +118,7 @@ class AttributionRuns:
         clean: Inputs,
         corrupted: Inputs,
         nodes: Sequence[ScoredNode],
-        dims: dict[str, int],
+        kept: Mapping[str, Kept],
         fractions: Sequence[float],
         max_bytes: int,
     ) -> None:
@@ -127,7 +127,7 @@ class AttributionRuns:
         self._clean = clean
         self._corrupted = corrupted
         self._nodes = [node for node in nodes if not node.is_parameter]
-        self._dims = dims
+        self._kept = kept
         self._fractions = fractions
         self._max_bytes = max_bytes
         self._stage = Stage()
@@ -235,7 +235,7 @@ class AttributionRuns:
                 metric = self._gradient_run(run, state)
             else:
                 run, metric = first
-            scores = scores_of(metric, run, differences, self._dims, problems)
+            scores = scores_of(metric, run, differences, self._kept, problems)
             for path, score in scores.items():
                 totals[path] = totals.get(path, 0.0) + score / len(self._fractions)
         self._found.problems |= problems

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.heads import head_places
+from graphpatch_notebook.experiments.heads import head_places, shapes_of
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.recordings import targets
 from graphpatch_notebook.node_path import NodePath
@@ -81,7 +81,7 @@ def head_ends(
     indexed = next((end for end in senders.values() if end.index is not None), None)
     if indexed is not None:
         raise ExperimentError(f"heads= takes senders apart, but {indexed.label!r} has an index; give one of the two")
-    places = head_places(pg, values, heads, inputs)
+    places = head_places(pg, shapes_of(values), heads, inputs.rows)
     return {
         (start, head): replace(end, index=(*places.index(end.path, head), ...))
         for start, end in senders.items()

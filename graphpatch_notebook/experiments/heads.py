@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.head_mixing import mixing_of
-from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.positions import PositionDim, position_dims
 from graphpatch_notebook.experiments.recordings import targets
 from graphpatch_notebook.patchable_graph import PatchableGraph
+
+Shape: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,24 @@ class HeadPlaces:
         return (*(slice(None),) * self.dims[path], self.part(path, head))
 
 
+def shapes_of(values: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Returns the shapes of values."""
+    return {path: tuple(value.shape) for path, value in values.items()}
+
+
 def head_places(
-    pg: PatchableGraph, values: Mapping[str, Tensor], count: Any, inputs: Inputs, position_dim: PositionDim = None
+    pg: PatchableGraph, shapes: Mapping[str, Shape], count: Any, rows: int | None, position_dim: PositionDim = None
 ) -> HeadPlaces:
-    """Returns where `count` heads lie in values.
+    """Returns where `count` heads lie in values of some shapes.
 
     They lie side by side in the last dimension, or have a dimension of their own: one of their number, of a value with
     four dimensions or more, that is neither the first, nor the last, nor known to run along the sequence.
 
     Args:
         pg: The graph.
-        values: The values, by path.
+        shapes: The shapes, by path.
         count: How many heads a user says that there are.
-        inputs: What the model was run on.
+        rows: How many rows the batch has, if that is known.
         position_dim: What he says runs along the sequence.
 
     Raises:
@@ -61,15 +67,14 @@ def head_places(
     if type(count) is not int or count < 1:
         raise ExperimentError(f"heads is a number from 1 on, not {count!r}")
     dims = {}
-    for path, value in values.items():
-        sequence = _sequence_dim(pg, path, position_dim)
-        dims[path] = _dim(path, tuple(value.shape), count, sequence)
-        _check_rows(path, tuple(value.shape), count, inputs)
-    _check_apart(pg, values)
-    return HeadPlaces(count, dims, {path: values[path].shape[dim] // count for path, dim in dims.items()})
+    for path, shape in shapes.items():
+        dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))
+        _check_rows(path, shape, count, rows)
+    _check_apart(pg, shapes)
+    return HeadPlaces(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
-def _dim(path: str, shape: tuple[int, ...], count: int, sequence: int | None) -> int:
+def _dim(path: str, shape: Shape, count: int, sequence: int | None) -> int:
     own = [dim for dim in range(1, len(shape) - 1) if shape[dim] == count and dim != sequence] if len(shape) > 3 else []
     if len(own) > 1:
         raise ExperimentError(
@@ -93,9 +98,8 @@ def _sequence_dim(pg: PatchableGraph, path: str, position_dim: PositionDim) -> i
         return None
 
 
-def _check_rows(path: str, shape: tuple[int, ...], count: int, inputs: Inputs) -> None:
+def _check_rows(path: str, shape: Shape, count: int, rows: int | None) -> None:
     """Refuses values whose first dimension holds the rows of the batch and the heads of each."""
-    rows = next((len(value) for value in inputs.tensors() if value.ndim), None)
     if count > 1 and rows is not None and len(shape) == 3 and shape[0] == rows * count and shape[1] != rows:
         raise ExperimentError(
             f"{path!r} is of shape {shape}: its first dimension has the {count} heads of {rows} rows, one after "

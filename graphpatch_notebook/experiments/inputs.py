@@ -32,6 +32,11 @@ class Inputs:
         """Yields the arguments that are tensors."""
         return (value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor))
 
+    @property
+    def rows(self) -> int | None:
+        """How many rows the batch has: the size of the first dimension of the first tensor."""
+        return next((len(tensor) for tensor in self.tensors() if tensor.ndim), None)
+
 
 class SameInputs(Inputs):
     """Inputs for one run, whose very tensors are given to the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,35 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.gradient_run import Differences, GradientRun
 
 Scores = np.ndarray[Any, np.dtype[np.float64]]
-Part = tuple[int, int | None]
-"""The number of a slot, and the dimension of its value that is kept."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The dimensions of a value whose entries get scores of their own; heads come first in these.
+
+    Attributes:
+        position: The one that runs along the sequence.
+        heads: The one that heads lie in, each in as many entries.
+        count: How many heads there are.
+    """
+
+    position: int | None = None
+    heads: int | None = None
+    count: int = 1
+
+    def summed(self, product: Tensor) -> Tensor:
+        """Returns the sums of a tensor over what is not kept."""
+        kept = [] if self.position is None else [self.position]
+        if self.heads is not None:
+            product = product.unflatten(self.heads, (self.count, -1))
+            kept = [self.heads, *(dim + (dim > self.heads) for dim in kept)]
+        others = [dim for dim in range(product.dim()) if dim not in kept]
+        sums = product.sum(others) if others else product
+        return sums.T if kept != sorted(kept) else sums
+
+
+Part = tuple[int, Kept | None]
+"""The number of a slot, and what of its value is kept."""
 
 _UNREACHED = (
     "no gradient reaches it: the metric does not depend on it, or not in a way that can be differentiated, or the "
@@ -23,12 +51,12 @@ _UNREACHED = (
 
 
 def scores_of(
-    metric: Tensor, run: GradientRun, differences: Differences, dims: Mapping[str, int], problems: dict[str, str]
+    metric: Tensor, run: GradientRun, differences: Differences, kept: Mapping[str, Kept], problems: dict[str, str]
 ) -> dict[str, Scores]:
     """Returns the scores of one run by path, for its gradients alone; adds to `problems` what has none."""
     wanted = {path: slots for path, slots in run.by_path.items() if path not in differences.problems}
     parts = dict.fromkeys(
-        (slot, dims.get(path)) for path, slots in wanted.items() for slot in slots if slot is not None
+        (slot, kept.get(path)) for path, slots in wanted.items() for slot in slots if slot is not None
     )
     by_part = _by_part(metric, run, differences, parts)
     scores: dict[str, Scores] = {}
@@ -37,7 +65,7 @@ def scores_of(
         for slot, number in zip(slots, differences.by_path[path], strict=True):
             if number is None:
                 found.append(np.zeros(()))
-            elif slot is None or (score := by_part[slot, dims.get(path)]) is None:
+            elif slot is None or (score := by_part[slot, kept.get(path)]) is None:
                 problems[path] = _UNREACHED
             else:
                 found.append(score)
@@ -55,16 +83,16 @@ def _by_part(
     gradients = _gradients(metric, run)
     tensors: dict[Part, Tensor | None] = {}
     known: dict[Any, Tensor] = {}  # names of one tensor often have one gradient, too
-    for slot, dim in parts:
+    for slot, kept in parts:
         number, gradient = run.slots[slot], gradients[slot]
         difference = differences.tensors[number]
         if gradient is None:
-            tensors[slot, dim] = None if bool(difference.any()) else difference.new_zeros(())
+            tensors[slot, kept] = None if bool(difference.any()) else difference.new_zeros(())
             continue
-        key = (number, dim, gradient.data_ptr(), gradient.stride())
+        key = (number, kept, gradient.data_ptr(), gradient.stride())
         if key not in known:
-            known[key] = _reduced(difference, gradient, dim, differences.is_careful)
-        tensors[slot, dim] = known[key]
+            known[key] = _reduced(difference, gradient, kept, differences.is_careful)
+        tensors[slot, kept] = known[key]
     return _as_arrays(tensors)
 
 
@@ -77,17 +105,14 @@ def _gradients(metric: Tensor, run: GradientRun) -> list[Tensor | None]:
         raise ExperimentError(f"the gradients of the metric cannot be computed: {error}") from error
 
 
-def _reduced(difference: Tensor, gradient: Tensor, dim: int | None, is_careful: bool) -> Tensor:
+def _reduced(difference: Tensor, gradient: Tensor, kept: Kept | None, is_careful: bool) -> Tensor:
     gradient = gradient.to(difference.dtype)
-    if dim is None and not is_careful:
+    if kept is None and not is_careful:
         return torch.dot(difference.reshape(-1), gradient.reshape(-1))
     product = difference * gradient
     if is_careful:  # infinite differences that do not matter, and infinite gradients of what does not differ
         product = torch.where((difference == 0) | (gradient == 0), 0, product)
-    if dim is None:
-        return product.sum()
-    others = [other for other in range(difference.dim()) if other != dim]
-    return product.sum(others) if others else product
+    return product.sum() if kept is None else kept.summed(product)
 
 
 def _as_arrays(tensors: Mapping[Part, Tensor | None]) -> dict[Part, Scores | None]:

@@ -15,7 +15,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Array, Comparison
-from graphpatch_notebook.experiments.heads import HeadPlaces, head_places
+from graphpatch_notebook.experiments.heads import HeadPlaces, head_places, shapes_of
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.positions import (
     PositionDim,
@@ -178,7 +178,7 @@ def causal_trace(
     axes["path"] = names
     restoring = _Restoring(axes, {name: run.values[name] for name in names}, window)
     if heads is not None:
-        restoring.heads = head_places(pg, restoring.values, heads, inputs, position_dim)
+        restoring.heads = head_places(pg, shapes_of(restoring.values), heads, inputs.rows, position_dim)
         axes["head"] = range(heads)
     if positions is not False:
         restoring.dims = position_dims(pg, names, position_dim)

@@ -24,7 +24,15 @@ from transformers import (
 )
 
 from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph
-from graphpatch_notebook.experiments import LogitDifference, Noise, ablate, attribute, causal_trace, path_patch
+from graphpatch_notebook.experiments import (
+    LogitDifference,
+    Noise,
+    ablate,
+    attribute,
+    causal_trace,
+    path_patch,
+    top_scores,
+)
 from tests.experiments.hooked import edited, gpt2, llama, outputs, putting
 from tests.integrations.test_transformer_lens import lens
 
@@ -124,6 +132,50 @@ def test_senders_are_taken_apart_into_heads(host: Any) -> None:
     single = path_patch(pg, paths[0], [paths[2], None], CLEAN, CORRUPTED, METRIC, heads=4, **options)
     assert single.dims == ("head", "receiver")
     assert (single.sel(receiver="output").values == found.values[0]).all()
+
+
+def scored_by_hand(model: nn.Module, names: list[str]) -> list[Tensor]:
+    """Returns (clean - corrupted) * gradient on the corrupted inputs, for each entry of what modules are given."""
+    clean = outputs(model, names, lambda: model(CLEAN), of_inputs=True)
+    kept: dict[str, Tensor] = {}
+
+    def keeping(name: str) -> Any:
+        def edit(value: Tensor) -> Tensor:
+            kept[name] = value
+            return value
+
+        return edit
+
+    with edited(model, {name: keeping(name) for name in names}, of_inputs=True):
+        gradients = torch.autograd.grad(METRIC(model(CORRUPTED)), [kept[name] for name in names])
+    return [(a - kept[name].detach()) * g for a, name, g in zip(clean, names, gradients, strict=True)]
+
+
+def test_scores_of_heads_equal_autograd_by_hand(host: Any) -> None:
+    model, pg, paths, names = host
+    by_hand = torch.stack(scored_by_hand(model, names))[:, 0].unflatten(-1, (4, 4)).sum(-1)  # (path, position, head)
+    found = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths, heads=4)
+    assert found.dims == ("path", "head")
+    assert found.values == pytest.approx(by_hand.sum(1).numpy(), abs=1e-6)
+    assert found.sum("head").values == pytest.approx(
+        attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths).values, abs=2e-6
+    )
+    by_position = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths, heads=4, positions=[-1, 2, 0])
+    assert by_position.dims == ("path", "head", "position")
+    assert by_position.values == pytest.approx(by_hand[:, [6, 2, 0]].transpose(1, 2).numpy(), abs=1e-6)
+    assert np.ptp(by_position.values[..., 0]) > 0.1
+    assert (by_position.values[..., 2] == 0).all()
+    inside = paths[1].rsplit(".", 2)[0]
+    own = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=[f"{inside}.attn_output"], heads=4, positions=True)
+    assert own.values[0] == pytest.approx(by_hand[1].T.numpy(), abs=1e-6)  # (1, heads, positions, 4)
+    assert top_scores(own, 1).index.names == ["path", "head", "position"]
+
+
+def test_scores_of_heads_need_paths_of_heads(pg: PatchableGraph) -> None:
+    with pytest.raises(ExperimentError, match="heads= needs values in which heads are apart: paths="):
+        attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4)
+    with pytest.raises(ExperimentError, match=r"give 'transformer.h_0.attn.c_proj.x'"):
+        attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4, paths=["transformer.h_0.attn.output|sub_0"])
 
 
 # -- mixed heads -------------------------------------------------------------------------------------------------------
