@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -161,18 +161,17 @@ class GivenValues:
         return None
 
 
-def problem_of_result(module: Module, given: GivenValues, output: Any) -> str | None:
+def problem_of_result(given: GivenValues, output: Any) -> str | None:
     """Returns why a frame cannot be left out of a run that has its result, in words; `None` where it can.
 
+    Hooks of modules inside it are another reason: see `holds_one_of`.
+
     Args:
-        module: Its module.
         given: What it was given.
         output: What it returned.
     """
     if (change := given.change()) is not None:
         return change
-    if _has_hooks_inside(module):
-        return "there are hooks on modules inside it"
     storages = {storage_of(tensor) for tensor, _ in given.tensors}
     for leaf in leaves_of(output):
         if isinstance(leaf, Tensor):
@@ -204,9 +203,9 @@ def storage_of(tensor: Tensor) -> Any:
         return id(tensor)
 
 
-def _has_hooks_inside(module: Module) -> bool:
-    """Whether there are hooks on modules below `module` that would not run with it; those on itself do."""
-    return any(has_hooks(inner) for inner in module.modules() if inner is not module)
+def holds_one_of(module: Module, hooked: Sequence[Module]) -> bool:
+    """Whether some of these modules (those with hooks) are below `module`: their hooks would not run with it."""
+    return bool(hooked) and any(inner is not module and inner in hooked for inner in module.modules())
 
 
 def has_hooks(module: Module) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
     ModuleLook,
     changed_object,
+    has_hooks,
+    holds_one_of,
     is_stateless,
     leaves_of,
     problem_of_result,
@@ -45,6 +48,7 @@ class FrameNode:
         is_open: Whether what it calls is to be told apart: it holds a value that will be patched.
         ended: When its `forward` returned, by the clock of the recording; `NEVER` for one that was not seen to.
         value: What it returned, if that was kept.
+        pair: What it was given and what it returned, where both are one tensor, and that was kept.
         problem: Why it cannot be left out of a run, in words; `None` where it can.
         is_written_later: Whether somebody writes into what it returned: each run needs a copy of its own.
     """
@@ -54,6 +58,7 @@ class FrameNode:
     is_open: bool = False
     ended: float = NEVER
     value: Any = None
+    pair: tuple[Tensor, Tensor] | None = None
     problem: str | None = "it was not recorded"
     is_written_later: bool = False
 
@@ -106,7 +111,9 @@ class FrameTree:
 class FrameWatch(Protocol):
     """Sees every frame of a run."""
 
-    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    def begin(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
         """A frame begins; returns what runs in place of its `forward`, if anything does."""
 
     def returned(self, output: Any) -> None:
@@ -124,6 +131,9 @@ class RunningFrame:
     given: GivenValues | None = None
     change: str | None = None
     has_returned: bool = False
+    is_paired: bool = False
+    is_covered: bool = False
+    is_kept: bool = False
 
 
 class FrameStack:
@@ -146,26 +156,42 @@ class Recording:
 
     Args:
         tree: Where it is written to; the frames that are open must be so already.
+        model: The model that runs.
+        wants_pair: Whether what the frames of a module are given and return is to be kept, too, wherever they are.
 
     Attributes:
         state_change: What the run changes in the model, in words; `None` for nothing.
     """
 
-    def __init__(self, tree: FrameTree) -> None:
+    def __init__(
+        self, tree: FrameTree, model: Module, wants_pair: Callable[[Module], bool | None] | None = None
+    ) -> None:
         self._tree = tree
+        self._model = model
+        self._wants_pair = wants_pair
         self._stack = FrameStack(tree)
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
+        self._given: list[tuple[FrameNode, Tensor, int]] = []
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.state_change: str | None = None
 
-    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_kept = self._stack.running[-1].node.is_open
+    def begin(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        caller = self._stack.running[-1]
+        is_kept = caller.node.is_open
         running = self._stack.push(module)
         with without_torch_functions():
             if not is_stateless(module):
                 running.look = ModuleLook(module, self._objects)
-            if is_kept:
+            if self._wants_pair is not None and not caller.is_covered and not running.node.is_open:
+                wants_pair = len(args) + len(kwargs) == 1 and self._wants_pair(module)
+                running.is_paired = wants_pair is not False
+                running.is_covered = wants_pair is True
+            running.is_covered = running.is_covered or caller.is_covered
+            if is_kept or running.is_paired:
                 running.given = GivenValues(args, kwargs)
+            running.is_kept = is_kept
 
     def returned(self, output: Any) -> None:
         running = self._stack.running[-1]
@@ -183,12 +209,30 @@ class Recording:
         self.state_change = self.state_change or change
         node.ended = self._tree.tick()
         node.problem = change
+        node.pair = None
         if running.given is None or change is not None:
             return
-        node.problem = problem_of_result(node.module, running.given, output)
-        if node.problem is None:
-            node.value = with_own_containers(own_tensors(output) if node.is_written_later else output)
+        problem = problem_of_result(running.given, output)
+        if running.is_kept:
+            node.problem = problem
+        if problem is not None:
+            return
+        kept = with_own_containers(own_tensors(output) if node.is_written_later else output)
+        if running.is_kept:
+            node.value = kept
+        if running.is_paired:
+            node.pair = self._pair(node, running.given, kept)
+        if running.is_kept or node.pair is not None:
             self._kept.append((node, [(tensor, version_of(tensor)) for tensor in tensors_in(output)]))
+
+    def _pair(self, node: FrameNode, given: GivenValues, output: Any) -> tuple[Tensor, Tensor] | None:
+        if len(given.tensors) != 1 or not isinstance(output, Tensor):
+            return None
+        ((tensor, version),) = given.tensors
+        if not tensor.is_floating_point() or tensor.dim() < 2 or output.shape[:-1] != tensor.shape[:-1]:
+            return None
+        self._given.append((node, tensor, version))
+        return tensor, output
 
     def end(self) -> None:
         running = self._stack.running.pop()
@@ -198,11 +242,23 @@ class Recording:
     def close(self) -> bool:
         """Ends the recording; says whether somebody wrote into what a frame had returned: then record once more."""
         is_spoilt = False
+        hooked = [module for module in self._model.modules() if has_hooks(module)]
         self.state_change = self.state_change or changed_object(self._objects)
         for node, marks in self._kept:
             if not node.is_written_later and any(version_of(tensor) != version for tensor, version in marks):
                 node.is_written_later = is_spoilt = True
+            if node.module is not None and holds_one_of(node.module, hooked):
+                node.problem, node.value, node.pair = "there are hooks on modules inside it", None, None
+        for node, tensor, version in self._given:
+            if version_of(tensor) != version:
+                node.pair = None
         return is_spoilt
+
+
+StandIn = Callable[..., Any]
+"""What runs in place of a `forward`, which it is given first."""
+
+_NONE: Mapping[FrameNode, StandIn] = {}
 
 
 class Replay:
@@ -213,14 +269,18 @@ class Replay:
         values: What each frame that is left out returns.
     """
 
-    def __init__(self, tree: FrameTree, values: Mapping[FrameNode, Any]) -> None:
+    def __init__(self, tree: FrameTree, values: Mapping[FrameNode, Any], stand_ins: Mapping[FrameNode, StandIn] = _NONE) -> None:
         self._stack = FrameStack(tree)
         self._values = values
+        self._stand_ins = stand_ins
 
-    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    def begin(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
         node = self._stack.push(module).node
         if node not in self._values:
-            return None
+            stand_in = self._stand_ins.get(node)
+            return None if stand_in is None else partial(stand_in, forward)
         # The caller may put more into a list that it is given, or write into a dict.
         value = with_own_containers(self._values[node])
         return lambda *_args, **_kwargs: value
@@ -282,7 +342,7 @@ class WatchedRun(Run):
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         __tracebackhide__ = True
-        instead = self.frames.begin(module, args, kwargs)
+        instead = self.frames.begin(module, forward, args, kwargs)
         try:
             output = super().on_forward(module, instead or forward, args, kwargs)
             self.frames.returned(output)

@@ -21,6 +21,7 @@ from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
 from graphpatch_notebook.experiments.survey import Mark, Survey, survey
 from graphpatch_notebook.experiments.trimming import reads_last_position, trims
+from graphpatch_notebook.experiments.unread_positions import read_at_last_only
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 
@@ -67,7 +68,7 @@ def common_work(
     targets = _targets(pg, paths)
     state = KeptState(pg._module)
     try:
-        common = _looked_at(pg, inputs, metric, targets, state, batch)
+        common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
     finally:
         state.restore()
     if backward and common.baseline.values.size != 1:
@@ -93,12 +94,13 @@ def _looked_at(
     targets: Sequence[Target],
     state: KeptState,
     batch: int | str | None,
+    backward: bool,
 ) -> CommonWork:
     common = CommonWork(inputs, inputs)
     if batch is not None and (alone := _why_alone(pg, metric)) is not None:
         common.remarks.append(f"cells ran one by one: {alone}")
         batch = None
-    reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch) or state.change()
+    reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch, backward) or state.change()
     if reason is not None:
         state.restore()
         common.inputs, common.keeps_last_logits, common.survey = inputs, False, None
@@ -109,11 +111,27 @@ def _looked_at(
     common.work = Work.of(common.survey.tree)
     if batch is not None:
         try:
-            common.rows = row_work(pg, common.inputs, common.survey, targets, batch)
+            common.rows = shared_rows(pg, common, targets, batch)
         except RowsError as reason:
             common.remarks.append(f"cells ran one by one: {reason}")
             leave_nothing_out(pg, common, metric, targets)
     return common
+
+
+def shared_rows(
+    pg: PatchableGraph,
+    common: CommonWork,
+    targets: Sequence[Target],
+    batch: int | str,
+    *,
+    may_assume: bool = True,
+) -> RowWork:
+    """Returns how cells share a forward; raises as `row_work` does."""
+    assert common.survey is not None
+    rows = row_work(pg, common.inputs, common.survey, targets, batch, may_assume=may_assume)
+    if common.keeps_last_logits:
+        rows.last_only = read_at_last_only(pg, common.inputs, common.survey, rows.stand_ins)
+    return rows
 
 
 def leave_nothing_out(
@@ -156,6 +174,7 @@ def _survey(
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
     batch: int | str | None,
+    backward: bool,
 ) -> str | None:
     """Surveys a run that leaves out as much as can be; returns why cells must run as in a plain loop, if they must."""
     inputs = common.full_inputs
@@ -165,7 +184,7 @@ def _survey(
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         # Torch's fused kernels are not used under a mode: their numbers would be others.
         notes_reads = batch is not None and not _holds_fused(pg)
-        found = survey(pg, trimmed, targets, notes_reads=notes_reads)
+        found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=notes_reads and not backward)
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
         if keeps_last := "logits_to_keep" in extra:

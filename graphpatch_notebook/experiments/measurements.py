@@ -45,7 +45,9 @@ class Measurement:
         if self.form != other.form:
             return 0.0
         with np.errstate(invalid="ignore"):  # of infinite numbers
-            return float(np.nan_to_num(np.abs(self.values - other.values)).sum())
+            distances = np.abs(self.values - other.values)
+            whole = float(distances.sum())
+        return whole if math.isfinite(whole) else float(np.nan_to_num(distances).sum())
 
     def to_json(self) -> Any:
         """Returns what `from_json` makes the same measurement of, bit for bit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,20 +25,44 @@ _WILD = 6
 _passed: WeakKeyDictionary[PatchableGraph, set[Any]] = WeakKeyDictionary()
 
 
+class PassedTest:
+    """A test of a graph, which it need not pass again: for inputs of the same form, and patches in the same places.
+
+    Args:
+        pg: The graph.
+        inputs: What it runs on.
+        rows: How interventions share a forward.
+        others: What else it was done with, to be told from other things by `==`; if they cannot be, it is done again.
+    """
+
+    def __init__(self, pg: PatchableGraph, inputs: Inputs, rows: RowWork, *others: Any) -> None:
+        self._passed = _passed.setdefault(pg, set())
+        training = tuple(module.training for module in pg._module.modules())
+        self._key = (form_of(inputs), training, frozenset(rows.of_paths), rows.is_assumed, others)
+
+    def __bool__(self) -> bool:
+        try:
+            return self._key in self._passed
+        except TypeError:  # something among the others has no hash
+            return False
+
+    def note(self) -> None:
+        """It has been passed."""
+        with suppress(TypeError):
+            self._passed.add(self._key)
+
+
 def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, rows: RowWork) -> None:
     """Runs one intervention without patches beside some that have wild values wherever cells of the sweep have patches.
 
     Raises:
         RowsError: The one without patches is not what the model returns without patches.
     """
-    key = (
-        _form(inputs),
-        tuple(module.training for module in pg._module.modules()),
-        frozenset(rows.of_paths),
-        rows.is_assumed,
-    )
-    passed = _passed.setdefault(pg, set())
-    if key in passed:
+    if rows.never_meet:
+        return
+    test = PassedTest(pg, inputs, rows)
+    if test:
+        rows.never_meet = True
         return
     patches: PatchMap = {path: RowsPatch([[]], place, wild=_WILD) for path, place in rows.of_paths.items()}
     frames = survey.tree.replayable(survey.came_up(list(rows.of_paths)), rows.layouts)
@@ -47,7 +72,8 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
         output = pg(*many.args, **many.kwargs)
     check_rows(output, survey, rows, 1 + _WILD)
     check_control(taken(output, rows.output, 0), survey)
-    passed.add(key)
+    test.note()
+    rows.never_meet = True
 
 
 def check_rows(output: Any, survey: Survey, rows: RowWork, count: int) -> None:
@@ -74,7 +100,8 @@ def _floats(output: Any) -> Sequence[Tensor]:
     return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
 
 
-def _form(inputs: Inputs) -> Any:
+def form_of(inputs: Inputs) -> Any:
+    """Returns what two inputs have in common that a model may be taken to treat alike."""
     leaves = leaves_of((inputs.args, inputs.kwargs))
     return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves), tuple(
         inputs.kwargs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from graphpatch_notebook.execution.frame_results import NEVER, FrameNode
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.chunking import Work, overhead, rows_at_once
 from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.position_wise import ChangedPositions, stand_ins
 from graphpatch_notebook.experiments.rows import (
     Layout,
     Rows,
@@ -42,8 +43,11 @@ class RowWork:
         problems: For paths whose values have no rows, or cannot be patched in rows, why.
         most: How many interventions one forward holds.
         overhead: What a run costs besides computing, in rows.
+        stand_ins: What computes only positions that patches change, in place of frames.
+        last_only: The same for frames whose results are read at the last position only.
         is_assumed: Whether the rows are taken to be where batches are, in dimension 0, and no run on doubled inputs
             has told.
+        never_meet: Whether a test has shown that rows do not meet.
     """
 
     inputs: Layout
@@ -53,7 +57,10 @@ class RowWork:
     problems: Mapping[str, str]
     most: int
     overhead: float
+    stand_ins: Mapping[FrameNode, ChangedPositions]
     is_assumed: bool = False
+    never_meet: bool = False
+    last_only: Mapping[FrameNode, ChangedPositions] = field(default_factory=dict)
 
     def problem(self, entries: Sequence[Entry]) -> str | None:
         """Returns why a cell cannot share a forward, in words."""
@@ -103,9 +110,9 @@ def row_work(
         size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
         assumed = _assumed(survey, size)
         if assumed is not None:
-            return RowWork(layout, *assumed, more, most, extra, is_assumed=True)
+            return RowWork(layout, *assumed, more, most, extra, stand_ins(survey.tree), is_assumed=True)
     output, layouts, of_paths, problems = _doubled(pg, inputs, layout, survey, targets)
-    return RowWork(layout, output, layouts, of_paths, {**problems, **more}, most, extra)
+    return RowWork(layout, output, layouts, of_paths, {**problems, **more}, most, extra, stand_ins(survey.tree))
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:

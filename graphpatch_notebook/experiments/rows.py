@@ -6,7 +6,7 @@ the one along which a value is twice itself then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,7 @@ class RowsRecording:
         self._stack = FrameStack(tree)
         self.layouts: dict[Any, Layout] = {}
 
-    def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stack.push(module)
 
     def returned(self, output: Any) -> None:
@@ -213,6 +213,8 @@ class RowsPatch(Patch[Any]):
         self._entries = entries
         self._rows = rows
         self._wild = wild
+        patched = [number for number, own in enumerate(entries) if own]
+        self._touched = [*patched, *range(len(entries), len(entries) + wild)]
 
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
@@ -224,12 +226,26 @@ class RowsPatch(Patch[Any]):
             raise RowsError(
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
             )
-        blocks = [self._rows.taken(original_output, number) for number in range(count)]
-        pieces = [_patched(block, entries) for block, entries in zip(blocks, self._entries, strict=False)]
-        pieces += [wild(block, number) for number, block in enumerate(blocks[len(pieces) :])]
-        if all(piece is block for piece, block in zip(pieces, blocks, strict=True)):
-            return original_output
-        return torch.cat(pieces, dim)
+        blocks = {n: self._rows.taken(original_output, n) for n in self._touched}
+        pieces = {n: self._piece(n, block) for n, block in blocks.items()}
+        return self._with_rows(original_output, {n: piece for n, piece in pieces.items() if piece is not blocks[n]})
+
+    def _piece(self, number: int, block: Tensor) -> Tensor:
+        """Returns what an intervention makes of its rows."""
+        among_wild = number - len(self._entries)
+        return wild(block, among_wild) if among_wild >= 0 else _patched(block, self._entries[number])
+
+    def _with_rows(self, value: Tensor, new: Mapping[int, Tensor]) -> Tensor:
+        """Returns the value with other rows for some interventions."""
+        if not new:
+            return value
+        if torch.is_grad_enabled():  # many writes into one tensor make a long way back
+            blocks = (new[n] if n in new else self._rows.taken(value, n) for n in range(len(self._entries) + self._wild))
+            return torch.cat(list(blocks), self._rows.dim or 0)
+        result = value.clone()
+        for number, piece in new.items():
+            self._rows.taken(result, number).copy_(piece)
+        return result
 
 
 def _patched(block: Tensor, entries: Sequence[Entry]) -> Tensor:

@@ -10,8 +10,10 @@ them, cells run as in that loop, and a remark says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,14 +25,15 @@ from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.chunking import chunked
-from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out
+from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out, shared_rows
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows
-from graphpatch_notebook.experiments.row_work import row_work, shared_patches
+from graphpatch_notebook.experiments.row_test import PassedTest, assure_rows_never_meet, check_control, check_rows
+from graphpatch_notebook.experiments.row_work import shared_patches
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
+from graphpatch_notebook.experiments.unread_positions import allowed
 from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import CustomPatch
@@ -245,20 +248,28 @@ class CellRunner:
             difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
         )
 
-    def _without(self, frames: frozenset[FrameNode], count: int | None = None) -> AbstractContextManager[None]:
-        """Leaves frames out of the run in the block, which is one of `count` interventions."""
+    def _without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
+        """Leaves frames out of the run in the block."""
         if not frames:
             return nullcontext()
-        survey, rows = self._common.survey, self._common.rows
+        survey = self._common.survey
         assert survey is not None
-        values = {}
-        for frame in frames:
-            if count is not None and rows is not None:
-                may_share = not frame.is_written_later
-                values[frame] = repeated(frame.value, rows.layouts[frame], count, may_share=may_share)
-            else:
-                values[frame] = own_tensors(frame.value) if frame.is_written_later else frame.value
+        values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
         return FramesSeen(self._pg._module, Replay(survey.tree, values))
+
+    def _without_in_rows(
+        self, frames: frozenset[FrameNode], count: int, entries: Iterable[Entry]
+    ) -> AbstractContextManager[None]:
+        """Leaves frames, and positions that are as without patches, out of a run of several interventions."""
+        survey, rows = self._common.survey, self._common.rows
+        assert rows is not None
+        assert survey is not None
+        values = {
+            frame: repeated(frame.value, rows.layouts[frame], count, may_share=not frame.is_written_later)
+            for frame in frames
+        }
+        at_last = {node: rows.last_only[node] for node in allowed(rows.last_only, survey, entries)}
+        return FramesSeen(self._pg._module, Replay(survey.tree, values, {**rows.stand_ins, **at_last}))
 
     # -- several cells in rows -----------------------------------------------------------------------------------------
 
@@ -275,7 +286,7 @@ class CellRunner:
             if not common.rows.is_assumed or self._batch is None:
                 raise
             targets = [resolve(self._pg._root_frame, path) for path in common.survey.marks]
-            common.rows = row_work(self._pg, common.inputs, common.survey, targets, self._batch, may_assume=False)
+            common.rows = shared_rows(self._pg, common, targets, self._batch, may_assume=False)
             return self._together(cells)
 
     def _together(self, cells: Sequence[tuple[int, PatchMap]], *, is_trial: bool = False) -> list[CellResult]:
@@ -303,7 +314,7 @@ class CellRunner:
             for path in paths
         }
         inputs = repeated_inputs(common.inputs.fresh(), rows.inputs, count)
-        with self._without(frames, count), self._pg.patch(patches):
+        with self._without_in_rows(frames, count, chain.from_iterable(entries)), self._pg.patch(patches):
             output = self._pg(*inputs.args, **inputs.kwargs)
             check_rows(output, survey, rows, count)
             if with_control:
@@ -329,6 +340,10 @@ class CellRunner:
         again = measurement(self._measured(own_tensors(self._common.survey.output)))
         if again.distance(self.baseline) > 0:
             raise DifferenceError("the metric looks at something else than the output, which other cells have changed")
+        test = self._comparison(patches for _, patches in cells)
+        if test:
+            self._has_compared = True
+            return
         values, patches = max(measured, key=lambda pair: pair[0].distance(self.baseline))
         inputs = self._common.full_inputs.fresh()
         with self._pg.patch(patches).quiet():
@@ -337,6 +352,18 @@ class CellRunner:
         self._has_compared = values.distance(self.baseline) > 0
         if not alone.is_close(values):
             raise DifferenceError("in one forward with others, a cell has other numbers than alone")
+        if self._has_compared:
+            test.note()
+
+    def _comparison(self, cells: Iterable[PatchMap]) -> PassedTest:
+        """Returns the test that cells like these have the same numbers alone, by this metric."""
+        assert self._common.rows is not None
+        try:
+            metric: Any = weakref.ref(self._metric)
+        except TypeError:
+            metric = object()
+        kinds = frozenset(type(p) for patches in cells for own in self._entries(patches) for p in own.patches)
+        return PassedTest(self._pg, self._common.inputs, self._common.rows, metric, kinds, self._common.keeps_last_logits)
 
     def _backpropagate(self, values: Sequence[Any]) -> None:
         if values:

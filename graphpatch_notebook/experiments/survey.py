@@ -20,6 +20,7 @@ from graphpatch_notebook.execution.frame_results import (
 )
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.inputs import Inputs, SameInputs
+from graphpatch_notebook.experiments.position_wise import is_position_wise
 from graphpatch_notebook.experiments.value_reads import DerivedReads, ValueReads
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
@@ -82,13 +83,14 @@ def survey(
     targets: Sequence[Target],
     *,
     notes_reads: bool = False,
+    keeps_pairs: bool = False,
 ) -> Survey:
     """Runs the model without patches, and returns what that told; gradients are as the caller has them."""
     tree = FrameTree()
     for target in targets:
         _open(tree, target)
     while True:
-        recording = Recording(tree)
+        recording = Recording(tree, pg._module, is_position_wise if keeps_pairs else None)
         reads = ValueReads(tree) if notes_reads else None
         with reads or nullcontext():
             marks, output = watched_run(pg, inputs, targets, tree, recording)
@@ -106,7 +108,7 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
     given = tensors_in((inputs.args, inputs.kwargs))
     reads = DerivedReads(tree, [*pg._module.parameters(), *pg._module.buffers(), *given])
     with reads:
-        marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree), reads.notice)
+        marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree, pg._module), reads.notice)
     return {path for path, mark in marks.items() if mark.came_up < reads.last}
 
 
@@ -116,6 +118,8 @@ def _keep_from_metric(tree: FrameTree, output: Any) -> None:
     for node in tree.root.walk():
         if node.value is not None and any(storage_of(leaf) in shared for leaf in tensors_in(node.value)):
             node.value, node.is_written_later = own_tensors(node.value), True
+        if node.pair is not None and any(storage_of(leaf) in shared for leaf in node.pair):
+            node.pair = own_tensors(node.pair)
 
 
 def watched_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from graphpatch_notebook.torch_compat import without_torch_functions
 _SIZED_BY_VALUES = frozenset(
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "bincount", "__iter__"}
 )
+_SIZED_BY_SOME = frozenset({"__getitem__", "where", "repeat_interleave"})
 _BOOLS = (torch.bool, torch.uint8)
 
 
@@ -37,8 +39,7 @@ class ValueReads(TorchFunctionMode):
         self.last = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = raw_name(func)
-        if _hands_out_values(name, args):
+        if _may_hand_out_values(func) and _hands_out_values(raw_name(func), args):
             self.last = self._tree.tick()
         return func(*args, **(kwargs or {}))
 
@@ -88,6 +89,13 @@ class DerivedReads(ValueReads):
     def _is_clean(self, tensor: Tensor) -> bool:
         known = self._clean.get(id(tensor))
         return known is not None and known() is tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_hand_out_values(func: Any) -> bool:
+    """Whether the name of a function is one of those that do, with some arguments: asked for each call of torch."""
+    name = raw_name(func)
+    return name in VALUE_READS or name in _SIZED_BY_VALUES or name in _SIZED_BY_SOME
 
 
 def _hands_out_values(name: str, args: tuple[Any, ...]) -> bool:

@@ -1,0 +1,184 @@
+"""Modules that work on each position alone: in rows, they compute only positions that patches have changed.
+
+Rows of a forward are alike up to what is patched in them, and in a causal model so are the positions before a patched
+one. A module that makes the vector at a position of the vector at that position alone (an MLP, a projection) gives for
+one that it was given before what it returned then. Which modules are such is not taken on trust: a test with
+positions left out, in another order, and beside wild ones shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.execution.frame_results import FrameNode, FrameTree
+from graphpatch_notebook.experiments.rows import is_close, wild
+
+_WHOLE = 0.8
+"""Where a larger share of positions has changed, all are computed: to take them apart would cost more."""
+
+_LEAST_OPERATIONS = {"cpu": 4e6, "other": 4e9}
+"""A module that needs fewer for a forward is computed as a whole."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    state: Any
+    is_position_wise: bool
+    operations: int
+
+
+_verdicts: WeakKeyDictionary[Module, _Verdict] = WeakKeyDictionary()
+
+
+class ChangedPositions:
+    """Stands in for the `forward` of one frame of a module that works on each position alone.
+
+    Args:
+        node: The frame, with what it was given and returned in a run without patches.
+        operations: What the module computes for one position, roughly.
+        last_only: Whether only the last position is read by anybody; the others are then as without patches.
+    """
+
+    def __init__(self, node: FrameNode, operations: int, *, last_only: bool = False) -> None:
+        assert node.pair is not None
+        self._given, self._returned = node.pair
+        self._last_only = last_only
+        self._may_share = not node.is_written_later
+        self._least = _LEAST_OPERATIONS["cpu" if self._given.device.type == "cpu" else "other"] / operations
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        (value,) = (*args, *kwargs.values())
+        given, returned = self._given, self._returned
+        if not self._is_like_given(value):
+            return forward(*args, **kwargs)
+        size = len(given)
+        count = len(value) // size
+        places = self._changed(value.unflatten(0, (count, size)))
+        if len(places) > _WHOLE * (value.numel() // value.shape[-1]):
+            return forward(*args, **kwargs)
+        shared = returned.expand(count, *returned.shape)
+        if not len(places) and self._may_share and size == 1:
+            return shared.squeeze(1)
+        result = shared.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+        if len(places):
+            some = value.flatten(0, -2).index_select(0, places)
+            computed = _called(forward, some, value.dim(), *kwargs)
+            result.flatten(0, -2).index_copy_(0, places, computed)
+        return result
+
+    def _changed(self, values: Tensor) -> Tensor:
+        """Returns the places of vectors to be computed, among all, in `(interventions, batch, positions, size)`."""
+        if not self._last_only:
+            return differing(values, self._given).flatten().nonzero().squeeze(1)
+        length = values.shape[2]
+        changed = differing(values[:, :, -1], self._given[:, -1]).flatten()
+        return changed.nonzero().squeeze(1) * length + (length - 1)
+
+    def _is_like_given(self, value: Any) -> bool:
+        given = self._given
+        return (
+            type(value) is Tensor
+            and value.shape[1:] == given.shape[1:]
+            and value.dtype == given.dtype
+            and value.device == given.device
+            and len(value) > len(given)
+            and len(value) % len(given) == 0
+            and value.numel() // value.shape[-1] > self._least
+        )
+
+
+def _called(forward: Callable[..., Any], some: Tensor, dims: int, *keyword: str) -> Tensor:
+    """Returns what a module makes of vectors, `(number, size)`, given to it in as many dimensions as it is used to."""
+    count = len(some)
+    if count == 1:
+        some = some.expand(2, -1)  # ones may be squeezed away
+    shaped = some.reshape(*[1] * (dims - 2), *some.shape)
+    output: Tensor = forward(**{keyword[0]: shaped}) if keyword else forward(shaped)
+    return output.reshape(len(some), -1)[:count]
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differing(value: Tensor, reference: Tensor) -> Tensor:
+    """Returns at which positions vectors differ in any bit, without the last dimension: -0.0 is not 0.0 here."""
+    word = _WORDS.get(value.element_size())
+    if word is None:
+        return (value != reference).any(-1)
+    if value.is_contiguous() and reference.is_contiguous() and value.shape[-1] * value.element_size() % 64 == 0:
+        # Eight bytes at a time: then eight of the answers at a time.
+        return (value.view(torch.int64) != reference.view(torch.int64)).view(torch.int64).any(-1)
+    return (value.view(word) != reference.view(word)).any(-1)
+
+
+def stand_ins(tree: FrameTree) -> dict[FrameNode, ChangedPositions]:
+    """Returns what can stand in for the outermost frames whose modules work on each position alone."""
+    return {node: ChangedPositions(node, _verdict(node).operations) for node in _outermost(tree.root)}
+
+
+def last_position_of(node: FrameNode) -> ChangedPositions:
+    """Returns what can stand in for such a frame where nobody reads its result at other positions than the last."""
+    return ChangedPositions(node, _verdict(node).operations, last_only=True)
+
+
+def is_position_wise(module: Module) -> bool | None:
+    """Whether a module gives for each vector the same, wherever and beside whatever it stands; `None`: not known yet."""
+    known = _verdicts.get(module)
+    if known is not None and known.state == _state(module):
+        return known.is_position_wise
+    return None if _operations(module) else False
+
+
+def _outermost(node: FrameNode) -> Iterator[FrameNode]:
+    for child in node.children.values():
+        if child.pair is not None and _verdict(child).is_position_wise:
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def _verdict(node: FrameNode) -> _Verdict:
+    assert node.module is not None
+    state = _state(node.module)
+    known = _verdicts.get(node.module)
+    if known is None or known.state != state:
+        known = _verdicts[node.module] = _Verdict(state, _passes(node), _operations(node.module))
+    return known
+
+
+def _operations(module: Module) -> int:
+    """Returns how many operations a module needs for one position, roughly."""
+    return 2 * sum(weight.numel() for weight in module.parameters() if weight.dim() > 1)
+
+
+def _state(module: Module) -> Any:
+    forward = original_forward(module)
+    return module.training, id(getattr(forward, "__func__", forward))
+
+
+def _passes(node: FrameNode) -> bool:
+    assert node.pair is not None
+    assert node.module is not None
+    given, returned = (tensor.detach().flatten(0, -2) for tensor in node.pair)
+    order = torch.randperm(len(given), generator=torch.Generator().manual_seed(0)).to(given.device)
+    some = order[: math.ceil(len(order) / 2)]
+    beside = [wild(given, number) for number in range(3)]
+    for places, others in ((some, []), (order, beside), (some[:1], beside[:1])):
+        try:
+            with torch.no_grad():
+                output = _called(node.module, torch.cat([given[places], *others]), node.pair[0].dim())
+        except Exception:
+            return False
+        if not is_close(output[: len(places)], returned[places]):
+            return False
+    return True
