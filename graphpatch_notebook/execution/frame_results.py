@@ -157,18 +157,26 @@ class Recording:
     Args:
         tree: Where it is written to; the frames that are open must be so already.
         model: The model that runs.
-        wants_pair: Whether what the frames of a module are given and return is to be kept, too, wherever they are.
+        wants_pair: Whether what the frames of a module are given and return is to be kept, too, wherever they are;
+            `None`: it is to be, and so is what frames inside it are given and return.
+        looks_at_modules: Whether to look for what modules change in themselves.
 
     Attributes:
         state_change: What the run changes in the model, in words; `None` for nothing.
     """
 
     def __init__(
-        self, tree: FrameTree, model: Module, wants_pair: Callable[[Module], bool | None] | None = None
+        self,
+        tree: FrameTree,
+        model: Module,
+        wants_pair: Callable[[Module], bool | None] | None = None,
+        *,
+        looks_at_modules: bool = True,
     ) -> None:
         self._tree = tree
         self._model = model
         self._wants_pair = wants_pair
+        self._looks_at_modules = looks_at_modules
         self._stack = FrameStack(tree)
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
         self._given: list[tuple[FrameNode, Tensor, int]] = []
@@ -182,7 +190,7 @@ class Recording:
         is_kept = caller.node.is_open
         running = self._stack.push(module)
         with without_torch_functions():
-            if not is_stateless(module):
+            if self._looks_at_modules and not is_stateless(module):
                 running.look = ModuleLook(module, self._objects)
             if self._wants_pair is not None and not caller.is_covered and not running.node.is_open:
                 wants_pair = len(args) + len(kwargs) == 1 and self._wants_pair(module)

@@ -117,6 +117,8 @@ def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     if isinstance(value, Tensor):
         if value.is_complex():
             raise ExperimentError("a metric gave complex numbers; take .real, .abs() or .angle() of them")
+        if value.dim() == 0:
+            return np.array(value.item(), dtype=np.float64)
         return np.array(value.detach().to("cpu").double().numpy())
     if _has_none(value):  # which numpy takes for NaN
         raise ExperimentError(

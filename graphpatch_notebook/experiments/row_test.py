@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch import Tensor
 from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.execution.frame_results import FramesSeen, Replay, tensors_in
 from graphpatch_notebook.experiments.cells import PatchMap
+from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.row_work import RowWork
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, is_close, repeated, repeated_inputs, taken
@@ -22,34 +21,17 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 _WILD = 6
 """One far below, and five far above: more than half, so that a median moves, too."""
 
-_passed: WeakKeyDictionary[PatchableGraph, set[Any]] = WeakKeyDictionary()
 
-
-class PassedTest:
-    """A test of a graph, which it need not pass again: for inputs of the same form, and patches in the same places.
+def test_of(pg: PatchableGraph, inputs: Inputs, rows: RowWork, *others: Hashable) -> Hashable:
+    """Returns what tells a test of a graph: one that was passed is passed for patches in the same places, too.
 
     Args:
         pg: The graph.
         inputs: What it runs on.
         rows: How interventions share a forward.
-        others: What else it was done with, to be told from other things by `==`; if they cannot be, it is done again.
+        others: What else it is done with.
     """
-
-    def __init__(self, pg: PatchableGraph, inputs: Inputs, rows: RowWork, *others: Any) -> None:
-        self._passed = _passed.setdefault(pg, set())
-        training = tuple(module.training for module in pg._module.modules())
-        self._key = (form_of(inputs), training, frozenset(rows.of_paths), rows.is_assumed, others)
-
-    def __bool__(self) -> bool:
-        try:
-            return self._key in self._passed
-        except TypeError:  # something among the others has no hash
-            return False
-
-    def note(self) -> None:
-        """It has been passed."""
-        with suppress(TypeError):
-            self._passed.add(self._key)
+    return ("test of rows", kind_of_run(pg, inputs), frozenset(rows.of_paths), rows.is_assumed, others)
 
 
 def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, rows: RowWork) -> None:
@@ -60,8 +42,8 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     """
     if rows.never_meet:
         return
-    test = PassedTest(pg, inputs, rows)
-    if test:
+    known, test = shown_earlier(pg), test_of(pg, inputs, rows)
+    if test in known:
         rows.never_meet = True
         return
     patches: PatchMap = {path: RowsPatch([[]], place, wild=_WILD) for path, place in rows.of_paths.items()}
@@ -72,7 +54,7 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
         output = pg(*many.args, **many.kwargs)
     check_rows(output, survey, rows, 1 + _WILD)
     check_control(taken(output, rows.output, 0), survey)
-    test.note()
+    known[test] = True
     rows.never_meet = True
 
 
@@ -99,10 +81,3 @@ def check_control(output: Any, survey: Survey) -> None:
 def _floats(output: Any) -> Sequence[Tensor]:
     return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
 
-
-def form_of(inputs: Inputs) -> Any:
-    """Returns what two inputs have in common that a model may be taken to treat alike."""
-    leaves = leaves_of((inputs.args, inputs.kwargs))
-    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves), tuple(
-        inputs.kwargs
-    )

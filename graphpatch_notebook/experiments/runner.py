@@ -11,7 +11,7 @@ them, cells run as in that loop, and a remark says why.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -26,10 +26,11 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.chunking import chunked
 from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out, shared_rows
+from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.experiments.row_test import PassedTest, assure_rows_never_meet, check_control, check_rows
+from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows, test_of
 from graphpatch_notebook.experiments.row_work import shared_patches
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
@@ -340,8 +341,8 @@ class CellRunner:
         again = measurement(self._measured(own_tensors(self._common.survey.output)))
         if again.distance(self.baseline) > 0:
             raise DifferenceError("the metric looks at something else than the output, which other cells have changed")
-        test = self._comparison(patches for _, patches in cells)
-        if test:
+        known, test = shown_earlier(self._pg), self._comparison(patches for _, patches in cells)
+        if test is not None and test in known:
             self._has_compared = True
             return
         values, patches = max(measured, key=lambda pair: pair[0].distance(self.baseline))
@@ -352,18 +353,19 @@ class CellRunner:
         self._has_compared = values.distance(self.baseline) > 0
         if not alone.is_close(values):
             raise DifferenceError("in one forward with others, a cell has other numbers than alone")
-        if self._has_compared:
-            test.note()
+        if self._has_compared and test is not None:
+            known[test] = True
 
-    def _comparison(self, cells: Iterable[PatchMap]) -> PassedTest:
-        """Returns the test that cells like these have the same numbers alone, by this metric."""
+    def _comparison(self, cells: Iterable[PatchMap]) -> Hashable | None:
+        """Returns the test that cells like these have the same numbers alone; `None` for metrics that are not told."""
         assert self._common.rows is not None
         try:
-            metric: Any = weakref.ref(self._metric)
+            metric = weakref.ref(self._metric)
+            hash(metric)
         except TypeError:
-            metric = object()
+            return None
         kinds = frozenset(type(p) for patches in cells for own in self._entries(patches) for p in own.patches)
-        return PassedTest(self._pg, self._common.inputs, self._common.rows, metric, kinds, self._common.keeps_last_logits)
+        return test_of(self._pg, self._common.inputs, self._common.rows, metric, kinds)
 
     def _backpropagate(self, values: Sequence[Any]) -> None:
         if values:

@@ -19,9 +19,10 @@ from graphpatch_notebook.execution.frame_results import (
     tensors_in,
 )
 from graphpatch_notebook.experiments.cells import PatchMap
+from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs, SameInputs
 from graphpatch_notebook.experiments.position_wise import is_position_wise
-from graphpatch_notebook.experiments.value_reads import DerivedReads, ValueReads
+from graphpatch_notebook.experiments.value_reads import DerivedReads
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
@@ -85,20 +86,37 @@ def survey(
     notes_reads: bool = False,
     keeps_pairs: bool = False,
 ) -> Survey:
-    """Runs the model without patches, and returns what that told; gradients are as the caller has them."""
+    """Runs the model without patches, and returns what that told; gradients are as the caller has them.
+
+    Args:
+        pg: The graph.
+        inputs: What it runs on.
+        targets: The values that are patched.
+        notes_reads: Whether to note when Python looks at values.
+        keeps_pairs: Whether to keep what is asked for by `position_wise`.
+    """
     tree = FrameTree()
     for target in targets:
         _open(tree, target)
+    known = shown_earlier(pg)
+    steady = ("steady", kind_of_run(pg, inputs), frozenset(target.path for target in targets))
+    is_steady = notes_reads and steady in known
     while True:
-        recording = Recording(tree, pg._module, is_position_wise if keeps_pairs else None)
-        reads = ValueReads(tree) if notes_reads else None
+        recording = Recording(
+            tree, pg._module, is_position_wise if keeps_pairs else None, looks_at_modules=not is_steady
+        )
+        reads = DerivedReads(tree, ()) if notes_reads and not is_steady else None
         with reads or nullcontext():
             marks, output = watched_run(pg, inputs, targets, tree, recording)
         if not recording.close():
-            _keep_from_metric(tree, output)
-            return Survey(
-                output, own_tensors(output), tree, marks, recording.state_change, NEVER if reads is None else reads.last
-            )
+            break
+    _keep_from_metric(tree, output)
+    last_read = NEVER if not notes_reads else 0 if reads is None else reads.last_of_all
+    is_after = all(mark.came_up > last_read for mark in marks.values())
+    if reads is not None and reads.last == 0 and is_after and recording.state_change is None:
+        # What Python looks at is made of constants: each run of its kind takes the same steps.
+        known[steady] = True
+    return Survey(output, own_tensors(output), tree, marks, recording.state_change, last_read)
 
 
 def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target]) -> set[str]:

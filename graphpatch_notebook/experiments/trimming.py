@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution.frame_effects import leaves_of
+from graphpatch_notebook.execution.frame_effects import PLAIN, leaves_of
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.resolution import Target
 
@@ -38,9 +38,17 @@ class LastPositionOnly(TorchFunctionMode):
         self._logits = logits
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(leaf is self._logits for leaf in leaves_of((args, kwargs or {}))) and not self._is_last(func, args):
+        if self._is_given((*args, *kwargs.values()) if kwargs else args) and not self._is_last(func, args):
             raise ReadElsewhereError
         return func(*args, **(kwargs or {}))
+
+    def _is_given(self, values: Any) -> bool:
+        # Without a look into each: this is asked for all that a metric does, for each cell.
+        return any(
+            value is self._logits
+            or (not isinstance(value, (Tensor, *PLAIN)) and any(leaf is self._logits for leaf in leaves_of(value)))
+            for value in values
+        )
 
     def _is_last(self, func: Any, args: tuple[Any, ...]) -> bool:
         if func is not Tensor.__getitem__ or args[0] is not self._logits:

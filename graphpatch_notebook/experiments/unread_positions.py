@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.execution.frame_results import FrameNode, FramesSeen, Replay, tensors_in
 from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.position_wise import ChangedPositions, last_position_of
-from graphpatch_notebook.experiments.row_test import form_of
 from graphpatch_notebook.experiments.rows import is_close, wild
 from graphpatch_notebook.experiments.survey import Survey
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import AddPatch, ReplacePatch, ZeroPatch
 
 _Place = tuple[tuple[int, int], ...]
-
-_found: WeakKeyDictionary[PatchableGraph, dict[Any, frozenset[_Place]]] = WeakKeyDictionary()
 
 _AT_EACH_POSITION = (ZeroPatch, AddPatch, ReplacePatch)
 """Patches that make what is at a position of what was there."""
@@ -43,8 +40,8 @@ def read_at_last_only(
         among: Frames whose modules work on each position alone.
     """
     places = {node: place for place, node in _places(survey.tree.root)}
-    known = _found.setdefault(pg, {})
-    key = (form_of(inputs), tuple(module.training for module in pg._module.modules()))
+    known = shown_earlier(pg)
+    key = ("read at last only", kind_of_run(pg, inputs))
     candidates = [node for node in among if _has_positions(node)]
     if key not in known:
         known[key] = frozenset(places[node] for node in _unread(pg, inputs, survey, candidates))

@@ -53,12 +53,16 @@ class DerivedReads(ValueReads):
     Args:
         tree: Tells the time.
         clean: Tensors that are there before the run.
+
+    Attributes:
+        last_of_all: When any value was read last; 0 for never.
     """
 
     def __init__(self, tree: FrameTree, clean: Iterable[Tensor]) -> None:
         super().__init__(tree)
         self._clean: dict[int, weakref.ref[Tensor]] = {}
         self._is_mixed = False
+        self.last_of_all = 0
         for tensor in clean:
             self._add(tensor)
 
@@ -70,9 +74,11 @@ class DerivedReads(ValueReads):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = raw_name(func)
+        if _may_hand_out_values(func) and _hands_out_values(name, args):
+            self.last_of_all = self._tree.tick()
         given = [leaf for leaf in leaves_of((args, kwargs or {})) if isinstance(leaf, Tensor)]
         is_clean = not self._is_mixed and all(map(self._is_clean, given))
-        if not is_clean and _hands_out_values(name, args):
+        if not is_clean and _may_hand_out_values(func) and _hands_out_values(name, args):
             self.last = self._tree.tick()
         result = func(*args, **(kwargs or {}))
         if is_clean:
