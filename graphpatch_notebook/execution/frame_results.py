@@ -9,7 +9,7 @@ A frame is told at run time, not by the capture: on other inputs a model may cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,9 +183,7 @@ class Recording:
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.state_change: str | None = None
 
-    def begin(
-        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def begin(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caller = self._stack.running[-1]
         is_kept = caller.node.is_open
         running = self._stack.push(module)
@@ -266,21 +264,30 @@ class Recording:
 StandIn = Callable[..., Any]
 """What runs in place of a `forward`, which it is given first."""
 
-_NONE: Mapping[FrameNode, StandIn] = {}
-
 
 class Replay:
-    """Leaves frames out: they return what is given for them.
+    """Leaves frames out, in whole or in part.
 
     Args:
         tree: The frames.
-        values: What each frame that is left out returns.
+        values: What each frame returns that is left out.
+        stand_ins: What runs in place of others.
     """
 
-    def __init__(self, tree: FrameTree, values: Mapping[FrameNode, Any], stand_ins: Mapping[FrameNode, StandIn] = _NONE) -> None:
+    def __init__(
+        self, tree: FrameTree, values: Mapping[FrameNode, Any], stand_ins: Mapping[FrameNode, StandIn] | None = None
+    ) -> None:
+        self._tree = tree
         self._stack = FrameStack(tree)
         self._values = values
-        self._stand_ins = stand_ins
+        self._stand_ins = stand_ins or {}
+
+    def modules(self) -> list[Module]:
+        """Returns the modules of which calls need be seen: those of its frames, and all that call one of these."""
+        ids = {id(node.module) for node in (*self._values, *self._stand_ins)}
+        found: dict[int, Module] = {}
+        _callers(self._tree.root, ids, found)
+        return list(found.values())
 
     def begin(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -300,6 +307,15 @@ class Replay:
         self._stack.running.pop()
 
 
+def _callers(node: FrameNode, ids: set[int], found: dict[int, Module]) -> bool:
+    """Collects the modules of these ids, and those that call them; says whether there are some in this frame."""
+    is_one = node.module is not None and id(node.module) in ids
+    below = [_callers(child, ids, found) for child in node.children.values()]
+    if (is_one or any(below)) and node.module is not None:
+        found[id(node.module)] = node.module
+    return is_one or any(below)
+
+
 watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", default=None)
 """Who sees the frames of the patched runs that begin in this context."""
 
@@ -312,10 +328,11 @@ class FramesSeen:
     Args:
         model: The model that runs.
         frame_watch: Who sees them.
+        modules: The modules whose calls are seen; all, if not given.
     """
 
-    def __init__(self, model: Module, frame_watch: FrameWatch) -> None:
-        self._model = model
+    def __init__(self, model: Module, frame_watch: FrameWatch, modules: Iterable[Module] | None = None) -> None:
+        self._modules = model.modules() if modules is None else modules
         self._watch = frame_watch
         self._swaps = Swaps()
         self._before: FrameWatch | None = None
@@ -323,7 +340,7 @@ class FramesSeen:
     def __enter__(self) -> None:
         self._before = watch.get()
         try:
-            self._swaps.hold(module for module in self._model.modules() if takes_hooks(module))
+            self._swaps.hold(module for module in self._modules if takes_hooks(module))
             watch.set(self._watch)
         except BaseException:
             self._let_go()

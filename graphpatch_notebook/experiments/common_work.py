@@ -12,7 +12,6 @@ from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.frame_effects import has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
-from graphpatch_notebook.experiments.chunking import Work
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.kept_state import KeptState
@@ -37,7 +36,6 @@ class CommonWork:
         inputs: The same, with what makes it leave out what the metric does not look at.
         baseline: What the metric gives without patches.
         survey: What a run told; `None` where cells must run as in a plain loop.
-        work: What a run costs.
         rows: How cells share a forward; `None` where they do not.
         replays: Whether recorded results are used.
         keeps_last_logits: Whether `inputs` has the model compute the logits of the last position only.
@@ -48,7 +46,6 @@ class CommonWork:
     inputs: Inputs
     baseline: Measurement = field(init=False)
     survey: Survey | None = None
-    work: Work = field(default_factory=lambda: Work((), 1, 0))
     rows: RowWork | None = None
     replays: bool = True
     keeps_last_logits: bool = False
@@ -108,7 +105,6 @@ def _looked_at(
         common.remarks.append(f"cells ran one by one, each as a whole: {reason}")
         return common
     assert common.survey is not None
-    common.work = Work.of(common.survey.tree)
     if batch is not None:
         try:
             common.rows = shared_rows(pg, common, targets, batch)
@@ -178,12 +174,14 @@ def _survey(
 ) -> str | None:
     """Surveys a run that leaves out as much as can be; returns why cells must run as in a plain loop, if they must."""
     inputs = common.full_inputs
-    is_fused = _is_fused(pg, targets)
+    holds_fused = any(isinstance(module, _FUSED) for module in pg._module.modules())
+    # Frames may have run by torch's fused kernels in one run and without them in another.
+    is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = _baseline(pg, inputs, metric) if is_fused else None
     for extra in [*(trims(pg._root_frame, inputs, targets) if batch is not None else []), {}]:
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         # Torch's fused kernels are not used under a mode: their numbers would be others.
-        notes_reads = batch is not None and not _holds_fused(pg)
+        notes_reads = batch is not None and not holds_fused
         found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=notes_reads and not backward)
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
@@ -212,12 +210,3 @@ def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> 
         return measurement(metric(output)).is_close(expected)
     except Exception:  # it looks at what was left out
         return False
-
-
-def _is_fused(pg: PatchableGraph, targets: Sequence[Target]) -> bool:
-    """Whether frames may have run by torch's fused kernels in one run and without them in another."""
-    return any(target.node.kind == "op" for target in targets) and _holds_fused(pg)
-
-
-def _holds_fused(pg: PatchableGraph) -> bool:
-    return any(isinstance(module, _FUSED) for module in pg._module.modules())

@@ -14,6 +14,8 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _known: WeakKeyDictionary[PatchableGraph, dict[Hashable, Any]] = WeakKeyDictionary()
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
 
 def shown_earlier(pg: PatchableGraph) -> dict[Hashable, Any]:
     """Returns what is known of a graph, by what was asked; there is nothing of the kind in the graph itself."""
@@ -23,8 +25,12 @@ def shown_earlier(pg: PatchableGraph) -> dict[Hashable, Any]:
 def kind_of_run(pg: PatchableGraph, inputs: Inputs) -> Hashable:
     """Returns what two runs have in common that do the same, as long as Python looks at no values.
 
-    These are shapes and dtypes of the inputs, all else in the inputs, and which modules are in training mode.
+    These are shapes and dtypes of the inputs, all else in the inputs, and the plain attributes of the modules, such as
+    `training`.
     """
     leaves = leaves_of((inputs.args, inputs.kwargs))
     forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return forms, tuple(inputs.kwargs), tuple(module.training for module in pg._module.modules())
+    settings = tuple(
+        tuple([value for value in module.__dict__.values() if type(value) in _PLAIN]) for module in pg._module.modules()
+    )
+    return forms, tuple(inputs.kwargs), settings

@@ -25,7 +25,7 @@ from graphpatch_notebook.experiments.rows import is_close, wild
 _WHOLE = 0.8
 """Where a larger share of positions has changed, all are computed: to take them apart would cost more."""
 
-_LEAST_OPERATIONS = {"cpu": 4e6, "other": 4e9}
+LEAST_OPERATIONS = {"cpu": 4e6, "other": 4e9}
 """A module that needs fewer for a forward is computed as a whole."""
 
 
@@ -44,16 +44,15 @@ class ChangedPositions:
 
     Args:
         node: The frame, with what it was given and returned in a run without patches.
-        operations: What the module computes for one position, roughly.
         last_only: Whether only the last position is read by anybody; the others are then as without patches.
     """
 
-    def __init__(self, node: FrameNode, operations: int, *, last_only: bool = False) -> None:
+    def __init__(self, node: FrameNode, *, last_only: bool = False) -> None:
         assert node.pair is not None
         self._given, self._returned = node.pair
         self._last_only = last_only
         self._may_share = not node.is_written_later
-        self._least = _LEAST_OPERATIONS["cpu" if self._given.device.type == "cpu" else "other"] / operations
+        self._least = _least_positions(node)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -73,6 +72,8 @@ class ChangedPositions:
         if len(places):
             some = value.flatten(0, -2).index_select(0, places)
             computed = _called(forward, some, value.dim(), *kwargs)
+            if computed.dtype != result.dtype:
+                return forward(*args, **kwargs)
             result.flatten(0, -2).index_copy_(0, places, computed)
         return result
 
@@ -121,38 +122,57 @@ def differing(value: Tensor, reference: Tensor) -> Tensor:
     return (value.view(word) != reference.view(word)).any(-1)
 
 
-def stand_ins(tree: FrameTree) -> dict[FrameNode, ChangedPositions]:
-    """Returns what can stand in for the outermost frames whose modules work on each position alone."""
-    return {node: ChangedPositions(node, _verdict(node).operations) for node in _outermost(tree.root)}
+def stand_ins(tree: FrameTree, count: int) -> dict[FrameNode, ChangedPositions]:
+    """Returns what can stand in for the outermost frames whose modules work on each position alone.
+
+    Args:
+        tree: The frames, as a run without patches recorded them.
+        count: How many interventions share a forward: where there is little to do for all of them, nothing stands in.
+    """
+    return {node: ChangedPositions(node) for node in _outermost(tree.root, count)}
 
 
 def last_position_of(node: FrameNode) -> ChangedPositions:
     """Returns what can stand in for such a frame where nobody reads its result at other positions than the last."""
-    return ChangedPositions(node, _verdict(node).operations, last_only=True)
+    return ChangedPositions(node, last_only=True)
 
 
 def is_position_wise(module: Module) -> bool | None:
-    """Whether a module gives for each vector the same, wherever and beside whatever it stands; `None`: not known yet."""
+    """Whether a module gives for each vector the same, wherever it stands, beside whatever; `None`: not known yet."""
     known = _verdicts.get(module)
     if known is not None and known.state == _state(module):
         return known.is_position_wise
     return None if _operations(module) else False
 
 
-def _outermost(node: FrameNode) -> Iterator[FrameNode]:
+def _outermost(node: FrameNode, count: int) -> Iterator[FrameNode]:
     for child in node.children.values():
-        if child.pair is not None and _verdict(child).is_position_wise:
-            yield child
-        else:
-            yield from _outermost(child)
+        if child.pair is None:
+            yield from _outermost(child, count)
+        elif count * len(child.pair[0].flatten(0, -2)) >= _least_positions(
+            child
+        ):  # else what is inside is not worth it
+            if _is_position_wise(child):
+                yield child
+            else:
+                yield from _outermost(child, count)
 
 
-def _verdict(node: FrameNode) -> _Verdict:
+def _least_positions(node: FrameNode) -> float:
+    """Returns of how many positions on it takes less time to find out which have changed."""
+    assert node.pair is not None
     assert node.module is not None
-    state = _state(node.module)
     known = _verdicts.get(node.module)
-    if known is None or known.state != state:
-        known = _verdicts[node.module] = _Verdict(state, _passes(node), _operations(node.module))
+    operations = _operations(node.module) if known is None else known.operations
+    return LEAST_OPERATIONS["cpu" if node.pair[0].device.type == "cpu" else "other"] / max(1, operations)
+
+
+def _is_position_wise(node: FrameNode) -> bool:
+    assert node.module is not None
+    known = is_position_wise(node.module)
+    if known is None:
+        known = _passes(node)
+        _verdicts[node.module] = _Verdict(_state(node.module), known, _operations(node.module))
     return known
 
 
@@ -179,6 +199,7 @@ def _passes(node: FrameNode) -> bool:
                 output = _called(node.module, torch.cat([given[places], *others]), node.pair[0].dim())
         except Exception:
             return False
-        if not is_close(output[: len(places)], returned[places]):
+        # Of another dtype where the model calls it under autocast, which a test on its own does not see.
+        if output.dtype != returned.dtype or not is_close(output[: len(places)], returned[places]):
             return False
     return True

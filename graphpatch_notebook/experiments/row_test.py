@@ -11,7 +11,7 @@ from torch import Tensor
 from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.execution.frame_results import FramesSeen, Replay, tensors_in
 from graphpatch_notebook.experiments.cells import PatchMap
-from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
+from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.row_work import RowWork
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, is_close, repeated, repeated_inputs, taken
@@ -22,16 +22,15 @@ _WILD = 6
 """One far below, and five far above: more than half, so that a median moves, too."""
 
 
-def test_of(pg: PatchableGraph, inputs: Inputs, rows: RowWork, *others: Hashable) -> Hashable:
+def test_of(survey: Survey, rows: RowWork, *others: Hashable) -> Hashable:
     """Returns what tells a test of a graph: one that was passed is passed for patches in the same places, too.
 
     Args:
-        pg: The graph.
-        inputs: What it runs on.
+        survey: What a run without patches told.
         rows: How interventions share a forward.
         others: What else it is done with.
     """
-    return ("test of rows", kind_of_run(pg, inputs), frozenset(rows.of_paths), rows.is_assumed, others)
+    return ("test of rows", survey.kind, frozenset(rows.of_paths), rows.is_assumed, others)
 
 
 def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, rows: RowWork) -> None:
@@ -42,7 +41,7 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     """
     if rows.never_meet:
         return
-    known, test = shown_earlier(pg), test_of(pg, inputs, rows)
+    known, test = shown_earlier(pg), test_of(survey, rows)
     if test in known:
         rows.never_meet = True
         return
@@ -80,4 +79,3 @@ def check_control(output: Any, survey: Survey) -> None:
 
 def _floats(output: Any) -> Sequence[Tensor]:
     return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-

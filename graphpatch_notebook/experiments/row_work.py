@@ -42,7 +42,8 @@ class RowWork:
         of_paths: Where the rows are in the values that are patched.
         problems: For paths whose values have no rows, or cannot be patched in rows, why.
         most: How many interventions one forward holds.
-        overhead: What a run costs besides computing, in rows.
+        work: What a run costs.
+        overhead: What it costs besides computing, in rows.
         stand_ins: What computes only positions that patches change, in place of frames.
         last_only: The same for frames whose results are read at the last position only.
         is_assumed: Whether the rows are taken to be where batches are, in dimension 0, and no run on doubled inputs
@@ -56,6 +57,7 @@ class RowWork:
     of_paths: Mapping[str, Rows]
     problems: Mapping[str, str]
     most: int
+    work: Work
     overhead: float
     stand_ins: Mapping[FrameNode, ChangedPositions]
     is_assumed: bool = False
@@ -104,15 +106,19 @@ def row_work(
         raise RowsError(f"one forward has {tokens:,} tokens already")
     if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(survey.output)):
         raise RowsError("the output holds an object that has no rows")
-    extra = overhead(Work.of(survey.tree), tokens, device)
+    instead = stand_ins(survey.tree, most)
+    if instead and batch == "auto":
+        most = rows_at_once(tokens, device, is_sparse=True)
+    work = Work.of(survey.tree, instead)
+    extra = overhead(work, tokens, device)
     more = {**_read_after(pg, inputs, survey, targets), **_asks_for_identity(targets)}
     if may_assume:
         size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
         assumed = _assumed(survey, size)
         if assumed is not None:
-            return RowWork(layout, *assumed, more, most, extra, stand_ins(survey.tree), is_assumed=True)
+            return RowWork(layout, *assumed, more, most, work, extra, instead, is_assumed=True)
     output, layouts, of_paths, problems = _doubled(pg, inputs, layout, survey, targets)
-    return RowWork(layout, output, layouts, of_paths, {**problems, **more}, most, extra, stand_ins(survey.tree))
+    return RowWork(layout, output, layouts, of_paths, {**problems, **more}, most, work, extra, instead)
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:

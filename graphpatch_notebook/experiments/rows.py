@@ -240,7 +240,9 @@ class RowsPatch(Patch[Any]):
         if not new:
             return value
         if torch.is_grad_enabled():  # many writes into one tensor make a long way back
-            blocks = (new[n] if n in new else self._rows.taken(value, n) for n in range(len(self._entries) + self._wild))
+            blocks = (
+                new[n] if n in new else self._rows.taken(value, n) for n in range(len(self._entries) + self._wild)
+            )
             return torch.cat(list(blocks), self._rows.dim or 0)
         result = value.clone()
         for number, piece in new.items():

@@ -108,7 +108,7 @@ class CellRunner:
             self._run_alone()
             return [[cell] for cell in cells]
         cuts = [self._cut(entries[number]) for number in fitting]
-        groups = chunked(cuts, common.work, common.rows.most, common.rows.overhead)
+        groups = chunked(cuts, common.rows.work, common.rows.most, common.rows.overhead)
         return [
             *([cells[fitting[i]] for i in group] for group in groups),
             *([cells[number]] for number in sorted(problems)),
@@ -256,7 +256,8 @@ class CellRunner:
         survey = self._common.survey
         assert survey is not None
         values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
-        return FramesSeen(self._pg._module, Replay(survey.tree, values))
+        replay = Replay(survey.tree, values)
+        return FramesSeen(self._pg._module, replay, replay.modules())
 
     def _without_in_rows(
         self, frames: frozenset[FrameNode], count: int, entries: Iterable[Entry]
@@ -270,7 +271,8 @@ class CellRunner:
             for frame in frames
         }
         at_last = {node: rows.last_only[node] for node in allowed(rows.last_only, survey, entries)}
-        return FramesSeen(self._pg._module, Replay(survey.tree, values, {**rows.stand_ins, **at_last}))
+        replay = Replay(survey.tree, values, {**rows.stand_ins, **at_last})
+        return FramesSeen(self._pg._module, replay, replay.modules())
 
     # -- several cells in rows -----------------------------------------------------------------------------------------
 
@@ -359,13 +361,14 @@ class CellRunner:
     def _comparison(self, cells: Iterable[PatchMap]) -> Hashable | None:
         """Returns the test that cells like these have the same numbers alone; `None` for metrics that are not told."""
         assert self._common.rows is not None
+        assert self._common.survey is not None
         try:
             metric = weakref.ref(self._metric)
             hash(metric)
         except TypeError:
             return None
         kinds = frozenset(type(p) for patches in cells for own in self._entries(patches) for p in own.patches)
-        return test_of(self._pg, self._common.inputs, self._common.rows, metric, kinds)
+        return test_of(self._common.survey, self._common.rows, metric, kinds)
 
     def _backpropagate(self, values: Sequence[Any]) -> None:
         if values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs, SameInputs
 from graphpatch_notebook.experiments.position_wise import is_position_wise
-from graphpatch_notebook.experiments.value_reads import DerivedReads
+from graphpatch_notebook.experiments.value_reads import ValueReads
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
@@ -58,6 +58,7 @@ class Survey:
         tree: The frames, with what some of them returned.
         marks: When each path came up, and what value.
         state_change: What the run changed in the model, in words; `None` for nothing.
+        kind: What other runs have in common with it that do the same.
         last_read: When Python looked at values last; `NEVER` where nobody took note of that.
     """
 
@@ -66,6 +67,7 @@ class Survey:
     tree: FrameTree
     marks: dict[str, Mark]
     state_change: str | None
+    kind: Hashable
     last_read: float = NEVER
 
     def take_returned(self) -> Any:
@@ -98,14 +100,14 @@ def survey(
     tree = FrameTree()
     for target in targets:
         _open(tree, target)
-    known = shown_earlier(pg)
-    steady = ("steady", kind_of_run(pg, inputs), frozenset(target.path for target in targets))
+    known, kind = shown_earlier(pg), kind_of_run(pg, inputs)
+    steady = ("steady", kind, frozenset(target.path for target in targets))
     is_steady = notes_reads and steady in known
     while True:
         recording = Recording(
             tree, pg._module, is_position_wise if keeps_pairs else None, looks_at_modules=not is_steady
         )
-        reads = DerivedReads(tree, ()) if notes_reads and not is_steady else None
+        reads = ValueReads(tree) if notes_reads and not is_steady else None
         with reads or nullcontext():
             marks, output = watched_run(pg, inputs, targets, tree, recording)
         if not recording.close():
@@ -116,7 +118,7 @@ def survey(
     if reads is not None and reads.last == 0 and is_after and recording.state_change is None:
         # What Python looks at is made of constants: each run of its kind takes the same steps.
         known[steady] = True
-    return Survey(output, own_tensors(output), tree, marks, recording.state_change, last_read)
+    return Survey(output, own_tensors(output), tree, marks, recording.state_change, kind, last_read)
 
 
 def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target]) -> set[str]:
@@ -124,7 +126,7 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
     tree = FrameTree()
     inputs = SameInputs.of(inputs.fresh())
     given = tensors_in((inputs.args, inputs.kwargs))
-    reads = DerivedReads(tree, [*pg._module.parameters(), *pg._module.buffers(), *given])
+    reads = ValueReads(tree, [*pg._module.parameters(), *pg._module.buffers(), *given])
     with reads:
         marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree, pg._module), reads.notice)
     return {path for path, mark in marks.items() if mark.came_up < reads.last}

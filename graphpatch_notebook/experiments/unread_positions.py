@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphpatch_notebook.execution.frame_results import FrameNode, FramesSeen, Replay, tensors_in
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
+from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.position_wise import ChangedPositions, last_position_of
 from graphpatch_notebook.experiments.rows import is_close, wild
@@ -40,8 +40,7 @@ def read_at_last_only(
         among: Frames whose modules work on each position alone.
     """
     places = {node: place for place, node in _places(survey.tree.root)}
-    known = shown_earlier(pg)
-    key = ("read at last only", kind_of_run(pg, inputs))
+    known, key = shown_earlier(pg), ("read at last only", survey.kind)
     candidates = [node for node in among if _has_positions(node)]
     if key not in known:
         known[key] = frozenset(places[node] for node in _unread(pg, inputs, survey, candidates))
@@ -50,10 +49,8 @@ def read_at_last_only(
 
 def allowed(nodes: Iterable[FrameNode], survey: Survey, entries: Iterable[Entry]) -> list[FrameNode]:
     """Returns those of some frames behind which no patch looks at other positions than it changes."""
-    last = max(
-        (survey.marks[e.target.path].came_up for e in entries if any(type(p) not in _AT_EACH_POSITION for p in e.patches)),
-        default=0.0,
-    )
+    looking = [entry for entry in entries if any(type(patch) not in _AT_EACH_POSITION for patch in entry.patches)]
+    last = max((survey.marks[entry.target.path].came_up for entry in looking), default=0.0)
     return [node for node in nodes if node.ended > last]
 
 
@@ -80,7 +77,7 @@ def _is_unread(pg: PatchableGraph, inputs: Inputs, survey: Survey, nodes: list[F
     """Whether the model returns the same with wild values at all positions but the last of what these frames return."""
     before = survey.tree.replayable(min(node.ended for node in nodes))
     values = {frame: frame.value for frame in before if not frame.is_written_later}
-    replay = Replay(survey.tree, values, {node: _wild_but_last for node in nodes})
+    replay = Replay(survey.tree, values, dict.fromkeys(nodes, _wild_but_last))
     fresh = inputs.fresh()
     with torch.no_grad(), FramesSeen(pg._module, replay), pg.patch({}).quiet():
         output = pg(*fresh.args, **fresh.kwargs)

@@ -28,41 +28,22 @@ class ValueReads(TorchFunctionMode):
 
     Args:
         tree: Tells the time.
+        clean: Tensors that are there before the run and of which it does not matter when they are read. So it is of
+            what calls of torch made of nothing but such. All others matter, as outputs of autograd functions, which
+            no mode sees being made.
 
     Attributes:
-        last: When that happened last; 0 for never.
-    """
-
-    def __init__(self, tree: FrameTree) -> None:
-        super().__init__()
-        self._tree = tree
-        self.last = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if _may_hand_out_values(func) and _hands_out_values(raw_name(func), args):
-            self.last = self._tree.tick()
-        return func(*args, **(kwargs or {}))
-
-
-class DerivedReads(ValueReads):
-    """Notes only reads of values that may derive from patched ones.
-
-    What is known not to: weights, buffers, inputs, and what calls of torch made of nothing but such. Of all others it
-    is taken for granted, as outputs of autograd functions, which no mode sees being made.
-
-    Args:
-        tree: Tells the time.
-        clean: Tensors that are there before the run.
-
-    Attributes:
+        last: When values that matter were read last; 0 for never.
         last_of_all: When any value was read last; 0 for never.
     """
 
-    def __init__(self, tree: FrameTree, clean: Iterable[Tensor]) -> None:
-        super().__init__(tree)
+    def __init__(self, tree: FrameTree, clean: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._tree = tree
+        self.last = 0
+        self.last_of_all = 0
         self._clean: dict[int, weakref.ref[Tensor]] = {}
         self._is_mixed = False
-        self.last_of_all = 0
         for tensor in clean:
             self._add(tensor)
 
@@ -74,12 +55,12 @@ class DerivedReads(ValueReads):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = raw_name(func)
-        if _may_hand_out_values(func) and _hands_out_values(name, args):
-            self.last_of_all = self._tree.tick()
+        is_read = _may_hand_out_values(func) and _hands_out_values(name, args)
         given = [leaf for leaf in leaves_of((args, kwargs or {})) if isinstance(leaf, Tensor)]
         is_clean = not self._is_mixed and all(map(self._is_clean, given))
-        if not is_clean and _may_hand_out_values(func) and _hands_out_values(name, args):
-            self.last = self._tree.tick()
+        if is_read:
+            self.last_of_all = self._tree.tick()
+            self.last = self.last if is_clean else self.last_of_all
         result = func(*args, **(kwargs or {}))
         if is_clean:
             for leaf in leaves_of(result):
