@@ -1,20 +1,19 @@
-"""What earlier sweeps of a graph have shown, which need not be shown again for runs of the same kind."""
+"""What earlier sweeps of a graph have shown, which need not be shown again while its model is as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.nn import Module
 
-from graphpatch_notebook.execution.frame_effects import leaves_of
+from graphpatch_notebook.execution.frame_effects import PLAIN, leaves_of
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _known: WeakKeyDictionary[PatchableGraph, dict[Hashable, Any]] = WeakKeyDictionary()
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def shown_earlier(pg: PatchableGraph) -> dict[Hashable, Any]:
@@ -22,15 +21,78 @@ def shown_earlier(pg: PatchableGraph) -> dict[Hashable, Any]:
     return _known.setdefault(pg, {})
 
 
-def kind_of_run(pg: PatchableGraph, inputs: Inputs) -> Hashable:
-    """Returns what two runs have in common that do the same, as long as Python looks at no values.
+class Settings:
+    """What the modules of a model hold besides tensors: plain values by what they are, all else by its identity.
 
-    These are shapes and dtypes of the inputs, all else in the inputs, and the plain attributes of the modules, such as
-    `training`.
+    What lists, dicts and plain objects hold (the config of a model) is looked at, too, but not what is inside of that.
+
+    Args:
+        model: The model.
     """
+
+    def __init__(self, model: Module) -> None:
+        # Attributes are counted, too: an empty one is no other's.
+        self._plain: list[Any] = []
+        self._others: list[Any] = []
+        containers: dict[int, Any] = {}
+        for module in model.modules():
+            self._plain.append(type(module))
+            self._note(module.__dict__.items(), containers)
+        for value, inside in containers.values():
+            self._note(((None, item) for item in inside(value)), {})
+        self._ids = tuple(map(id, self._others))
+        self._hash = hash((self._ids, len(self._plain)))
+
+    def _note(self, items: Iterable[tuple[Any, Any]], containers: dict[int, Any]) -> None:
+        plain, others = self._plain, self._others
+        for name, value in items:
+            kind = type(value)
+            if kind in _VALUES:
+                plain.append(value)
+            elif name not in _REGISTRIES and not isinstance(value, Tensor):
+                others.append(value)  # kept: its id is not another one's meanwhile
+                inside = _inside(kind)
+                if inside is not None:
+                    containers[id(value)] = (value, inside)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self._ids == other._ids and self._plain == other._plain
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+_VALUES = frozenset({bool, int, float, str, type(None)})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+"""Tensors are not told apart: their values are not, either."""
+
+_ways_inside: dict[type, Callable[[Any], Iterable[Any]] | None] = {}
+
+
+def _inside(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    """Returns what yields the values that an object of a class holds; `None` where it has none that are looked at."""
+    if kind not in _ways_inside:
+        way: Callable[[Any], Iterable[Any]] | None = None
+        if issubclass(kind, dict):
+            way = _values
+        elif issubclass(kind, (list, tuple, set)):
+            way = iter
+        elif not issubclass(kind, (Module, *PLAIN)) and not any("__call__" in base.__dict__ for base in kind.__mro__):
+            way = _attributes
+        _ways_inside[kind] = way
+    return _ways_inside[kind]
+
+
+def _values(value: dict[Any, Any]) -> Iterable[Any]:
+    return value.values()
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return getattr(value, "__dict__", {}).values()
+
+
+def kind_of_run(settings: Settings, inputs: Inputs) -> Hashable:
+    """Returns what two runs of a model have in common that do the same, as long as Python looks at no values."""
     leaves = leaves_of((inputs.args, inputs.kwargs))
     forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    settings = tuple(
-        tuple([value for value in module.__dict__.values() if type(value) in _PLAIN]) for module in pg._module.modules()
-    )
     return forms, tuple(inputs.kwargs), settings

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.execution.frame_results import FrameNode, FrameTree
 from graphpatch_notebook.experiments.rows import is_close, wild
 
@@ -29,14 +26,27 @@ LEAST_OPERATIONS = {"cpu": 4e6, "other": 4e9}
 """A module that needs fewer for a forward is computed as a whole."""
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    state: Any
-    is_position_wise: bool
-    operations: int
+class PositionWise:
+    """Which modules of a model work on each position alone, as far as that was tested; as long as nobody changes them.
 
+    Args:
+        known: The verdicts so far, by module.
+    """
 
-_verdicts: WeakKeyDictionary[Module, _Verdict] = WeakKeyDictionary()
+    def __init__(self, known: dict[Module, bool] | None = None) -> None:
+        self._known: dict[Module, bool] = {} if known is None else known
+
+    def __call__(self, module: Module) -> bool | None:
+        """Whether a module does; `None` where that is not known yet."""
+        known = self._known.get(module)
+        return known if known is not None or operations_of(module) else False
+
+    def tested(self, node: FrameNode) -> bool:
+        """Whether the module of a frame does; it is tested, if it was not yet."""
+        assert node.module is not None
+        if node.module not in self._known:
+            self._known[node.module] = _passes(node)
+        return self._known[node.module]
 
 
 class ChangedPositions:
@@ -122,14 +132,15 @@ def differing(value: Tensor, reference: Tensor) -> Tensor:
     return (value.view(word) != reference.view(word)).any(-1)
 
 
-def stand_ins(tree: FrameTree, count: int) -> dict[FrameNode, ChangedPositions]:
+def stand_ins(tree: FrameTree, position_wise: PositionWise, count: int) -> dict[FrameNode, ChangedPositions]:
     """Returns what can stand in for the outermost frames whose modules work on each position alone.
 
     Args:
         tree: The frames, as a run without patches recorded them.
+        position_wise: What is known of their modules.
         count: How many interventions share a forward: where there is little to do for all of them, nothing stands in.
     """
-    return {node: ChangedPositions(node) for node in _outermost(tree.root, count)}
+    return {node: ChangedPositions(node) for node in _outermost(tree.root, position_wise, count)}
 
 
 def last_position_of(node: FrameNode) -> ChangedPositions:
@@ -137,53 +148,29 @@ def last_position_of(node: FrameNode) -> ChangedPositions:
     return ChangedPositions(node, last_only=True)
 
 
-def is_position_wise(module: Module) -> bool | None:
-    """Whether a module gives for each vector the same, wherever it stands, beside whatever; `None`: not known yet."""
-    known = _verdicts.get(module)
-    if known is not None and known.state == _state(module):
-        return known.is_position_wise
-    return None if _operations(module) else False
-
-
-def _outermost(node: FrameNode, count: int) -> Iterator[FrameNode]:
+def _outermost(node: FrameNode, position_wise: PositionWise, count: int) -> Iterator[FrameNode]:
     for child in node.children.values():
-        if child.pair is None:
-            yield from _outermost(child, count)
-        elif count * len(child.pair[0].flatten(0, -2)) >= _least_positions(
-            child
-        ):  # else what is inside is not worth it
-            if _is_position_wise(child):
+        is_worth_it = True
+        if child.pair is not None:
+            is_worth_it = count * len(child.pair[0].flatten(0, -2)) >= _least_positions(child)
+            if is_worth_it and position_wise.tested(child):
                 yield child
-            else:
-                yield from _outermost(child, count)
+                continue
+        if is_worth_it:  # else what is inside it is less so
+            yield from _outermost(child, position_wise, count)
 
 
 def _least_positions(node: FrameNode) -> float:
     """Returns of how many positions on it takes less time to find out which have changed."""
     assert node.pair is not None
     assert node.module is not None
-    known = _verdicts.get(node.module)
-    operations = _operations(node.module) if known is None else known.operations
-    return LEAST_OPERATIONS["cpu" if node.pair[0].device.type == "cpu" else "other"] / max(1, operations)
+    least = LEAST_OPERATIONS["cpu" if node.pair[0].device.type == "cpu" else "other"]
+    return least / max(1, operations_of(node.module))
 
 
-def _is_position_wise(node: FrameNode) -> bool:
-    assert node.module is not None
-    known = is_position_wise(node.module)
-    if known is None:
-        known = _passes(node)
-        _verdicts[node.module] = _Verdict(_state(node.module), known, _operations(node.module))
-    return known
-
-
-def _operations(module: Module) -> int:
+def operations_of(module: Module) -> int:
     """Returns how many operations a module needs for one position, roughly."""
     return 2 * sum(weight.numel() for weight in module.parameters() if weight.dim() > 1)
-
-
-def _state(module: Module) -> Any:
-    forward = original_forward(module)
-    return module.training, id(getattr(forward, "__func__", forward))
 
 
 def _passes(node: FrameNode) -> bool:

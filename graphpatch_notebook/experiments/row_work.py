@@ -106,7 +106,7 @@ def row_work(
         raise RowsError(f"one forward has {tokens:,} tokens already")
     if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(survey.output)):
         raise RowsError("the output holds an object that has no rows")
-    instead = stand_ins(survey.tree, most)
+    instead = stand_ins(survey.tree, survey.position_wise, most)
     if instead and batch == "auto":
         most = rows_at_once(tokens, device, is_sparse=True)
     work = Work.of(survey.tree, instead)

@@ -19,9 +19,9 @@ from graphpatch_notebook.execution.frame_results import (
     tensors_in,
 )
 from graphpatch_notebook.experiments.cells import PatchMap
-from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
+from graphpatch_notebook.experiments.earlier_sweeps import Settings, kind_of_run, shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs, SameInputs
-from graphpatch_notebook.experiments.position_wise import is_position_wise
+from graphpatch_notebook.experiments.position_wise import PositionWise
 from graphpatch_notebook.experiments.value_reads import ValueReads
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
@@ -59,6 +59,7 @@ class Survey:
         marks: When each path came up, and what value.
         state_change: What the run changed in the model, in words; `None` for nothing.
         kind: What other runs have in common with it that do the same.
+        position_wise: Which modules work on each position alone.
         last_read: When Python looked at values last; `NEVER` where nobody took note of that.
     """
 
@@ -68,6 +69,7 @@ class Survey:
     marks: dict[str, Mark]
     state_change: str | None
     kind: Hashable
+    position_wise: PositionWise
     last_read: float = NEVER
 
     def take_returned(self) -> Any:
@@ -100,13 +102,13 @@ def survey(
     tree = FrameTree()
     for target in targets:
         _open(tree, target)
-    known, kind = shown_earlier(pg), kind_of_run(pg, inputs)
+    known, settings = shown_earlier(pg), Settings(pg._module)
+    kind = kind_of_run(settings, inputs)
+    position_wise: PositionWise = known.setdefault(("position-wise", settings), PositionWise())
     steady = ("steady", kind, frozenset(target.path for target in targets))
     is_steady = notes_reads and steady in known
     while True:
-        recording = Recording(
-            tree, pg._module, is_position_wise if keeps_pairs else None, looks_at_modules=not is_steady
-        )
+        recording = Recording(tree, pg._module, position_wise if keeps_pairs else None, looks_at_modules=not is_steady)
         reads = ValueReads(tree) if notes_reads and not is_steady else None
         with reads or nullcontext():
             marks, output = watched_run(pg, inputs, targets, tree, recording)
@@ -118,7 +120,7 @@ def survey(
     if reads is not None and reads.last == 0 and is_after and recording.state_change is None:
         # What Python looks at is made of constants: each run of its kind takes the same steps.
         known[steady] = True
-    return Survey(output, own_tensors(output), tree, marks, recording.state_change, kind, last_read)
+    return Survey(output, own_tensors(output), tree, marks, recording.state_change, kind, position_wise, last_read)
 
 
 def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target]) -> set[str]:

@@ -77,8 +77,7 @@ def reads_last_position(metric: Callable[[Any], Any], output: Any) -> bool:
     if logits is None:
         return False
     try:
-        with LastPositionOnly(logits):
-            metric(output)
+        watched_metric(metric, output)
     except Exception:  # it reads others, or what is not there
         return False
     return True
@@ -94,7 +93,10 @@ def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:
     if logits is None:
         return metric(output)
     with LastPositionOnly(logits):
-        return metric(output)
+        value = metric(output)
+    if any(leaf is logits for leaf in leaves_of(value)):  # handed on as they are
+        raise ReadElsewhereError
+    return value
 
 
 def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[str, Any]]:

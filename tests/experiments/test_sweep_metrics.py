@@ -71,6 +71,7 @@ class Keeping:
 
 
 METRICS: dict[str, Callable[[Any], Any]] = {
+    "the logits as they are": lambda output: output.logits,
     "last": lambda output: output.logits[:, -1],
     "last by key": lambda output: output["logits"][:, -1, 3:5],
     "last by index": lambda output: output[0][:, -1],

@@ -30,6 +30,7 @@ from tests.zoo import CASES, Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, copy_call, same_state, snapshot
 
 pytestmark = [
+    pytest.mark.usefixtures("small_modules_in_parts"),
     pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning"),
 ]
 
