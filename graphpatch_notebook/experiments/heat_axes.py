@@ -180,9 +180,10 @@ def draw_ticks(ax: Axes, grid: Grid, cell: tuple[float, float]) -> None:
     is_upright = not _is_numbers(grid.columns) and needed > wide
     size = fonts.fitting(wide) if is_upright else fonts.ticks
     kept = thinned(columns, (fonts.height * size / fonts.ticks if is_upright else needed) / wide)
-    rotation = 90 if is_upright else 0
-    ax.set_xticks(kept, [labels[index] for index in kept], fontsize=size, rotation=rotation, **plain)
+    place = {"rotation": 90} if is_upright else {"verticalalignment": "baseline"}  # of letters of all heights the same
+    ax.set_xticks(kept, [labels[index] for index in kept], fontsize=size, **place, **plain)
     ax.tick_params(length=2.5, pad=2)
+    ax.tick_params(axis="x", pad=2 if is_upright else 2 + 0.76 * size)
     ax.set_xlabel(wrapped(grid.columns.title, columns * wide), fontsize=fonts.labels, **plain)
     ax.set_ylabel(wrapped(grid.rows.title, rows * tall), fontsize=fonts.labels, **plain)
 

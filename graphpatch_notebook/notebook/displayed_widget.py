@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anywidget
@@ -56,6 +56,12 @@ class DisplayedWidget(anywidget.AnyWidget):
         if "_display" in self.__dict__:  # else it never came to be
             self._display.stop()
         super().close()
+
+    def put_right(self, names: Iterable[str]) -> None:
+        """Sends what holds of traits that the front end has set as it must not."""
+        for name in names:
+            if name in self.keys:
+                self.send_state(name)
 
     def _ipython_display_(self, **_: Any) -> None:
         if self.comm is None or not has_front_end():

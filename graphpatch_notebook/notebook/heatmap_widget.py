@@ -69,9 +69,7 @@ class ResultHeatmap(DisplayedWidget):
         """Takes over the cell that the front end has set, if there is such a one; it may set nothing else."""
         accepted = {name: value for name, value in sync_data.items() if name == "cell" and self._is_cell(value)}
         super().set_state(accepted)
-        for name in sync_data.keys() - accepted.keys():
-            if name in self.keys:
-                self.send_state(name)  # so that it knows what holds
+        self.put_right(sync_data.keys() - accepted.keys())
 
     def _is_cell(self, value: Any) -> bool:
         if value is None:

@@ -179,9 +179,7 @@ class Browser(DisplayedWidget):
                 self._is_receiving -= 1
                 waiting, self._waiting = self._waiting, set()
             self.renew(*sorted(waiting))
-        for name in sync_data.keys() - accepted.keys():
-            if name in self.keys:
-                self.send_state(name)  # so that it knows what holds
+        self.put_right(sync_data.keys() - accepted.keys())
 
     def _accepts(self, name: str, value: Any) -> bool:
         return _IS_OF_FRONT_END.get(name, _never)(value) and self._problem(name, value) is None

@@ -61,9 +61,14 @@ class Legend implements Part {
     });
     this.filter = element(
       "select",
-      { class: "gp-field", "aria-label": "Which scores", onchange: () => this.choose() },
+      {
+        class: "gp-field",
+        "aria-label": "Which scores",
+        title: "Rows with the same number share a place: most are names of one value",
+        onchange: () => this.choose(),
+      },
       element("option", { value: "all" }, `all ${scores.count.toLocaleString("en-US")}`),
-      ...STRONGEST.filter((count) => count < scores.count).map((count) =>
+      ...STRONGEST.filter((count) => count < scores.places).map((count) =>
         element("option", { value: count }, `the ${count} ${isBySize ? "largest in size" : "highest"}`),
       ),
       element("option", { value: "least" }, isBySize ? "size at least …" : "at least …"),

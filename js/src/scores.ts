@@ -2,8 +2,11 @@
 
 import type { Skeleton } from "./skeleton";
 
-/** Which rows a filter leaves: those of a number at least (or of such a size), or the `count` strongest. */
+/** Which rows a filter leaves: those of a number at least (or of such a size), or of the `count` strongest. */
 export type ScoreFilter = { least: number } | { count: number };
+
+/** Up to such a share two numbers are the same: that of one value under several names, but for rounding. */
+const ROUNDING = 1e-5;
 
 export class Scores {
   /** Of all rows that have one. */
@@ -11,6 +14,10 @@ export class Scores {
   readonly maximum: number;
   /** How many rows have one. */
   readonly count: number;
+  /** How many different numbers there are. */
+  readonly places: number;
+  /** By row: how many numbers are stronger; NaN where there is none. Rows with the same one share a place. */
+  private readonly place: Float64Array;
   /** By row: the strongest of it and what is in it; NaN where there is none. */
   readonly best: Float32Array;
 
@@ -31,6 +38,8 @@ export class Scores {
     this.count = count;
     this.minimum = minimum <= maximum ? minimum : 0;
     this.maximum = minimum <= maximum ? maximum : 0;
+    this.place = new Float64Array(values.length).fill(Number.NaN);
+    this.places = this.rank();
     this.best = Float32Array.from(values);
     for (let row = values.length - 1; row >= 0; row--) {
       const best = this.best[row] ?? Number.NaN;
@@ -39,6 +48,23 @@ export class Scores {
         this.best[parent] = best;
       }
     }
+  }
+
+  /** Fills `place`; returns how many there are. */
+  private rank(): number {
+    const size = (row: number) => Math.abs(this.values[row] ?? 0);
+    const rows = [...this.values.keys()].filter((row) => !Number.isNaN(this.values[row]));
+    const last = new Map<number, { value: number; place: number }>(); // by sign
+    let places = 0;
+    for (const row of rows.sort((a, b) => size(b) - size(a))) {
+      const value = this.values[row] ?? 0;
+      const before = last.get(Math.sign(value));
+      const isSame = before?.value === value || Math.abs((before?.value ?? Number.NaN) - value) <= ROUNDING * size(row);
+      const place = before && isSame ? before.place : places++;
+      last.set(Math.sign(value), { value, place });
+      this.place[row] = place;
+    }
+    return places;
   }
 
   /** The scores in the traits; `null` where there are none. */
@@ -77,10 +103,8 @@ export class Scores {
   /** The rows that a filter leaves, in order. */
   passing(filter: ScoreFilter): number[] {
     const rows = [...this.values.keys()].filter((row) => !Number.isNaN(this.values[row]));
-    const size = (row: number) => Math.abs(this.values[row] ?? 0);
-    if ("least" in filter) return rows.filter((row) => size(row) >= filter.least);
-    const best = rows.sort((a, b) => size(b) - size(a) || a - b);
-    return best.slice(0, filter.count).sort((a, b) => a - b);
+    if ("least" in filter) return rows.filter((row) => Math.abs(this.values[row] ?? 0) >= filter.least);
+    return rows.filter((row) => (this.place[row] ?? Number.NaN) < filter.count);
   }
 
   /** Siblings in order: those with the strongest in them first, those without scores last, else as they came up. */

@@ -267,6 +267,29 @@ test("filtered by score: the best, or those of a number at least, with what is a
   expect(seen()).toContain("lm_head");
 });
 
+test("rows with the same number, but for rounding, share a place; those of the other sign do not", () => {
+  const { tree } = opened(
+    scored({
+      "lm_head.linear": 3,
+      "lm_head.weight": -3,
+      "lm_head.input": 3.000001,
+      "transformer.h_4.mlp.mul": 2,
+      "transformer.h_2.mlp.mul": 2.001,
+      "transformer.h_1.mlp.mul": Number.NEGATIVE_INFINITY,
+      "transformer.h_3.mlp.mul": Number.NEGATIVE_INFINITY,
+    }),
+  );
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  expect([scores.count, scores.places]).toEqual([7, 5]);
+  const largest = (count: number) => scores.passing({ count }).map((at) => skeleton.path(at));
+  expect(largest(1)).toEqual(["transformer.h_1.mlp.mul", "transformer.h_3.mlp.mul"]);
+  expect(largest(2).length).toBe(4);
+  expect(largest(3)).toContain("lm_head.weight");
+  expect(largest(4)).not.toContain("transformer.h_4.mlp.mul");
+  expect(largest(9).length).toBe(7);
+});
+
 test("scores of another size than the tree are none; infinite ones do not spoil the range", () => {
   expect(Scores.of(new DataView(new ArrayBuffer(8)), "x", skeleton)).toBeNull();
   const { tree } = opened(

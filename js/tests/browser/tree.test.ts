@@ -180,7 +180,7 @@ test.each([
     ["Sort by score", "the 10 highest", "at least …"],
   ],
 ])("what the legend offers for scores such as %j says by what they are ranked", (values, expected) => {
-  const { view } = withScores(Array.from({ length: 30 }, (_, row) => values[row % 3] ?? 0));
+  const { view } = withScores(Array.from({ length: 30 }, (_, row) => (values[row % 3] ?? 0) * (row + 1)));
   const texts = [...view.root.querySelectorAll(".gp-scores button, .gp-scores option")].map((one) => one.textContent);
   expect(texts).toEqual(expect.arrayContaining(expected));
 });
