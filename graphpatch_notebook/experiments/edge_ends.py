@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
@@ -107,21 +108,26 @@ def _end(pg: PatchableGraph, item: Any, what: str) -> EdgeEnd:
 
 
 def _check_rows(end: EdgeEnd) -> None:
-    """Refuses a number in the first dimension of an index: where a head is meant, it takes a row of the batch."""
+    """Refuses numbers in the first dimension of an index: where a head is meant, they take rows of the batch."""
     target, index = end.target, end.index
+    if target is None or target.node.kind in _WITHOUT_ROWS:
+        return
     first = index[0] if isinstance(index, tuple) and index else index
-    if target is None or target.node.kind in _WITHOUT_ROWS or isinstance(first, bool) or not isinstance(first, int):
-        return
     shape = tuple(getattr(target.spec, "shape", ()))
-    if len(shape) < 2:
+    are_rows = isinstance(index, list) or (isinstance(index, Tensor) and index.dtype != torch.bool)
+    if len(shape) < 2 or not (are_rows or (isinstance(first, int) and not isinstance(first, bool))):
         return
-    part = f"heads=..., or ({target.path!r}, (..., slice({first} * size, {first + 1} * size))) for heads of that size"
-    if len(shape) > 3:
-        part = f"({target.path!r}, (slice(None), {first})) if dimension 1 of its shape {shape} has them"
-    rest = ", ..." if isinstance(index, tuple) and len(index) > 1 else ""
+    path = target.path
+    rows = f"({path!r}, ({index_text(index)},))"
+    head = f"heads=..., or ({path!r}, (..., slice(0, size))) for the first head of that size"
+    if isinstance(first, int):
+        rest = ", ..." if isinstance(index, tuple) and len(index) > 1 else ","
+        rows = f"({path!r}, (slice({first}, {first + 1 or None}){rest}))"
+    if len(shape) > 3 and isinstance(first, int):
+        head = f"({path!r}, (slice(None), {first})) if dimension 1 of its shape {shape} has them"
     raise ExperimentError(
-        f"{end.label!r}: {first} counts rows of the batch, the first dimension of the shape {shape}. To name a head, "
-        f"give {part}; for a row of the batch give ({target.path!r}, (slice({first}, {first + 1}){rest or ','}))"
+        f"{end.label!r}: {index_text(first)} counts rows of the batch, the first dimension of the shape {shape}. To "
+        f"name a head, give {head}; for rows of the batch give {rows}"
     )
 
 

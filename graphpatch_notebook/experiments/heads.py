@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
@@ -64,8 +65,9 @@ def head_places(
     Raises:
         ExperimentError: There cannot be so many heads in a value; or they are mixed there already, as the graph tells.
     """
-    if type(count) is not int or count < 1:
-        raise ExperimentError(f"heads is a number from 1 on, not {count!r}")
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+        raise ExperimentError(f"heads is how many there are, a number from 1 on, not {count!r}")
+    count = int(count)
     dims = {}
     for path, shape in shapes.items():
         dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))

@@ -178,7 +178,7 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
         (MEAN | {"paths": ["transformer.wte.input"]}, "torch.int64; what is no floating point number can only be set"),
         (POOLED | {"paths": ["transformer.h_0.mlp.c_fc.weight"]}, "a parameter has no positions"),
         ({"heads": 3}, r"\(3, 6, 16\): its last dimension cannot be split into 3 heads"),
-        ({"heads": 0}, "heads is a number from 1 on, not 0"),
+        ({"heads": 0}, "heads is how many there are, a number from 1 on, not 0"),
         ({"positions": False}, "positions are whole numbers, or True for all, not False"),
         ({"heads": 6, "paths": ["transformer.wte.input"], "positions": 0}, "runs along the sequence: no heads"),
         ({"positions": 6}, "position 6 is out of range"),

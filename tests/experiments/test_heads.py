@@ -401,6 +401,24 @@ def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
 Z = "transformer.h_0.attn.c_proj.x"
 
 
+def test_the_last_row_of_the_batch_is_named_by_what_is_said(pg: PatchableGraph) -> None:
+    options: dict[str, Any] = {"progress": False, "batch": None}
+    whole = path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, **options)
+    for index, repair in ((-1, "(slice(-1, None),)"), ([0], "([0],)"), (torch.tensor([0]), "(tensor([0]),)")):
+        with pytest.raises(ExperimentError, match=re.escape(f"for rows of the batch give ('{Z}', {repair})")):
+            path_patch(pg, (Z, index), None, CLEAN, CORRUPTED, METRIC, **options)
+        given = eval(repair, {"slice": slice, "tensor": torch.tensor})
+        assert path_patch(pg, (Z, given), None, CLEAN, CORRUPTED, METRIC, **options).item() == whole.item()
+
+
+@pytest.mark.parametrize("heads", [True, 0, 2.0, range(4), "4"])
+def test_heads_are_a_number(pg: PatchableGraph, heads: Any) -> None:
+    with pytest.raises(ExperimentError, match="heads is how many there are, a number from 1 on, not"):
+        causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=heads)
+    of_numpy = causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=np.int64(4), progress=False)
+    assert of_numpy.sizes["head"] == 4
+
+
 @pytest.mark.parametrize("index", [0, (2,), (1, slice(None), slice(0, 4))])
 def test_a_number_in_the_first_dimension_is_no_head(pg: PatchableGraph, index: Any) -> None:
     first = index[0] if isinstance(index, tuple) else index

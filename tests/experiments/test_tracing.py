@@ -179,7 +179,7 @@ def test_a_model_without_tokens_is_told_where_the_sequence_lies() -> None:
     clean, corrupted = torch.randn(2, 5, 6)
     pg = PatchableGraph(model, clean)
     paths = [f"layers_{number}.output" for number in range(3)]
-    with pytest.raises(ExperimentError, match=r"'layers_0.output': the model takes no input_ids.*position_dim=1"):
+    with pytest.raises(ExperimentError, match=r"'layers_2.output': the model takes no input_ids.*position_dim=1"):
         causal_trace(pg, clean, corrupted, paths, None, torch.sum, progress=False)
     found = causal_trace(pg, clean, corrupted, paths, None, torch.sum, position_dim=-2, progress=False, batch=None)
     for number in range(3):
