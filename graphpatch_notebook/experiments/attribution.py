@@ -137,7 +137,7 @@ def attribute(
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.paths, found, axis, heads, metric)
     result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
-    result.attrs["same_values"] = same_values(pg, [node.path for node in selected.nodes if node.is_wanted])
+    result.attrs["same_values"] = same_values(pg, wanted)
     _tell(result)
     return result
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.experiments.recordings import targets
+from graphpatch_notebook.experiments.scored_nodes import ScoredNode
 from graphpatch_notebook.experiments.value_sources import SourceValue, maker_of, sources_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.values import TensorSpec
@@ -20,32 +21,37 @@ _RESHAPED = (
 _DROPPED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-def same_values(pg: PatchableGraph, paths: Iterable[str]) -> dict[str, str]:
-    """Returns, for each path whose value has other names among `paths`, the one that stands for all of them.
+def same_values(pg: PatchableGraph, nodes: Iterable[ScoredNode]) -> dict[str, str]:
+    """Returns, for each path whose value has other names among `nodes`, the one that stands for all of them.
 
     As the records tell: values are handed on from a module to the next, or get another shape, with all their entries
     and of the same dtype. The name that stands for all is what a module returns, if there is such a one (of the
     outermost, if there are several), else the first in order of execution.
     """
-    groups: dict[Any, list[str]] = {}
-    found = targets(pg, paths)
-    for path, target in found.items():
-        if isinstance(target.spec, TensorSpec):
-            origin = _origin(SourceValue(target.node, target.frame, target.dig), target.spec)
-            groups.setdefault(origin.key, []).append(path)
+    groups: dict[Any, list[ScoredNode]] = {}
+    origins: dict[Any, Any] = {}
+    for scored in nodes:
+        dig = targets(pg, [scored.path])[scored.path].dig if scored.is_in_container else ()
+        value = SourceValue(scored.node, scored.frame, dig)
+        groups.setdefault(_origin(value, scored.spec, origins), []).append(scored)
     names: dict[str, str] = {}
     for group in groups.values():
-        outputs = [path for path in group if found[path].node.kind == "output"]
-        standing = min(outputs, key=len, default=group[0])
-        names |= dict.fromkeys(group if len(group) > 1 else (), standing)
+        if len(group) > 1:
+            outputs = [scored.path for scored in group if scored.node.kind == "output"]
+            standing = min(outputs, key=len, default=group[0].path)
+            names |= dict.fromkeys((scored.path for scored in group), standing)
     return names
 
 
-def _origin(value: SourceValue, spec: TensorSpec) -> SourceValue:
-    """Returns the first name that a value had."""
-    while (before := _handed_on(value, spec)) is not None:
+def _origin(value: SourceValue, spec: TensorSpec, known: dict[Any, Any]) -> Any:
+    """Returns what tells the first name that a value had; adds the names on the way to what is known."""
+    way = [value.key]
+    while way[-1] not in known and (before := _handed_on(value, spec)) is not None:
         value = before
-    return value
+        way.append(value.key)
+    origin = known.get(way[-1], way[-1])
+    known.update(dict.fromkeys(way, origin))
+    return origin
 
 
 def _handed_on(value: SourceValue, spec: TensorSpec) -> SourceValue | None:
