@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
+IN_FULL = f" ({WHOLE} in full)"
+"""Stands behind what paths have in common, where some of them have not."""
 _POSITIONS = ("position", "token", "pos")
 
 
@@ -160,6 +162,9 @@ def is_upward(grid: Grid, origin: str | None) -> bool:
 def numbers_of(array: DataArray, wishes: Wishes) -> tuple[Numbers, Scale]:
     """Returns the numbers that are shown, and what their colours mean."""
     name = str(array.name) if array.name is not None else "value"
+    if "metric" in array.coords and "metric" not in array.dims:  # one of several was picked
+        picked = str(array.coords["metric"].item())
+        name = picked if name == "<lambda>" else f"{name} {picked}"
     metric = array.attrs.get("metric")
     shown = wishes.label(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
     values = np.where(np.isfinite(array.values), array.values, np.nan).astype(np.float64)
@@ -223,7 +228,7 @@ def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, wishes: W
         if are_paths(values):
             found = path_labels(values)
             common = "" if found.common is None else f": {found.common}"
-            common += f" ({WHOLE} in full)" if found.has_whole else ""
+            common += IN_FULL if found.has_whole else ""
             return Side(name, values, found.labels, title if title != name else f"{name}{common}")
         return Side(name, values, values, title, is_tokens=name in _POSITIONS)
     return Side(name, values, tuple(_number_text(value) for value in values), title)

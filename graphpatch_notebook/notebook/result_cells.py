@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from graphpatch_notebook.experiments.grids import Grid, Numbers, Scale, Side
+from graphpatch_notebook.experiments.grids import IN_FULL, Grid, Numbers, Scale, Side
 from graphpatch_notebook.experiments.tick_texts import shown_labels, tick_text
 
 SIDE = 256
@@ -83,7 +83,8 @@ class ResultCells:
         if block > 1:
             parts = [values[start : start + block] for start in range(0, len(values), block)]
             values = [" to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts]
-            return state | {"values": values, "labels": None, "tokens": None}
+            title = side.title.removesuffix(IN_FULL)
+            return state | {"title": title, "values": values, "labels": None, "tokens": None}
         tokens = [tick_text(label, is_token=True) for label in side.labels[::step]] if side.is_tokens else None
         return state | {"values": values, "labels": shown_labels(side)[::step], "tokens": tokens}
 

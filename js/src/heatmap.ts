@@ -257,7 +257,7 @@ export class HeatmapFigure {
         bar,
         end(scale.high, (maximum ?? 0) > Math.fround(scale.high), "≥"),
       ];
-      return [element("span", {}, result.name), ...ends];
+      return [element("span", {}, result.name), element("span", { class: "gp-range" }, ...ends)];
     }
     const parts = [
       end(scale.low, this.isCut && scale.low > whole.low, "≤"),

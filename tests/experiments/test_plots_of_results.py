@@ -103,6 +103,7 @@ def test_one_of_several_metrics(
         assert np.allclose(
             ax.collections[0].get_array(), (alone.values - alone.attrs["corrupted"]).ravel(), rtol=0, atol=1e-5
         )
+        assert label(ax).startswith(f"{name} − corrupted")
         heatmap = show_heatmap(every.sel(metric=name))
         assert heatmap.heatmap["center"] == f"corrupted {alone.attrs['corrupted']:.4g}"
     with pytest.raises(ExperimentError, match=r"2 numbers, .* pick a metric before, result\.sel\(metric='one'\)"):

@@ -114,14 +114,15 @@ def test_large_results_are_sent_in_blocks_of_which_the_strongest_is_seen() -> No
     values[8, 151] = 4.0
     values[9, 150] = 3.0
     values[599, 299] = 1.0
-    paths = [f"h_{row}.output" for row in range(600)]
+    paths = ["odd", *[f"a.h_{row}.output" for row in range(1, 600)]]
     result = xr.DataArray(values, {"path": paths}, ["path", "position"], attrs={"baseline": 0.0})
     heatmap = show_heatmap(result)
     about = heatmap.heatmap
     assert about["reduced"] == "each cell is the number farthest from baseline 0 of 3 x 2 of 600 x 300"
     assert about["full"] == [600, 300]
     assert about["rows"]["labels"] is None
-    assert about["rows"]["values"][0] == "h_599.output to h_597.output"
+    assert about["rows"]["title"] == "path: a.*.output"
+    assert about["rows"]["values"][0] == "a.h_599.output to a.h_597.output"
     assert about["columns"]["values"][-1] == "298 to 299"
     shown = np.array(numbers(heatmap)).reshape(200, 150)
     assert shown[0, -1] == 1.0
@@ -129,10 +130,10 @@ def test_large_results_are_sent_in_blocks_of_which_the_strongest_is_seen() -> No
     assert not np.isnan(shown).any()
     heatmap.cell = [197, 75]
     assert shown[197, 75] == -5.0
-    assert heatmap.selected == ("h_7.output", 150)
-    heatmap.selected = ("h_599.output", 299)
+    assert heatmap.selected == ("a.h_7.output", 150)
+    heatmap.selected = ("a.h_599.output", 299)
     assert heatmap.cell == [0, 149]
-    assert heatmap.selected == ("h_599.output", 299)
+    assert heatmap.selected == ("a.h_599.output", 299)
 
 
 # -- what is selected
