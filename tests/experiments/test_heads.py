@@ -33,8 +33,12 @@ from graphpatch_notebook.experiments import (
     path_patch,
     top_scores,
 )
+from graphpatch_notebook.experiments.head_mixing import mixing_of
+from graphpatch_notebook.experiments.recordings import targets
 from tests.experiments.hooked import edited, gpt2, llama, outputs, putting
 from tests.integrations.test_transformer_lens import lens
+from tests.laws.captures import capture_of
+from tests.zoo import CASES, Case
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
@@ -248,6 +252,27 @@ def test_values_with_mixed_heads_are_refused_and_others_are_not(family: str) -> 
     found = ablate(pg, [f"{layer}.{name}" for name in (apart, *right)], **inputs, **options)
     assert found.shape == (1 + len(right), 4)
     assert (np.abs(found.values - found.attrs["baseline"]) > 1e-6).all()
+
+
+RESULTS = re.compile(r"\.(self_)?(attn|attention|SelfAttention|EncDecAttention)\.output(\|sub_0)?$")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if "eager" in case.name or "sdpa" in case.name], ids=repr)
+def test_what_is_offered_is_not_refused_and_results_of_attention_are(case: Case) -> None:
+    pg = capture_of(case).pg
+    paths = [path for path, node in pg.nodes.items() if node.shape is not None and node.dtype.is_floating_point]
+    mixed = {path: mixing for path, target in targets(pg, paths).items() if (mixing := mixing_of(target))}
+    for path, mixing in mixed.items():
+        assert mixing.where is not None, path
+        assert mixing.where not in mixed
+    if mixed:
+        results = [path for path in paths if RESULTS.search(path)]
+        assert [path for path in results if path not in mixed] == []
+    projections = [
+        path for path in paths if re.search(r"(query|\.[qkv]_proj|c_attn|qkv|query_key_value)\.output$", path)
+    ]
+    assert not mixed.keys() & set(projections)
 
 
 def test_all_paths_with_mixed_heads_are_named_in_one_error(pg: PatchableGraph) -> None:
