@@ -31,29 +31,26 @@ class Settings:
     """
 
     def __init__(self, model: Module) -> None:
-        # Attributes are counted, too: an empty one is no other's.
-        self._plain: list[Any] = []
-        self._others: list[Any] = []
-        containers: dict[int, Any] = {}
+        plain: list[Any] = []
+        others: list[Any] = []  # kept: the id of one is not another one's meanwhile
         for module in model.modules():
-            self._plain.append(type(module))
-            self._note(module.__dict__.items(), containers)
-        for value, inside in containers.values():
-            self._note(((None, item) for item in inside(value)), {})
+            plain.append(type(module))
+            for name, value in module.__dict__.items():
+                kind = type(value)
+                if kind in _VALUES:
+                    plain.append(value)
+                elif name not in _REGISTRIES:
+                    others.append(value)
+        for value in {id(value): value for value in others}.values():
+            inside = _inside(type(value))
+            if inside is not None:
+                for item in inside(value):
+                    (plain if type(item) in _VALUES else others).append(item)
+        # Nothing is kept alive that may be large.
+        self._others = [None if isinstance(value, Tensor) else value for value in others]
+        self._plain = plain
         self._ids = tuple(map(id, self._others))
-        self._hash = hash((self._ids, len(self._plain)))
-
-    def _note(self, items: Iterable[tuple[Any, Any]], containers: dict[int, Any]) -> None:
-        plain, others = self._plain, self._others
-        for name, value in items:
-            kind = type(value)
-            if kind in _VALUES:
-                plain.append(value)
-            elif name not in _REGISTRIES and not isinstance(value, Tensor):
-                others.append(value)  # kept: its id is not another one's meanwhile
-                inside = _inside(kind)
-                if inside is not None:
-                    containers[id(value)] = (value, inside)
+        self._hash = hash(self._ids)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Settings) and self._ids == other._ids and self._plain == other._plain
