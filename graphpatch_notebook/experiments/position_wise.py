@@ -8,6 +8,7 @@ positions left out, in another order, and beside wild ones shows it.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,19 +28,16 @@ LEAST_OPERATIONS = {"cpu": 4e6, "other": 4e9}
 
 
 class PositionWise:
-    """Which modules of a model work on each position alone, as far as that was tested; as long as nobody changes them.
+    """Which modules of a model work on each position alone, as far as that was tested; while nobody changes them."""
 
-    Args:
-        known: The verdicts so far, by module.
-    """
-
-    def __init__(self, known: dict[Module, bool] | None = None) -> None:
-        self._known: dict[Module, bool] = {} if known is None else known
+    def __init__(self) -> None:
+        self._known: dict[Module, bool] = {}
+        self._operations: dict[Module, int] = {}
 
     def __call__(self, module: Module) -> bool | None:
         """Whether a module does; `None` where that is not known yet."""
         known = self._known.get(module)
-        return known if known is not None or operations_of(module) else False
+        return known if known is not None or self.operations(module) else False
 
     def tested(self, node: FrameNode) -> bool:
         """Whether the module of a frame does; it is tested, if it was not yet."""
@@ -48,21 +46,36 @@ class PositionWise:
             self._known[node.module] = _passes(node)
         return self._known[node.module]
 
+    def operations(self, module: Module) -> int:
+        """Returns how many operations a module needs for one position, roughly."""
+        found = self._operations.get(module)
+        if found is None:
+            found = 2 * sum(weight.numel() for weight in module.parameters() if weight.dim() > 1)
+            self._operations[module] = found
+        return found
+
+    def least_positions(self, node: FrameNode) -> float:
+        """Returns of how many positions on it takes less time to find out which have changed."""
+        assert node.pair is not None
+        assert node.module is not None
+        least = LEAST_OPERATIONS["cpu" if node.pair[0].device.type == "cpu" else "other"]
+        return least / max(1, self.operations(node.module))
+
 
 class ChangedPositions:
     """Stands in for the `forward` of one frame of a module that works on each position alone.
 
     Args:
         node: The frame, with what it was given and returned in a run without patches.
-        last_only: Whether only the last position is read by anybody; the others are then as without patches.
+        least: Where there are not more positions than these, all are computed.
     """
 
-    def __init__(self, node: FrameNode, *, last_only: bool = False) -> None:
+    def __init__(self, node: FrameNode, least: float) -> None:
         assert node.pair is not None
         self._given, self._returned = node.pair
-        self._last_only = last_only
+        self._last_only = False
         self._may_share = not node.is_written_later
-        self._least = _least_positions(node)
+        self._least = least
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -107,6 +120,12 @@ class ChangedPositions:
             and value.numel() // value.shape[-1] > self._least
         )
 
+    def at_last_only(self) -> ChangedPositions:
+        """Returns what can stand in where nobody reads the result at other positions than the last."""
+        other = copy.copy(self)
+        other._last_only = True
+        return other
+
 
 def _called(forward: Callable[..., Any], some: Tensor, dims: int, *keyword: str) -> Tensor:
     """Returns what a module makes of vectors, `(number, size)`, given to it in as many dimensions as it is used to."""
@@ -140,37 +159,22 @@ def stand_ins(tree: FrameTree, position_wise: PositionWise, count: int) -> dict[
         position_wise: What is known of their modules.
         count: How many interventions share a forward: where there is little to do for all of them, nothing stands in.
     """
-    return {node: ChangedPositions(node) for node in _outermost(tree.root, position_wise, count)}
-
-
-def last_position_of(node: FrameNode) -> ChangedPositions:
-    """Returns what can stand in for such a frame where nobody reads its result at other positions than the last."""
-    return ChangedPositions(node, last_only=True)
+    return {
+        node: ChangedPositions(node, position_wise.least_positions(node))
+        for node in _outermost(tree.root, position_wise, count)
+    }
 
 
 def _outermost(node: FrameNode, position_wise: PositionWise, count: int) -> Iterator[FrameNode]:
     for child in node.children.values():
         is_worth_it = True
         if child.pair is not None:
-            is_worth_it = count * len(child.pair[0].flatten(0, -2)) >= _least_positions(child)
+            is_worth_it = count * len(child.pair[0].flatten(0, -2)) >= position_wise.least_positions(child)
             if is_worth_it and position_wise.tested(child):
                 yield child
                 continue
         if is_worth_it:  # else what is inside it is less so
             yield from _outermost(child, position_wise, count)
-
-
-def _least_positions(node: FrameNode) -> float:
-    """Returns of how many positions on it takes less time to find out which have changed."""
-    assert node.pair is not None
-    assert node.module is not None
-    least = LEAST_OPERATIONS["cpu" if node.pair[0].device.type == "cpu" else "other"]
-    return least / max(1, operations_of(node.module))
-
-
-def operations_of(module: Module) -> int:
-    """Returns how many operations a module needs for one position, roughly."""
-    return 2 * sum(weight.numel() for weight in module.parameters() if weight.dim() > 1)
 
 
 def _passes(node: FrameNode) -> bool:

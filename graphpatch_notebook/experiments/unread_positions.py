@@ -6,7 +6,7 @@ with wild values at all positions of their results but the last, the model retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from graphpatch_notebook.execution.frame_results import FrameNode, FramesSeen, R
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.position_wise import ChangedPositions, last_position_of
+from graphpatch_notebook.experiments.position_wise import ChangedPositions
 from graphpatch_notebook.experiments.rows import is_close, wild
 from graphpatch_notebook.experiments.survey import Survey
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -29,7 +29,7 @@ _AT_EACH_POSITION = (ZeroPatch, AddPatch, ReplacePatch)
 
 
 def read_at_last_only(
-    pg: PatchableGraph, inputs: Inputs, survey: Survey, among: Iterable[FrameNode]
+    pg: PatchableGraph, inputs: Inputs, survey: Survey, among: Mapping[FrameNode, ChangedPositions]
 ) -> dict[FrameNode, ChangedPositions]:
     """Returns what can stand in for those of some frames whose results are read at the last position only.
 
@@ -37,14 +37,14 @@ def read_at_last_only(
         pg: The graph.
         inputs: What it runs on; they have it return what is read, and nothing else.
         survey: What a run on these told.
-        among: Frames whose modules work on each position alone.
+        among: What stands in for frames whose modules work on each position alone.
     """
     places = {node: place for place, node in _places(survey.tree.root)}
     known, key = shown_earlier(pg), ("read at last only", survey.kind)
     candidates = [node for node in among if _has_positions(node)]
     if key not in known:
         known[key] = frozenset(places[node] for node in _unread(pg, inputs, survey, candidates))
-    return {node: last_position_of(node) for node in candidates if places[node] in known[key]}
+    return {node: among[node].at_last_only() for node in candidates if places[node] in known[key]}
 
 
 def allowed(nodes: Iterable[FrameNode], survey: Survey, entries: Iterable[Entry]) -> list[FrameNode]:
