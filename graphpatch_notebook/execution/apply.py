@@ -74,7 +74,7 @@ def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | Non
     return value if patched is child else replaced(value, dig[0], patched)
 
 
-def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None) -> Any:
+def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None, *, is_own: bool = False) -> Any:
     __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.spec, TensorSpec) and value.shape != target.spec.shape:
@@ -83,12 +83,17 @@ def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None)
         (patch,) = entry.patches
         return _apply_patch_at(steps.indices(entry, value), entry.restriction.dim, patch, target, value)
     for patch in entry.patches:
-        value = _apply_patch(patch, target, value)
+        value = _apply_patch(patch, target, value, is_own=is_own)
     return value
 
 
-def apply_to_rows(entry: Entry, value: Tensor) -> Any:
+def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
     """Returns some rows of the value that `entry` is for (what its path digs for, in a run that is step 0), patched.
+
+    Args:
+        entry: The entry.
+        value: The rows.
+        is_own: Whether nobody else has them: patches that write then write into them, and not into a copy.
 
     Raises:
         PatchShapeError: The value is not of the kind that was captured.
@@ -96,7 +101,7 @@ def apply_to_rows(entry: Entry, value: Tensor) -> Any:
     """
     __tracebackhide__ = True
     if entry.restriction is None or entry.restriction.positions is None:
-        return _apply(entry, value, None, None)
+        return _apply(entry, value, None, None, is_own=is_own)
     dim = entry.restriction.dim
     indices = entry.restriction.positions.within(0, value.shape[dim])
     if not indices:
@@ -130,7 +135,7 @@ def _checked(patched: Any, patch: Patch[Any], target: Target, value: Tensor) -> 
     )
 
 
-def _apply_patch(patch: Patch[Any], target: Target, value: Any) -> Any:
+def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool = False) -> Any:
     __tracebackhide__ = True
     if patch.observes_only:
         # The model writes into this tensor later: what was observed must stay as it was.
@@ -138,7 +143,7 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any) -> Any:
         patch.op(shown)
         return value
     _check_kind(patch, target, value)
-    given = value.clone() if patch.requires_clone and isinstance(value, Tensor) else value
+    given = value.clone() if patch.requires_clone and not is_own and isinstance(value, Tensor) else value
     try:
         return patch.op(given)
     except GraphPatchError as error:

@@ -6,7 +6,7 @@ the one along which a value is twice itself then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.execution.frame_results import FrameStack, FrameTree
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.values import mapped, with_own_containers
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
@@ -226,34 +226,42 @@ class RowsPatch(Patch[Any]):
             raise RowsError(
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
             )
-        blocks = {n: self._rows.taken(original_output, n) for n in self._touched}
-        pieces = {n: self._piece(n, block) for n, block in blocks.items()}
-        return self._with_rows(original_output, {n: piece for n, piece in pieces.items() if piece is not blocks[n]})
-
-    def _piece(self, number: int, block: Tensor) -> Tensor:
-        """Returns what an intervention makes of its rows."""
-        among_wild = number - len(self._entries)
-        return wild(block, among_wild) if among_wild >= 0 else _patched(block, self._entries[number])
-
-    def _with_rows(self, value: Tensor, new: Mapping[int, Tensor]) -> Tensor:
-        """Returns the value with other rows for some interventions."""
-        if not new:
-            return value
         if torch.is_grad_enabled():  # many writes into one tensor make a long way back
-            blocks = (
-                new[n] if n in new else self._rows.taken(value, n) for n in range(len(self._entries) + self._wild)
-            )
-            return torch.cat(list(blocks), self._rows.dim or 0)
-        result = value.clone()
-        for number, piece in new.items():
-            self._rows.taken(result, number).copy_(piece)
+            blocks = [self._rows.taken(original_output, number) for number in range(count)]
+            pieces = [self._piece(number, block) for number, block in enumerate(blocks)]
+            is_same = all(piece is block for piece, block in zip(pieces, blocks, strict=True))
+            return original_output if is_same else torch.cat(pieces, dim)
+        result = original_output
+        for number in self._touched:
+            if result is original_output and not self._only_looks(number):
+                result = original_output.clone()
+            block = self._rows.taken(result, number)
+            piece = self._piece(number, block)
+            if piece is not block:
+                block.copy_(piece)
         return result
 
+    def _piece(self, number: int, block: Tensor) -> Tensor:
+        """Returns what an intervention makes of its rows; built-in patches write into them, as they are a clone's."""
+        among_wild = number - len(self._entries)
+        if among_wild >= 0:
+            return wild(block, among_wild)
+        entries = self._entries[number]
+        is_own = not torch.is_grad_enabled() and all(type(p) in _WRITING for entry in entries for p in entry.patches)
+        return _patched(block, entries, is_own=is_own)
 
-def _patched(block: Tensor, entries: Sequence[Entry]) -> Tensor:
+    def _only_looks(self, number: int) -> bool:
+        entries = self._entries[number] if number < len(self._entries) else None
+        return entries is not None and all(patch.observes_only for entry in entries for patch in entry.patches)
+
+
+_WRITING = (ZeroPatch, AddPatch, ReplacePatch)
+
+
+def _patched(block: Tensor, entries: Sequence[Entry], *, is_own: bool) -> Tensor:
     patched: Any = block
     for entry in entries:
-        patched = apply_to_rows(entry, patched)
+        patched = apply_to_rows(entry, patched, is_own=is_own)
     if not isinstance(patched, Tensor) or patched.shape != block.shape or patched.dtype != block.dtype:
         raise RowsError("a patch changes the shape or the dtype of a value")
     return patched
