@@ -10,8 +10,7 @@ them, cells run as in that loop, and a remark says why.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -23,14 +22,14 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution.frame_results import FrameNode, FramesSeen, Replay, own_tensors
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.experiments.alone_test import DifferenceError, assure_same_alone
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.chunking import chunked
 from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out, shared_rows
-from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows, test_of
+from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows
 from graphpatch_notebook.experiments.row_work import shared_patches
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
@@ -45,10 +44,6 @@ _FEW = 4
 _LOOKS = "their functions look at what other patches have seen"
 _READS_OTHERS = "the metric reads other positions for some of them than without patches"
 _UNVERIFIED_RUNS = 2
-
-
-class DifferenceError(RowsError):
-    """A cell has other numbers in rows than alone (caught inside the package)."""
 
 
 class CellRunner:
@@ -329,46 +324,13 @@ class CellRunner:
                 self._backpropagate([value for result, value in pairs if result.error is None])
         results = [result for result, _ in pairs]
         if not self._has_compared:
-            self._compare_one(cells, results)
+            measured = [
+                (r.measurement, patches) for r, (_, patches) in zip(results, cells, strict=True) if r.measurement
+            ]
+            all_entries = chain.from_iterable(entries)
+            self._has_compared = assure_same_alone(self._pg, common, self._metric, measured, all_entries)
         self._checked_frames.add(frames)
         return results
-
-    def _compare_one(self, cells: Sequence[tuple[int, PatchMap]], results: Sequence[CellResult]) -> None:
-        """Raises an error unless a cell (the one that patches change most) has the numbers that a plain loop gives."""
-        found = [(result.measurement, patches) for result, (_, patches) in zip(results, cells, strict=True)]
-        measured = [(values, patches) for values, patches in found if values is not None]
-        if not measured:
-            return
-        assert self._common.survey is not None
-        again = measurement(self._measured(own_tensors(self._common.survey.output)))
-        if again.distance(self.baseline) > 0:
-            raise DifferenceError("the metric looks at something else than the output, which other cells have changed")
-        known, test = shown_earlier(self._pg), self._comparison(patches for _, patches in cells)
-        if test is not None and test in known:
-            self._has_compared = True
-            return
-        values, patches = max(measured, key=lambda pair: pair[0].distance(self.baseline))
-        inputs = self._common.full_inputs.fresh()
-        with self._pg.patch(patches).quiet():
-            alone = measurement(self._metric(self._pg(*inputs.args, **inputs.kwargs)))
-        # Of a patch without an effect nothing can be told.
-        self._has_compared = values.distance(self.baseline) > 0
-        if not alone.is_close(values):
-            raise DifferenceError("in one forward with others, a cell has other numbers than alone")
-        if self._has_compared and test is not None:
-            known[test] = True
-
-    def _comparison(self, cells: Iterable[PatchMap]) -> Hashable | None:
-        """Returns the test that cells like these have the same numbers alone; `None` for metrics that are not told."""
-        assert self._common.rows is not None
-        assert self._common.survey is not None
-        try:
-            metric = weakref.ref(self._metric)
-            hash(metric)
-        except TypeError:
-            return None
-        kinds = frozenset(type(p) for patches in cells for own in self._entries(patches) for p in own.patches)
-        return test_of(self._common.survey, self._common.rows, metric, kinds)
 
     def _backpropagate(self, values: Sequence[Any]) -> None:
         if values:

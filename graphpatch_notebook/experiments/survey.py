@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution.frame_effects import storage_of
+from graphpatch_notebook.execution.frame_recording import Recording
 from graphpatch_notebook.execution.frame_results import (
     NEVER,
     FramesSeen,
     FrameTree,
     FrameWatch,
-    Recording,
     own_tensors,
     tensors_in,
 )
