@@ -1,8 +1,8 @@
 """What the frames of a run returned, kept so that later runs need not compute it again.
 
     FrameTree        all frames that were ever seen, each told by its caller, its module and its number there
-    ├── Recording     a run that notes when each frame ended, and keeps what some of them returned
-    └── Replay        a run in which some frames return what was kept, and do not run
+    ├── Recording     a run that notes when each frame ended, and keeps what some of them returned (`frame_recording`)
+    └── Replay        a run in which some frames return what was kept, and do not run, or do only part of their work
 
 A frame is told at run time, not by the capture: on other inputs a model may call its modules otherwise.
 """
