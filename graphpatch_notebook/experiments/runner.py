@@ -324,9 +324,8 @@ class CellRunner:
                 self._backpropagate([value for result, value in pairs if result.error is None])
         results = [result for result, _ in pairs]
         if not self._has_compared:
-            measured = [
-                (r.measurement, patches) for r, (_, patches) in zip(results, cells, strict=True) if r.measurement
-            ]
+            found = [(result.measurement, patches) for result, (_, patches) in zip(results, cells, strict=True)]
+            measured = [(values, patches) for values, patches in found if values is not None]
             all_entries = chain.from_iterable(entries)
             self._has_compared = assure_same_alone(self._pg, common, self._metric, measured, all_entries)
         self._checked_frames.add(frames)
