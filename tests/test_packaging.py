@@ -77,6 +77,13 @@ def test_typed() -> None:
     assert importlib.resources.files(graphpatch_notebook).joinpath("py.typed").is_file()
 
 
+def test_the_package_holds_what_the_wheel_is_to_hold() -> None:
+    package = ROOT / "graphpatch_notebook"
+    there = {file.relative_to(package) for file in package.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    data = {"py.typed", *(f"static/{name}" for name in (*hatch_build().BUNDLE, "source.sha256"))}
+    assert {file.as_posix() for file in there if file.suffix != ".py"} == data
+
+
 def hatch_build() -> types.ModuleType:
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "js" / "hatch_build.py")
     assert spec is not None

@@ -189,10 +189,6 @@ class Skeleton:
         """Returns the row of a node, or of the graph that a call stands for."""
         return self._by_node.get(id(node))
 
-    def row_of_frame(self, frame: Frame) -> int | None:
-        """Returns the row of the graph of a frame."""
-        return 0 if frame.call is None else self.row_of_node(frame.call)
-
     @functools.cached_property
     def _by_node(self) -> dict[int, int]:
         rows = self._rows
