@@ -81,10 +81,9 @@ def check(row: str, found: Any, expected: Any) -> None:
         raise ValueError(f"{row}: off by {off:.1e}")
 
 
-def construction(make: Callable[[Any, Subject], Tool], subject: Subject, rounds: int) -> float:
+def construction(make: Callable[[Any, Subject], Tool], model: Any, subject: Subject, rounds: int) -> float:
     """How long it takes to make the tool, as a multiple of a plain forward: each time of a fresh copy of the model."""
-    model, times = subject.build(), {"make": [], "forward": []}
-    model(subject.inputs)
+    times: dict[str, list[float]] = {"make": [], "forward": []}
     make(copy.deepcopy(model), subject)
     for _ in range(rounds):
         fresh = copy.deepcopy(model)
@@ -130,7 +129,7 @@ def measured(make: type[Tool], subject: Subject, rows: Mapping[str, str] = ROWS)
     if make is PlainHooks:
         result.missing["construct"] = "nothing to construct"
     elif "construct" in rows:
-        result.ratios["construct"] = construction(make, subject, max(3, subject.sweep_rounds))
+        result.ratios["construct"] = construction(make, model, subject, max(3, subject.sweep_rounds))
     for row, (action, expected) in timed_rows(tool, plain).items():
         if row not in rows:
             continue
@@ -150,7 +149,7 @@ def measured(make: type[Tool], subject: Subject, rows: Mapping[str, str] = ROWS)
             check(row, found, expected())
         is_sweep = row == "sweep"
         base = plain.sweep if is_sweep else lambda: model(subject.inputs)
-        rounds, warm_ups = (subject.sweep_rounds, 0) if is_sweep else (subject.rounds, 2)
+        rounds, warm_ups = (subject.sweep_rounds, 0) if is_sweep else (subject.rounds, 1)
         times = median_times({"base": base, "tool": action}, rounds, warm_ups=warm_ups, clock=time.process_time)
         result.ratios[row] = times["tool"] / times["base"]
         if is_sweep:

@@ -78,7 +78,7 @@ class Subject:
 
 
 SMALL = Subject("GPT-2 4x128", 4, 128, 4, 4096, rounds=200, sweep_rounds=9, positions=16)
-LARGE = Subject("GPT-2 124M", 12, 768, 12, 50257, rounds=15, sweep_rounds=3, positions=8)
+LARGE = Subject("GPT-2 124M", 12, 768, 12, 50257, rounds=7, sweep_rounds=2, positions=4)
 SUBJECTS: Mapping[str, Subject] = {"small": SMALL, "large": LARGE}
 
 
