@@ -37,7 +37,7 @@ ROWS: Mapping[str, str] = {
     "record_modules": "record the outputs of all modules",
     "everything": "record all that has a name",
     "sweep": "sweep, layers x positions",
-    "first_sweep": "the first such sweep",
+    "first_sweep": "the first such sweep of a model",
 }
 
 
