@@ -1,0 +1,90 @@
+"""The guide for contributors: its map is the tree, and its walk-throughs work."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphpatch_notebook import PatchMapError
+from graphpatch_notebook.capture import decompositions, packed_weights
+from test_layers import LAYERS
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text("utf8")
+FENCES = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+PATCH_KIND, OPERATION, DECOMPOSITION, DECOMPOSED, PACKING, PACKED = range(6)
+
+
+def map_rows() -> list[list[str]]:
+    rows = re.findall(r"^\| (`[^|]*`) \|", GUIDE.split("## The code")[1].split("\n## ")[0], re.MULTILINE)
+    return [[name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", row)] for row in rows[1:]]
+
+
+def test_the_map_has_all_layers_and_no_others() -> None:
+    assert sorted(name for row in map_rows() for name in row) == sorted(LAYERS)
+    package = ROOT / "graphpatch_notebook"
+    others = {path.name for path in package.iterdir() if path.is_dir()} - set(LAYERS) - {"__pycache__"}
+    assert others == set(re.findall(r"`(\w+)/`", GUIDE.split("Beside these:")[1].split(". The\n")[0])) - {"js"}
+
+
+def test_imports_go_down_the_map() -> None:
+    heights = [[LAYERS.index(name) for name in row] for row in map_rows()]
+    for upper, lower in itertools.pairwise(heights):
+        assert min(upper) > max(lower)
+
+
+def test_files_that_are_named_exist() -> None:
+    names = re.findall(r"`((?:graphpatch_notebook|js|tests|execution|integrations|capture)/[\w/.]*)`", GUIDE)
+    assert len(names) > 20
+    missing = [n for n in names if not (ROOT / n).exists() and not (ROOT / "graphpatch_notebook" / n).exists()]
+    assert not missing
+
+
+def test_commands_exist() -> None:
+    settings = (ROOT / "pyproject.toml").read_text("utf8")
+    for command in set(re.findall(r"hatch run (\w+)(?!\w|:)", GUIDE)):
+        assert re.search(rf"^{command} = ", settings, re.MULTILINE), command
+
+
+def test_the_files_of_a_patch_kind_are_those_that_name_one() -> None:
+    listed = set(re.findall(r"`((?:graphpatch_notebook|js)/[\w/.]+)`", GUIDE.split("follow `")[1].split("Tests:")[0]))
+    files = [*(ROOT / "graphpatch_notebook").rglob("*.py"), *(ROOT / "js/src").rglob("*.ts")]
+    naming = {file.relative_to(ROOT).as_posix() for file in files if '"replace"' in file.read_text("utf8")}
+    assert listed == naming | {"graphpatch_notebook/patches.py", "graphpatch_notebook/__init__.py"}
+
+
+@pytest.fixture
+def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that the walk-throughs make; they are run from files, since capture reads sources."""
+    names: dict[str, Any] = {"__name__": "walk_through"}
+    for number, source in enumerate(FENCES):
+        if number == DECOMPOSED:
+            monkeypatch.setitem(decompositions._BY_NAME, "gelu", names["gelu"])
+            monkeypatch.setitem(decompositions._BY_ID, id(names["gelu"].function), names["gelu"])
+        if number == PACKED:
+            monkeypatch.setitem(packed_weights._packings, names["Int8Linear"], names["packing"])
+        file = tmp_path / f"walk_through_{number}.py"
+        file.write_text(source, "utf8")
+        exec(compile(source, str(file), "exec", dont_inherit=True), names)
+    assert len(FENCES) == 6
+    return names
+
+
+def test_walk_throughs(namespace: dict[str, Any]) -> None:
+    x = torch.ones(1, 2)
+    pg = namespace["pg"]
+    assert torch.equal(namespace["doubled"], pg(x) * 2)
+    with (
+        pytest.raises(PatchMapError, match="factor must be a number"),
+        pg.patch({"output": namespace["ScalePatch"](factor="2")}),
+    ):
+        pytest.fail("the block must not be entered")
+    assert not namespace["nothing"].any()
+    torch.testing.assert_close(namespace["probe"].activation * torch.ones(2), torch.nn.functional.gelu(torch.ones(2)))
+    assert namespace["without_first"].tolist() == [[0.0, 1.0]]
+    assert namespace["quantized"](x).tolist() == [[1.0, 1.0]]
