@@ -12,6 +12,8 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GPT2LMHeadModel
 
 import graphpatch_notebook
 
@@ -123,7 +125,7 @@ def test_a_bundle_of_other_sources_is_out_of_date(tmp_path: Path) -> None:
     assert not hook.is_current(tmp_path)
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL)
+EXAMPLES = re.findall(r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL)
 
 
 @pytest.mark.parametrize(("example", "printed"), EXAMPLES, ids=["any model", "transformers", "experiments"])
@@ -133,6 +135,17 @@ def test_readme_examples_print_what_the_readme_says(example: str, printed: str, 
     command = [sys.executable, "-X", "utf8", str(script)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf8", cwd=README.parent)
     assert shown.stdout == printed
+
+
+def test_the_patch_in_the_first_picture_of_the_readme() -> None:
+    model = GPT2LMHeadModel.from_pretrained(ROOT / "examples" / "induction_model", attn_implementation="eager").eval()
+    ids = torch.tensor([[0, *range(1, 13), 1, 2, 3, 4]])
+    patch = graphpatch_notebook.ZeroPatch
+    names = {"pg": graphpatch_notebook.PatchableGraph(model, ids), "ids": ids, "ZeroPatch": patch}
+    code = re.findall(r"```python\n(.*?)```", README.read_text("utf8"), re.DOTALL)[0]
+    exec(code, names)
+    assert model(ids).logits[0, -1].argmax() == 5
+    assert names["output"].logits[0, -1].argmax() != 5
 
 
 SESSION = re.search(r"```text\n(In \[1\]: .*?)```", README.read_text("utf8"), re.DOTALL)
