@@ -44,6 +44,14 @@ class NodePath:
     Args:
         root: The root frame of the capture.
         code_of: Gives the code of a frame's graph.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(1, 2))
+        >>> path = pg.graph.sub_0.linear
+        >>> str(path), path._shape
+        ('sub_0.linear', torch.Size([1, 3]))
     """
 
     __slots__ = ("__code_of", "__place")

@@ -39,6 +39,13 @@ class NodeMeta:
         is_plumbing: Whether the value only carries sizes; the tree hides it.
         is_mutated_later: Whether the model writes into this very tensor after the node.
         is_view_filled_later: Whether that tensor is a view, so that a patch of it is cut off from its base.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> node = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2)).nodes["linear"]
+        >>> node.op, node.kind, tuple(node.shape)
+        ('linear', 'op', (1, 3))
     """
 
     path: str

@@ -189,7 +189,14 @@ class PatchableGraph(ModuleDelegate):
 
     @property
     def nodes(self) -> NodeMap:
-        """A read-only mapping of every patchable path to its `NodeMeta`, in execution order."""
+        """A read-only mapping of every patchable path to its `NodeMeta`, in execution order.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+            >>> {path: node.kind for path, node in pg.nodes.items()}
+            {'input': 'input', 'weight': 'parameter', 'bias': 'parameter', 'linear': 'op', 'output': 'output'}
+        """
         return self._current().nodes
 
     @property
@@ -338,6 +345,15 @@ class PatchableGraph(ModuleDelegate):
 
         Raises:
             SerializationError: The file was not written by `save`, is damaged, or uses names that are not allowed.
+
+        Example:
+            >>> import tempfile, torch
+            >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     pg.save(f"{folder}/linear.safetensors")
+            ...     loaded = PatchableGraph.load(f"{folder}/linear.safetensors")
+            >>> list(loaded.nodes) == list(pg.nodes)
+            True
         """
         from graphpatch_notebook import serialization
 
@@ -348,7 +364,13 @@ class PatchableGraph(ModuleDelegate):
 
     @property
     def unstored(self) -> dict[str, str]:
-        """For the paths of frames that the file had no graph of, why not; empty where it was not loaded."""
+        """For the paths of frames that the file had no graph of, why not; empty where it was not loaded.
+
+        Example:
+            >>> import torch
+            >>> PatchableGraph(torch.nn.ReLU(), torch.ones(2)).unstored
+            {}
+        """
         return dict(self._unstored)
 
     # -- patching ------------------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ TensorIndex: TypeAlias = Any
 _NO_SLICES = "a slice cannot be taken of the number {!r}; drop slice="
 
 
+# A field that keeps what it was made with: contexts lay out, on entry, where a patch has an effect. (No docstring: in
+# the reference it would stand as that of each field.)
 class _SetOnce:
-    """A field that keeps what it was made with: contexts lay out, on entry, where a patch has an effect."""
-
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 

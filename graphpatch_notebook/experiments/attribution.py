@@ -157,6 +157,12 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
 
     Returns:
         The scores. The `attrs` of the Series have, by path, the other names that were left out: `other_names`.
+
+    Example:
+        >>> import xarray
+        >>> scores = xarray.DataArray([0.5, -2.0, 1.0], {"path": ["up.output", "relu", "down.output"]}, ["path"])
+        >>> top_scores(scores, 2).to_dict()
+        {'relu': -2.0, 'down.output': 1.0}
     """
     series = result.to_series()
     labels = [label if isinstance(label, tuple) else (label,) for label in series.index]

@@ -173,6 +173,9 @@ class KLDivergence(_Metric):
         reference: What the model gave for the reference, or its logits. Its logarithmic probabilities are kept.
         position: As for `LogitDifference`; `None` for the mean over all positions, if there are any.
 
+    Attributes:
+        log_probabilities: The logarithmic probabilities of the reference.
+
     Raises:
         ExperimentError: (also when called) The output has no logits, or not those of as many sequences.
 

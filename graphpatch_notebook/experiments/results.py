@@ -71,6 +71,13 @@ def load_result(file: str | os.PathLike[str]) -> DataArray:
 
     Raises:
         ExperimentError: It cannot be read, or was not written by `save_result`, or its rows were changed since.
+
+    Example:
+        >>> import tempfile, xarray
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_result(xarray.DataArray([1.0, 2.0], dims=["layer"]), f"{folder}/effect.json")
+        ...     load_result(f"{folder}/effect.json").values.tolist()
+        [1.0, 2.0]
     """
     array = extra("xarray", "a result").DataArray
     source = _checked(file)

@@ -145,6 +145,13 @@ class OpaqueGraphModule(GraphModule):
     """A module without a graph. Runs the module itself.
 
     The options say to skip it, it could not be captured, or its weight is quantized; `reason` tells.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import ExtractionOptions, PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.ReLU(), ExtractionOptions(skip_compilation=True), torch.ones(2))
+        >>> pg._graph_module.reason
+        'the options say to skip it'
     """
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,7 +161,24 @@ class OpaqueGraphModule(GraphModule):
 
 @final
 class UnusedModule(Mirror):
-    """A submodule that the example did not reach, or only in part. Runs the module itself."""
+    """A submodule that the example did not reach, or only in part. Runs the module itself.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> class Spare(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.spare = torch.nn.ReLU()
+        ...     def forward(self, x):
+        ...         return x + 1
+        >>> PatchableGraph(Spare(), torch.ones(2))
+        PatchableGraph(
+          (_graph_module): CompiledGraphModule(
+            (spare): UnusedModule()
+          )
+        )
+    """
 
     def __init__(self, module: Module, children: Callable[[], dict[str, Module | None]] | None = None) -> None:
         super().__init__(module)
@@ -167,7 +191,21 @@ class UnusedModule(Mirror):
 
 @final
 class MultiplyInvokedModule(ModuleList):
-    """The graph modules of a module that was called several times in one frame, in order of the calls."""
+    """The graph modules of a module that was called several times in one frame, in order of the calls.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> class Twice(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.act = torch.nn.ReLU()
+        ...     def forward(self, x):
+        ...         return self.act(self.act(x) - 1)
+        >>> pg = PatchableGraph(Twice(), torch.ones(2))
+        >>> len(pg._graph_module.act), "act_0.output" in pg.nodes, "act_1.output" in pg.nodes
+        (2, True, True)
+    """
 
     def __init__(self, module: Module, calls: list[Module]) -> None:
         super().__init__(calls)
