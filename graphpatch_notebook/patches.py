@@ -6,9 +6,8 @@ model sees. One object may stand on several nodes, and in several contexts, at o
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -17,12 +16,10 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.selections import Numbers, Steps, selection
+from graphpatch_notebook.tensor_indices import TensorIndex, index_problem
 
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
-TensorIndex: TypeAlias = Any
-"""Anything that indexes a tensor: an int, a slice, `...`, `None`, a list or tensor of indices, a mask, or a tuple."""
-
 
 _NO_SLICES = "a slice cannot be taken of the number {!r}; drop slice="
 
@@ -131,19 +128,6 @@ def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | N
     return None
 
 
-def _slice_problem(index: TensorIndex, shape: torch.Size | None) -> str | None:
-    try:
-        dimensions = indexed_dimensions(index)
-    except TypeError as error:
-        return str(error)
-    if shape is None or dimensions <= len(shape):
-        return None
-    return (
-        f"slice {index!r} has {dimensions} dimensions, but the value recorded here has {len(shape)}: "
-        f"shape {tuple(shape)}"
-    )
-
-
 @dataclass(eq=False)
 class _SlicePatch(Patch[Any]):
     """A patch that writes into a slice of a tensor, or replaces a number."""
@@ -165,7 +149,7 @@ class _SlicePatch(Patch[Any]):
         )
 
     def problem(self, shape: torch.Size | None) -> str | None:
-        if (problem := _slice_problem(getattr(self, "slice", None), shape)) is not None:
+        if (problem := index_problem(getattr(self, "slice", None), shape)) is not None:
             return problem
         value = getattr(self, "value", 0)
         if not isinstance(value, (Tensor, bool, int, float, complex)):
@@ -402,34 +386,7 @@ class CustomPatch(Patch[Any]):
             return f"custom_op must be callable, not {custom_op!r}"
         if self.slice is not None and not self.requires_clone:
             return "what custom_op returns is written into the value: slice= needs requires_clone=True"
-        return _slice_problem(self.slice, shape) or super().problem(shape)
-
-
-def indexed_dimensions(index: TensorIndex) -> int:
-    """Returns how many dimensions of a tensor `index` uses up.
-
-    Raises:
-        TypeError: `index` cannot index a tensor.
-
-    Example:
-        >>> indexed_dimensions((0, ..., None, slice(1, 3)))
-        2
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    return sum(map(_used_by, parts))
-
-
-def _used_by(part: Any) -> int:
-    if part is None or part is Ellipsis or isinstance(part, bool):
-        return 0
-    if isinstance(part, Tensor):
-        return part.dim() if part.dtype in (torch.bool, torch.uint8) else 1
-    if isinstance(part, (int, slice)) or hasattr(part, "__index__"):
-        return 1
-    if hasattr(part, "__array__") or (isinstance(part, Sequence) and not isinstance(part, (str, bytes))):
-        with contextlib.suppress(RuntimeError, ValueError, TypeError):
-            return _used_by(torch.as_tensor(part))
-    raise TypeError(f"slice {part!r} cannot index a tensor; use ints, slices, ..., None, tensors, or a tuple of these")
+        return index_problem(self.slice, shape) or super().problem(shape)
 
 
 def _as_number(value: Tensor | Scalar) -> Any:

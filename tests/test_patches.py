@@ -17,8 +17,8 @@ from graphpatch_notebook.patches import (
     RecordPatch,
     ReplacePatch,
     ZeroPatch,
-    indexed_dimensions,
 )
+from graphpatch_notebook.tensor_indices import indexed_dimensions
 
 SLICES = [
     None,

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpatch_notebook.notebook.expressions import quoted, without_syntax_warnings
-from graphpatch_notebook.patches import indexed_dimensions
+from graphpatch_notebook.tensor_indices import indexed_dimensions
 
 _WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from graphpatch_notebook.tree import css_colour, is_colour_terminal
+from graphpatch_notebook.tree_texts import css_colour, is_colour_terminal
 
 _COLOURS = {
     "Token.Comment": "#808080",

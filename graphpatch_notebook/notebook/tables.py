@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from graphpatch_notebook.notebook.labels import visible
-from graphpatch_notebook.tree import CSS_STYLES, RICH_STYLES, Style, is_colour_terminal
+from graphpatch_notebook.tree import Style
+from graphpatch_notebook.tree_texts import CSS_STYLES, RICH_STYLES, is_colour_terminal
 
 if TYPE_CHECKING:
     from rich.console import Group

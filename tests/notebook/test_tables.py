@@ -16,7 +16,7 @@ from graphpatch_notebook.notebook.labels import visible
 from graphpatch_notebook.notebook.search import find
 from graphpatch_notebook.notebook.source_code import as_html
 from graphpatch_notebook.notebook.tables import Column, Table
-from graphpatch_notebook.tree import CSS_STYLES
+from graphpatch_notebook.tree_texts import CSS_STYLES
 from tests.notebook.hostile import KEYS, hostile_graph
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
