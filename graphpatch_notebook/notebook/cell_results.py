@@ -16,8 +16,8 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError, add_note
 from graphpatch_notebook.execution.context import innermost
-from graphpatch_notebook.notebook.chosen import ChosenPatch, names_used
-from graphpatch_notebook.notebook.session import ChosenPatches, ResolvedPatches
+from graphpatch_notebook.notebook.chosen import ChosenPatch, ChosenPatches, names_used
+from graphpatch_notebook.notebook.session import ResolvedPatches
 from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace
 from graphpatch_notebook.patches import Patch, RecordPatch
 

@@ -18,9 +18,9 @@ from graphpatch_notebook.errors import PatchMapError, SessionError
 from graphpatch_notebook.execution.context import PatchContext
 from graphpatch_notebook.notebook.cell_results import CellResults
 from graphpatch_notebook.notebook.choosing import numbers_of
+from graphpatch_notebook.notebook.chosen import ChosenPatches
 from graphpatch_notebook.notebook.command_line import arguments
 from graphpatch_notebook.notebook.commands import COMMANDS
-from graphpatch_notebook.notebook.session import ChosenPatches
 from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace
 
 _current: ContextVar[CellRun | None] = ContextVar("graphpatch_cell_run", default=None)

@@ -9,11 +9,11 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, Kind, names_used
+from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, ChosenPatches, Kind, names_used
 from graphpatch_notebook.notebook.command_line import Place, arguments, split_options, without_comment
 from graphpatch_notebook.notebook.handing_over import counted
 from graphpatch_notebook.notebook.literals import check_number
-from graphpatch_notebook.notebook.session import ChosenPatches, Session
+from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.workspace import Workspace
 from graphpatch_notebook.paths import nearest, parse_path

@@ -1,4 +1,4 @@
-"""A chosen patch: what a user picked for one node, as text, to be resolved when a context is entered."""
+"""Chosen patches: what a user picked for nodes, as text, to be resolved when a context is entered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import ChosenPatchError, PatchValueError
+from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError
 from graphpatch_notebook.notebook.expressions import evaluate, free_names, parse_expression
 from graphpatch_notebook.notebook.slices import Bounds, SliceText, parse_slice
 from graphpatch_notebook.patches import (
@@ -196,6 +196,41 @@ class ChosenPatch:
     def numbered(self, number: int) -> ChosenPatch:
         """Returns the same patch under another number."""
         return replace(self, number=number)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPatches:
+    """The chosen patches at one moment; immutable, so that a cell may run with them while somebody chooses others.
+
+    Attributes:
+        version: Counts the changes of the session: greater after every one, also after undo.
+        patches: The patches, in the order in which they are applied.
+    """
+
+    version: int = 0
+    patches: tuple[ChosenPatch, ...] = ()
+
+    @property
+    def enabled(self) -> tuple[ChosenPatch, ...]:
+        """Those that are applied."""
+        return tuple(patch for patch in self.patches if patch.is_enabled)
+
+    def find(self, number: int) -> ChosenPatch:
+        """Returns the patch with this number.
+
+        Raises:
+            SessionError: There is none.
+        """
+        found = next((patch for patch in self.patches if patch.number == number), None)
+        if found is None:
+            there = ", ".join(f"#{patch.number}" for patch in self.patches)
+            raise SessionError(f"there is no patch #{number}; " + (f"there are {there}" if there else "none is chosen"))
+        return found
+
+    def only(self, numbers: Iterable[int]) -> ChosenPatches:
+        """Returns those with these numbers, in the order of the session."""
+        wanted = {self.find(number).number for number in numbers}
+        return replace(self, patches=tuple(patch for patch in self.patches if patch.number in wanted))
 
 
 def names_used(patches: Iterable[ChosenPatch]) -> set[str]:

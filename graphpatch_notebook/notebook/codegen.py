@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.codegen_hooks import hooks_source
 from graphpatch_notebook.notebook.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.session import ChosenPatches, Session
+from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.slices import parse_slice
 from graphpatch_notebook.notebook.source_binding import bound_for_map
 from graphpatch_notebook.notebook.source_code import SourceCode

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.hook_functions import Script, function_lines, takes_kwargs
 from graphpatch_notebook.notebook.hook_places import HookPlan, hook_plans
 from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.session import ChosenPatches
 from graphpatch_notebook.notebook.source_binding import bound_for_hooks
 from graphpatch_notebook.notebook.source_code import SourceCode
 from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, indented, lines, text_literal

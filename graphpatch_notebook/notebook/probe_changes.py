@@ -11,10 +11,10 @@ import torch
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graph_modules.snapshots import copied
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.passes import PatchMap
 from graphpatch_notebook.notebook.run_report import Buffers, Taken, compared
-from graphpatch_notebook.notebook.session import ChosenPatches, ResolvedPatches
+from graphpatch_notebook.notebook.session import ResolvedPatches
 from graphpatch_notebook.notebook.statistics import bounded
 from graphpatch_notebook.notebook.tokens import TokenLabels
 from graphpatch_notebook.patches import Patch

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.listeners import Listeners
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.slices import Sliced, sliced_shape
@@ -30,41 +30,6 @@ from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
 
 _MOST_UNDOS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenPatches:
-    """The chosen patches at one moment; immutable, so that a cell may run with them while somebody chooses others.
-
-    Attributes:
-        version: Counts the changes of the session: greater after every one, also after undo.
-        patches: The patches, in the order in which they are applied.
-    """
-
-    version: int = 0
-    patches: tuple[ChosenPatch, ...] = ()
-
-    @property
-    def enabled(self) -> tuple[ChosenPatch, ...]:
-        """Those that are applied."""
-        return tuple(patch for patch in self.patches if patch.is_enabled)
-
-    def find(self, number: int) -> ChosenPatch:
-        """Returns the patch with this number.
-
-        Raises:
-            SessionError: There is none.
-        """
-        found = next((patch for patch in self.patches if patch.number == number), None)
-        if found is None:
-            there = ", ".join(f"#{patch.number}" for patch in self.patches)
-            raise SessionError(f"there is no patch #{number}; " + (f"there are {there}" if there else "none is chosen"))
-        return found
-
-    def only(self, numbers: Iterable[int]) -> ChosenPatches:
-        """Returns those with these numbers, in the order of the session."""
-        wanted = {self.find(number).number for number in numbers}
-        return replace(self, patches=tuple(patch for patch in self.patches if patch.number in wanted))
 
 
 @dataclass(frozen=True, slots=True)

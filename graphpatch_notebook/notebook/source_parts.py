@@ -9,10 +9,9 @@ from collections.abc import Container, Mapping, Sequence
 
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node
 from graphpatch_notebook.errors import ExportError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.chosen import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.expressions import as_argument
 from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.session import ChosenPatches
 from graphpatch_notebook.notebook.source_code import SourceCode
 from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, lines, text_literal
 from graphpatch_notebook.notebook.source_names import Arguments, Names, Needs, is_reserved, needs, parse_arguments

@@ -19,12 +19,12 @@ import traitlets
 import graphpatch_notebook
 from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.node_path import NodePath
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.chosen import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.requests import Desk, answer
 from graphpatch_notebook.notebook.runs import RunResult
 from graphpatch_notebook.notebook.scores import packed_scores, scores_by_path
-from graphpatch_notebook.notebook.session import ChosenPatches, Session
+from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.session_state import session_state
 from graphpatch_notebook.notebook.shared_runs import SharedRuns
 from graphpatch_notebook.notebook.skeleton import HIDDEN, PLUMBING, Skeleton, skeleton_of

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.chosen import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.session import ChosenPatches, Session, session_of
+from graphpatch_notebook.notebook.session import Session, session_of
 
 
 class Pair(nn.Module):
