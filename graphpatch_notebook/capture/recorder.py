@@ -269,15 +269,20 @@ class Recorder(TorchFunctionMode):
         if bound is not None:
             bound = frame.add_inputs(bound)
             args, kwargs = unbind(signature, bound, args, kwargs)
-        if self.options.skip_compilation or type(module) in self.options.classes_to_skip_compiling:
-            record.opaque_reason = "the options say to skip it"
-        elif isinstance(module, torch.jit.ScriptModule):
-            record.opaque_reason = "it is a TorchScript module: its code runs outside Python"
-        elif packing_of(module) is not None and self.options.extraction_function(module) is None:
-            record.opaque_reason = "its weight is quantized: it runs a kernel of its own on it"
+        record.opaque_reason = self._reason_to_skip(module) or record.opaque_reason
         if record.opaque_reason is not None:
             frame.wants_ops = False
         return frame, args, kwargs
+
+    def _reason_to_skip(self, module: Module) -> str | None:
+        """Returns why no ops are recorded of a module, in words; `None` where they are."""
+        if self.options.skip_compilation or type(module) in self.options.classes_to_skip_compiling:
+            return "the options say to skip it"
+        if isinstance(module, torch.jit.ScriptModule):
+            return "it is a TorchScript module: its code runs outside Python"
+        if packing_of(module) is not None and self.options.extraction_function(module) is None:
+            return "its weight is quantized: it runs a kernel of its own on it"
+        return None
 
     def _leave(self, parent: FrameRecorder | None, frame: FrameRecorder, output: Any) -> Any:
         record = frame.record

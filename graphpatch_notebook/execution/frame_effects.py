@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
-from graphpatch_notebook.graph_modules.snapshots import version_of
+from graphpatch_notebook.graph_modules.snapshots import MANY, NOT_STATE, is_offloaded, is_same, version_of
 from graphpatch_notebook.values import readable_children
 
 PLAIN = (
@@ -21,11 +21,10 @@ PLAIN = (
 )  # fmt: skip
 """Values that nobody can change."""
 
-# Swapped by this package, or account that accelerate keeps; and what `nn.Module` has of its own besides the registries.
-_NOT_STATE = {"forward", "_old_forward", "_hf_hook", *torch.nn.Module().__dict__} - {"training"}
+# And what `nn.Module` has of its own besides the registries.
+_NOT_STATE = {*NOT_STATE, *torch.nn.Module().__dict__} - {"training"}
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque)
-_MANY = 1000
 _INERT_HOOKS = ("transformers.utils.output_capturing", "graphpatch_notebook.")
 
 
@@ -49,7 +48,7 @@ class ModuleLook:
 
     def __init__(self, module: Module, objects: dict[int, tuple[Any, dict[str, Any]]]) -> None:
         self._module = module
-        self._registries = () if "_hf_hook" in module.__dict__ else _REGISTRIES  # accelerate moves weights in and out
+        self._registries = () if is_offloaded(module) else _REGISTRIES
         self._attributes = self._held()
         for value in self._attributes:
             kind = type(value)
@@ -65,7 +64,7 @@ class ModuleLook:
         now = self._held()
         if len(now) != len(self._attributes):
             return f"{name} changes its attributes"
-        if not all(map(operator.is_, self._attributes, now)) and not all(map(_is_same, self._attributes, now)):
+        if not all(map(operator.is_, self._attributes, now)) and not all(map(is_same, self._attributes, now)):
             return f"{name} changes its attributes, or writes into its weights or buffers"
         if self._contents and not all(map(_is_equal, self._contents, self._buffers())):
             return f"{name} updates its buffers"
@@ -92,7 +91,7 @@ class ModuleLook:
                 continue
             if isinstance(value, Tensor):
                 held.append(version_of(value))
-            elif kind in _CONTAINERS and len(value) <= _MANY:
+            elif kind in _CONTAINERS and len(value) <= MANY:
                 held += value.values() if kind is dict else value
         return held
 
@@ -107,14 +106,10 @@ def changed_object(objects: dict[int, tuple[Any, dict[str, Any]]]) -> str | None
     for value, before in objects.values():
         now = getattr(value, "__dict__", {})
         if len(before) != len(now) or not all(
-            item is now.get(key) or _is_same(item, now.get(key)) for key, item in before.items()
+            item is now.get(key) or is_same(item, now.get(key)) for key, item in before.items()
         ):
             return f"a {type(value).__name__} that the model holds changes"
     return None
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b)
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:

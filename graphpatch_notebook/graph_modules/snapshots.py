@@ -118,12 +118,51 @@ class SharedRandomState:
 
     def differing(self, other: SharedRandomState) -> list[str]:
         """Returns whose generators have another state in `other`."""
-        is_same = {
+        by_owner = {
             "torch": self.torch.equals(other.torch),
             "Python": self._python == other._python,
             "numpy": None in (self._numpy, other._numpy) or _same_numpy_state(self._numpy, other._numpy),
         }
-        return [name for name, same in is_same.items() if not same]
+        return [name for name, is_equal in by_owner.items() if not is_equal]
+
+
+class BufferState:
+    """The buffers of some modules at one moment, but for large ones: which tensors they are, and what is in them."""
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = list(modules)
+        self._contents = [_contents(module) for module in self._modules]
+        self._objects = [dict(module._buffers) for module in self._modules]
+
+    def change(self) -> str | None:
+        """Returns the first buffer that is another one now, or holds something else, in words."""
+        for module, contents, objects in zip(self._modules, self._contents, self._objects, strict=True):
+            for name, saved in contents.items():
+                buffer = objects[name]
+                if module._buffers.get(name) is not buffer or not _holds(buffer, saved):
+                    return f"{type(module).__name__} changes its buffer {name!r}"
+        return None
+
+    def restore(self) -> None:
+        """Puts back the buffers that are other ones, and writes those back that were written into."""
+        for module, contents, objects in zip(self._modules, self._contents, self._objects, strict=True):
+            for name in (name for name, buffer in objects.items() if buffer is None):
+                module._buffers[name] = None
+            for name, saved in contents.items():
+                buffer = objects[name]
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+                if buffer is not None and not _holds(buffer, saved):
+                    # Through `data`: autograd may hold this buffer, as it was left by the run that counts.
+                    buffer.data.copy_(saved)
+
+    def difference(self, other: BufferState) -> str | None:
+        """Returns the first difference to the buffers of the same modules in `other`, if there is one."""
+        found = (
+            difference(mine, theirs, f"the buffers of {type(module).__name__}")
+            for module, mine, theirs in zip(self._modules, self._contents, other._contents, strict=True)
+        )
+        return next((text for text in found if text is not None), None)
 
 
 class ModuleState:
@@ -131,8 +170,7 @@ class ModuleState:
 
     def __init__(self, root: Module) -> None:
         self._modules = reachable_modules(root)
-        self._buffers = [_contents(module) for module in self._modules]
-        self._objects = [dict(module._buffers) for module in self._modules]
+        self._buffers = BufferState(self._modules)
         self._attributes = [_attributes(module) for module in self._modules]
         self._versions = [_versions(module) for module in self._modules]
         self._outer = {
@@ -162,22 +200,12 @@ class ModuleState:
 
     def restore_buffers(self) -> None:
         """Writes the buffers back that were changed."""
-        for module, contents, objects in zip(self._modules, self._buffers, self._objects, strict=True):
-            for name in (name for name, buffer in objects.items() if buffer is None):
-                module._buffers[name] = None
-            for name, saved in contents.items():
-                buffer = objects[name]
-                if module._buffers.get(name) is not buffer:
-                    module._buffers[name] = buffer
-                if buffer is not None and difference(buffer.detach(), saved, name) is not None:
-                    # Through `data`: autograd may hold this buffer, as it was left by the run that counts.
-                    buffer.data.copy_(saved)
+        self._buffers.restore()
 
     def difference(self, other: ModuleState) -> str | None:
         """Returns the first difference of the buffers and the random state to those of `other`, if there is one."""
-        for module, mine, theirs in zip(self._modules, self._buffers, other._buffers, strict=True):
-            if (text := difference(mine, theirs, f"the buffers of {type(module).__name__}")) is not None:
-                return text
+        if (text := self._buffers.difference(other._buffers)) is not None:
+            return text
         return None if self.random.torch.equals(other.random.torch) else "it leaves another random state behind"
 
 
@@ -189,6 +217,10 @@ def _contents(module: Module) -> dict[str, Tensor]:
     }
 
 
+def _holds(buffer: Tensor | None, content: Tensor) -> bool:
+    return buffer is not None and difference(buffer.detach(), content, "") is None
+
+
 def _is_lazy(tensor: Tensor) -> bool:
     return torch.nn.parameter.is_lazy(tensor)
 
@@ -197,7 +229,7 @@ def _versions(module: Module) -> list[int]:
     return [
         version_of(tensor)
         for tensor in (*module._parameters.values(), *module._buffers.values())
-        if not _is_offloaded(module)
+        if not is_offloaded(module)
         and tensor is not None
         and (tensor.numel() * tensor.element_size() > LARGE or _is_parameter(tensor))
     ]
@@ -219,24 +251,27 @@ def _attributes(module: Module) -> dict[str, Any]:
     """Returns the attributes of a module, the insides of plain containers and objects among them."""
     found: dict[str, Any] = {}
     for name, value in module.__dict__.items():
-        if name in ("_parameters", "_buffers") and _is_offloaded(module):
+        if name in ("_parameters", "_buffers") and is_offloaded(module):
             continue
         if name in ("_parameters", "_buffers", "_modules"):
             found |= {f"{name}.{inner}": item for inner, item in value.items()}
-        elif name not in _NOT_STATE:
+        elif name not in NOT_STATE:
             found[name] = value
             found |= {f"{name}.{inner}": item for inner, item in _insides(value)}
     return found
 
 
-def _is_offloaded(module: Module) -> bool:
+def is_offloaded(module: Module) -> bool:
+    """Whether the weights of a module come and go."""
     # accelerate puts the weights in place for the length of each run of the module's forward.
     return "_hf_hook" in module.__dict__
 
 
-# Forwards are swapped by this very package; the hook of accelerate keeps account of what it loaded.
-_NOT_STATE = ("forward", "_old_forward", "_hf_hook")
-_MANY = 1000
+NOT_STATE = ("forward", "_old_forward", "_hf_hook")
+"""Forwards are swapped by this very package; the hook of accelerate keeps account of what it loaded."""
+
+MANY = 1000
+"""Containers of more items are not looked into: they are data."""
 
 
 def _insides(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -250,17 +285,18 @@ def _insides(value: Any) -> Iterator[tuple[Any, Any]]:
     else:
         value = getattr(value, "__dict__", {})
         items = value.items()
-    if len(value) <= _MANY:
+    if len(value) <= MANY:
         yield from items
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     if before.keys() != after.keys():
         return str(next(iter(before.keys() ^ after.keys())))
-    return next((name for name, value in before.items() if not _is_same(value, after[name])), None)
+    return next((name for name, value in before.items() if not is_same(value, after[name])), None)
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
+    """Whether an attribute is what it was: the same object, or an equal plain value."""
     if a is b:
         return True
     return type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b
