@@ -43,10 +43,7 @@ class Comparison:
 
     def row(self, row: str, by_tool: Mapping[str, Measured]) -> list[str]:
         found = [by_tool[tool].ratios.get(row) if tool in by_tool else None for tool in self.tools]
-        return [
-            ROWS[row],
-            *("-" if ratio is None else f"{ratio:.3g}" if ratio < 1 else f"{ratio:.2f}" for ratio in found),
-        ]
+        return [ROWS[row], *("-" if ratio is None else f"{ratio:.2f}" for ratio in found)]
 
     def versions(self) -> list[str]:
         """For each tool, what its environment has."""

@@ -10,6 +10,7 @@ import torch
 import xarray
 from torch import Tensor
 
+import graphpatch_notebook.experiments  # noqa: F401 - as the others, imported before anything is timed
 from graphpatch_notebook import PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
 from tests.benchmarks.peer_tools.subject import Subject, difference, recorded_modules
 from tests.benchmarks.peer_tools.tool import Tool
