@@ -3,7 +3,7 @@
 start            inputs, values and slices are looked up among the user's variables, in the caller's thread
   -> Job         the model runs, without the patches and with them (`passes`, `worker`)
   -> report      what has changed (`run_report`); variables of probes are filled
-status           where it is (`run_progress`), or the report
+status           where it is (`started_work`, `run_progress`), or the report
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.activation import Activation, Plane, Shown, Source, recorded_shape, target_of
@@ -21,9 +21,9 @@ from graphpatch_notebook.notebook.basis import Basis
 from graphpatch_notebook.notebook.passes import PassCount, Passes, Separate, in_words
 from graphpatch_notebook.notebook.probe_changes import ProbedPasses
 from graphpatch_notebook.notebook.run_inputs import inputs_for_run, no_inputs
-from graphpatch_notebook.notebook.run_progress import RunProgress
 from graphpatch_notebook.notebook.run_report import Buffers, Taken, apart_from_weights, changes
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.started_work import StartedWork
 from graphpatch_notebook.notebook.tokens import TokenInputs, next_tokens
 from graphpatch_notebook.notebook.worker import Job, ThreadSettings
 from graphpatch_notebook.notebook.workspace import Results
@@ -46,48 +46,6 @@ class RunResult:
     output: Any
     unpatched_output: Any
     activations: dict[str, Any]
-
-
-@dataclass
-class _Going(Generic[T]):
-    """Something that was started.
-
-    Attributes:
-        id: Its number.
-        job: The work.
-        count: How many calls of the model are done.
-        progress: Tells where it is; there from the first time that somebody asks.
-    """
-
-    id: int
-    job: Job[T]
-    count: PassCount
-    progress: RunProgress | None = None
-    source: Source | None = None
-
-    def forget_value(self) -> None:
-        """Lets go of the value that is kept to show other planes of it, and of what it came from."""
-        self.source = None
-        if isinstance(self.job.result, Shown):
-            self.job.result.forget_value()
-
-    def status(self, session: Session) -> dict[str, Any]:
-        """Returns what `RunStatus` and `ActivationStatus` have in common."""
-        state = self.job.state
-        at, fraction = None, None
-        if state == "running":
-            if self.progress is None:
-                self.progress = RunProgress(session.graph, self.count.total)
-            self.progress.done = self.count.done
-            at, fraction = self.progress.look(self.job.python_frame())
-        return {
-            "id": self.id,
-            "state": state,
-            "seconds": self.job.seconds,
-            "at": at,
-            "fraction": 1.0 if state == "done" else fraction,
-            "error": self.job.error if state == "failed" else None,
-        }
 
 
 @dataclass
@@ -152,8 +110,8 @@ class Runs:
         self._settings = ThreadSettings()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._runs: dict[int, _Going[_Report]] = {}
-        self._activations: dict[int, _Going[Shown]] = {}
+        self._runs: dict[int, StartedWork[_Report]] = {}
+        self._activations: dict[int, StartedWork[Shown]] = {}
         self._latest: Job[Any] | None = None
         self.last: RunResult | None = None
         weakref.finalize(session.graph, _forget, weakref.ref(self)).atexit = False
@@ -347,7 +305,7 @@ class Runs:
 
     def wait(self, number: int, seconds: float | None = None) -> None:
         """Waits for the end of a run, or of what shows an activation."""
-        going: _Going[Any] = self._find({**self._runs, **self._activations}, number)
+        going: StartedWork[Any] = self._find({**self._runs, **self._activations}, number)
         going.job.wait(seconds)
 
     def _current_settings(self) -> ThreadSettings:
@@ -372,19 +330,19 @@ class Runs:
 
     def _note(
         self,
-        goings: dict[int, _Going[T]],
+        goings: dict[int, StartedWork[T]],
         job: Job[T],
         count: PassCount,
         source: Source | None = None,
     ) -> int:
         self._latest = job
         number = next(self._numbers)
-        goings[number] = _Going(number, job, count, source=source)
+        goings[number] = StartedWork(number, job, count, source=source)
         for old in list(goings)[:-_MOST_KEPT]:
             del goings[old]
         return number
 
-    def _find(self, goings: dict[int, _Going[T]], number: int) -> _Going[T]:
+    def _find(self, goings: dict[int, StartedWork[T]], number: int) -> StartedWork[T]:
         going = goings.get(number)
         if going is None:
             raise SessionError(f"there is no run {number} any more; run again")
