@@ -18,10 +18,10 @@ from typing import Any
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.cells import Cell, CellResult
 from graphpatch_notebook.experiments.digests import Digester
-from graphpatch_notebook.experiments.files import write_whole
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.labels import metric_name, plain_label
 from graphpatch_notebook.experiments.measurements import Measurement
+from graphpatch_notebook.experiments.whole_files import write_whole
 from graphpatch_notebook.warning_places import warn_each_time
 
 _FORMAT = "graphpatch sweep"

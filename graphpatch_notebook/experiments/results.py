@@ -12,8 +12,8 @@ import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.files import write_whole
 from graphpatch_notebook.experiments.plain_data import decoded, decoded_array, encoded, encoded_array
+from graphpatch_notebook.experiments.whole_files import write_whole
 
 if TYPE_CHECKING:
     from xarray import DataArray

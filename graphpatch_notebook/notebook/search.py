@@ -13,7 +13,7 @@ from typing import Any, overload
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.nodes import NodeMap, NodeMeta, NodeRows
-from graphpatch_notebook.notebook.kept import KeptByGraph
+from graphpatch_notebook.notebook.kept_by_graph import KeptByGraph
 from graphpatch_notebook.notebook.labels import op_label, source_label, value_label
 from graphpatch_notebook.notebook.matching import has_names, is_among, regex_test
 from graphpatch_notebook.notebook.query import NODE_KINDS, Term, parse_query

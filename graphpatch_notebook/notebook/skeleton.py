@@ -16,7 +16,7 @@ from typing import Any
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.nodes import NodeMap
-from graphpatch_notebook.notebook.kept import KeptByGraph
+from graphpatch_notebook.notebook.kept_by_graph import KeptByGraph
 from graphpatch_notebook.notebook.labels import spec_label, visible
 from graphpatch_notebook.notebook.unused_modules import unused_modules, used_modules
 from graphpatch_notebook.patchable_graph import PatchableGraph
