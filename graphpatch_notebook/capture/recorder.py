@@ -28,7 +28,7 @@ from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload
-from graphpatch_notebook.values import describe
+from graphpatch_notebook.values import describe, readable_children, replaced
 
 
 class Recorder(TorchFunctionMode):
@@ -299,7 +299,7 @@ class Recorder(TorchFunctionMode):
             return output
         assert record.call is not None
         record.call.spec = describe(output)
-        output = _distinct(output, parent)
+        output = _distinct(output, parent, set())
         parent.register(output, record.call)
         return output
 
@@ -324,9 +324,24 @@ ROUNDS = (
 )
 
 
-def _distinct(output: Any, parent: FrameRecorder) -> Any:
-    """Returns an alias of a tensor that the submodule was given and handed back, so that the two can be told apart."""
-    return alias(output) if isinstance(output, Tensor) and parent.knows(output) else output
+def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
+    """Returns the output of a submodule with an alias of each tensor that the parent knows, or that comes twice.
+
+    So they can be told apart: the submodule may hand back what it was given, alone or in a container. Containers are
+    copied then, but for lists and dicts of the parent's own, into which the submodule may have written.
+    """
+    if isinstance(output, Tensor):
+        is_told = id(output) not in seen and not parent.knows(output)
+        seen.add(id(output))
+        return output if is_told else alias(output)
+    is_theirs = isinstance(output, (list, dict)) and parent.knows(output)
+    if is_theirs or not isinstance(output, (tuple, list, dict)):
+        return output
+    for key, child in readable_children(output) or ():
+        told = _distinct(child, parent, seen)
+        if told is not child:
+            output = replaced(output, key, told)
+    return output
 
 
 def _version(value: Any) -> int | None:

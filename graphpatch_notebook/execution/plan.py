@@ -21,6 +21,7 @@ from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.torch_compat import is_compiled
 from graphpatch_notebook.values import TensorSpec
@@ -228,6 +229,7 @@ def make_plan(
     for plan in list(plans.values())[1:]:
         _attach(plan, plans)
     for entry in entries:
+        _refuse_before_hooks(entry, plans)
         plans[id(entry.target.frame)].add(entry)
     for plan in plans.values():
         plan.settle()
@@ -238,6 +240,25 @@ def make_plan(
     result.count = len(entries)
     result.restricted = [entry for entry in entries if entry.restriction is not None]
     return result
+
+
+def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
+    """Raises where the graph that calls a module has, as operations of its own, what hooks made of the output."""
+    frame, call = entry.target.frame, entry.target.frame.call
+    above = plans.get(id(frame.parent))
+    if entry.target.node.kind != "output" or not frame.hooks or above is None or above.own_graph is None:
+        return
+    if call is None or call.site is None or call not in above.frame.nodes:
+        return
+    steps = call.site.steps
+    after = above.frame.nodes[above.frame.nodes.index(call) + 1 :]
+    made = [n for n in after if n.site is not None and n.site != call.site and n.site.steps[: len(steps)] == steps]
+    if made:
+        raise PatchMapError(
+            f"{entry.target.path!r} is what forward hooks of the module returned, and what they do is part of the "
+            f"graph that calls it, which was edited: patch {format_path((*above.frame.path, made[-1].name))!r}, which is "
+            "what the last of them computed"
+        )
 
 
 def _keep(frame: Frame, plans: dict[int, FramePlan], callers: Callers) -> None:

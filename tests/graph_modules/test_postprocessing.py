@@ -657,3 +657,48 @@ def test_other_dtypes_and_switches_around_are_compared() -> None:
         assert torch.equal(pg(X), Casting()(X) * 2)
     with pytest.raises(GraphError, match="does not hold for this call"):
         pg(X.double())
+
+
+def add_what_changes_nothing(graph_module: Any, module: nn.Module) -> None:
+    with graph_module.graph.inserting_before(node_called(graph_module.graph, "output")):
+        graph_module.graph.call_function(torch.ones, (1,))
+
+
+class HandingBack(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        doubled = x * 2
+        return x, doubled, doubled
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = HandingBack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        same, one, other = self.inner(x)
+        return x + same * 10 + one * 100 + other * 1000
+
+
+@pytest.mark.parametrize("dig", ["sub_0", "sub_1", "sub_2"])
+def test_values_that_a_module_hands_back_in_a_container_are_told_apart(dig: str) -> None:
+    patches = {f"inner.output|{dig}": AddPatch(value=1.0)}
+    live = PatchableGraph(Caller(), X)
+    edited = PatchableGraph(Caller(), ExtractionOptions(postprocessing_function=add_what_changes_nothing), X)
+    with live.patch(patches), edited.patch(patches):
+        assert torch.equal(edited(X), live(X))
+    assert torch.equal(live(X), Caller()(X))
+
+
+def test_the_output_of_a_module_whose_hooks_compute_is_refused_where_their_work_is_in_the_graph() -> None:
+    model = Model()
+    model.first.up.register_forward_hook(lambda module, args, output: output + 1)
+    model.first.down.register_forward_hook(lambda module, args, output: None)
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing), X)
+    expected = PatchableGraph(model, X)
+    with pytest.raises(PatchMapError, match=r"'first.up.output' is what forward hooks .* patch 'first.add'"):
+        pg.patch({"first.up.output": ZeroPatch(slice=0)}).__enter__()
+    with pg.patch({"first.add": ZeroPatch(slice=0)}), expected.patch({"first.up.output": ZeroPatch(slice=0)}):
+        assert torch.equal(pg(X), expected(X))
+    with pg.patch({"first.down.output": ZeroPatch()}), expected.patch({"first.down.output": ZeroPatch()}):
+        assert torch.equal(pg(X), expected(X))
