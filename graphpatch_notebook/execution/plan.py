@@ -256,8 +256,8 @@ def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
     if made:
         raise PatchMapError(
             f"{entry.target.path!r} is what forward hooks of the module returned, and what they do is part of the "
-            f"graph that calls it, which was edited: patch {format_path((*above.frame.path, made[-1].name))!r}, which is "
-            "what the last of them computed"
+            f"graph that calls it, which was edited: patch {format_path((*above.frame.path, made[-1].name))!r}, "
+            "which is what the last of them computed"
         )
 
 
