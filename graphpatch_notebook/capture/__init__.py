@@ -27,7 +27,12 @@ from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import compiled_code_runs_eagerly, is_compiled
+from graphpatch_notebook.torch_compat import (
+    compiled_code_runs_eagerly,
+    function_mode_depth,
+    is_compiled,
+    pop_function_modes,
+)
 
 __all__ = ["Frame", "capture"]
 
@@ -46,20 +51,28 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     modules = reachable_modules(module)
     recorder = Recorder(module, options)
     swaps = Swaps()
-    observed, applied = observer.get(), apply_observer.get()
-    try:
-        swaps.hold(modules)
-        observer.set(recorder)
-        apply_observer.set(recorder)
-        is_plain = not any(map(is_compiled, modules))
-        with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply(), recorder:
-            module(*args, **kwargs)
-    finally:
+    observed, applied, modes = observer.get(), apply_observer.get(), function_mode_depth()
+
+    def take_back() -> None:
         apply_observer.set(applied)
         observer.set(observed)
+        pop_function_modes(modes)
         swaps.let_go()
         for reached in modules:
             _drop_sizes(reached)
+
+    try:
+        try:
+            swaps.hold(modules)
+            observer.set(recorder)
+            apply_observer.set(recorder)
+            is_plain = not any(map(is_compiled, modules))
+            with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply(), recorder:
+                module(*args, **kwargs)
+        finally:
+            take_back()
+    finally:
+        take_back()  # once more, if an interrupt came in between
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
     _report_failures(recorder)

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import graphpatch_notebook
+import graphpatch_notebook.capture as capture_package
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook.capture import autograd_functions, forward_swap
 from graphpatch_notebook.capture.forward_swap import is_swapped, observer
 from graphpatch_notebook.execution.context import innermost
 from graphpatch_notebook.torch_compat import function_mode_depth
@@ -46,7 +48,7 @@ def interrupted(action: Callable[[], object], at: int, in_files: str = PACKAGE) 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(in_files):
             return None
-        if _is_beyond_reach(frame, event):
+        if is_beyond_reach(frame, event):
             return trace
         if event in ("call", "line") and next(lines) == at:
             sys.settrace(None)
@@ -99,7 +101,7 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_comes() -> None:
         assert torch.equal(model(X), expected)
 
 
-def _is_beyond_reach(frame: FrameType, event: str) -> bool:
+def is_beyond_reach(frame: FrameType, event: str) -> bool:
     """Whether no Python code could take back what an interrupt leaves there, or Python looks for no signals there."""
     if frame.f_code.co_name == "__exit__" and frame.f_lineno <= frame.f_code.co_firstlineno + _LINES_BEFORE_TRY:
         return True
@@ -126,3 +128,23 @@ def test_a_call_that_was_interrupted_leaves_nothing_in_its_context() -> None:
             assert torch.equal(pg(X), changed), at
             at += 1
     assert at > 100
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_model_is_as_it_was_wherever_an_interrupt_of_a_capture_comes() -> None:
+    """At each line of what sets a capture up and takes it back; tests/fuzz has points of all the rest."""
+    torch.manual_seed(0)
+    model = Model()
+    before = [dict(vars(module)) for module in model.modules()]
+    apply = torch.autograd.Function.__dict__["apply"]
+    for file in (capture_package, forward_swap, autograd_functions):
+        at = 0
+        while interrupted(lambda: PatchableGraph(model, X), at, str(file.__file__)):
+            assert [dict(vars(module)) for module in model.modules()] == before, at
+            assert not any(is_swapped(module) for module in model.modules()), at
+            assert observer.get() is None, at
+            assert autograd_functions.apply_observer.get() is None, at
+            assert function_mode_depth() == 0, at
+            assert torch.autograd.Function.__dict__["apply"] is apply, at
+            at += 1
+        assert at > 20

@@ -1,0 +1,241 @@
+"""Law 5 at random points of everything that the engine does: an interrupt leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import AddPatch, CustomPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook.capture.autograd_functions import apply_observer
+from graphpatch_notebook.capture.forward_swap import is_swapped, observer
+from graphpatch_notebook.execution.context import innermost
+from graphpatch_notebook.torch_compat import function_mode_depth
+from tests.fuzz.faults import faults
+from tests.fuzz.programs import Steep
+from tests.fuzz.test_programs import FIRST_SEED
+from tests.laws.captures import (
+    each_case,
+    identity,
+    leaves_its_state_alone,
+    run,
+    runs_the_same_code_again,
+    without_recomputing,
+)
+from tests.zoo import Case, case_by_name
+from tests.zoo.values import bit_equal, same_state, snapshot
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+APPLY = torch.autograd.Function.__dict__["apply"]
+quietly = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows some
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.register_forward_hook(lambda module, args, output: output + 1)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, flag: bool = True) -> dict[str, Any]:
+        hidden = Steep.apply(self.linear(x)) * self.scale
+        return {"hidden": hidden, "pair": (x, None)} if flag else {"hidden": x}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Inner()
+        self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.inner(x)
+        second = self.inner(x + 1)["hidden"].add_(1.0)
+        return self.last(first["hidden"] + second)
+
+
+PATCHES = {
+    "inner_0.output|hidden": [ZeroPatch(slice=(..., 0)), ProbePatch()],
+    "inner_1.hidden": AddPatch(value=1.0),
+    "inner_1.scale": ZeroPatch(slice=1),
+    "last.sub_0.linear": CustomPatch(custom_op=lambda t: t.tanh()),
+    "add": AddPatch(value=0.5, slice=0),
+}
+
+
+def add_what_changes_nothing(graph_module: Any, module: nn.Module) -> None:
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    with graph_module.graph.inserting_before(output):
+        graph_module.graph.call_function(torch.ones, (1,))
+
+
+class Setting:
+    """A model, what it gives, and what must still be so after a fault."""
+
+    def __init__(
+        self, model: nn.Module, capture: Callable[[nn.Module], PatchableGraph], run: Callable[[Any], Any], patches: Any
+    ) -> None:
+        self.model, self.capture, self.run, self.patches = model, capture, run, patches
+        self.unpatched = run(model)
+        self.pg = capture(model)
+        self.before = snapshot(model)
+        self.patched = self.run_patched()
+
+    def run_patched(self) -> Any:
+        with self.pg.patch(self.patches):
+            return self.run(self.pg)
+
+    def check(self, where: str) -> None:
+        """Nothing is left, and the next runs are right."""
+        assert same_state(self.model, self.before) is None, where
+        assert observer.get() is None, where
+        assert apply_observer.get() is None, where
+        assert function_mode_depth() == 0, where
+        assert torch.autograd.Function.__dict__["apply"] is APPLY, where
+        assert torch.is_grad_enabled(), where
+        assert not any(is_swapped(module) for module in self.model.modules()), where
+        assert innermost(self.pg) is None, where
+        assert bit_equal(self.run(self.model), self.unpatched) is None, where
+        assert bit_equal(self.run_patched(), self.patched) is None, where
+
+
+def setting(model: nn.Module, *options: Any) -> Setting:
+    return Setting(model, lambda module: PatchableGraph(module, *options, X), lambda module: module(X), PATCHES)
+
+
+def capture_(now: Setting) -> None:
+    now.capture(now.model)
+
+
+def live_run(now: Setting) -> None:
+    now.run_patched()
+
+
+def backward(now: Setting) -> None:
+    with now.pg.patch(now.patches):
+        torch.autograd.grad(now.pg(X).sum(), now.model.inner.scale)  # type: ignore[union-attr, arg-type]
+
+
+def verify(now: Setting) -> None:
+    now.pg.verify(X)
+
+
+def to_fx(now: Setting) -> None:
+    with now.pg.patch({"inner_1.hidden": AddPatch(value=1.0)}):
+        now.pg.to_fx((X,))
+
+
+def save_and_load(now: Setting) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        now.pg.save(f"{folder}/graph.safetensors")
+        PatchableGraph.load(f"{folder}/graph.safetensors", model=now.model, allow=["tests.fuzz.programs"])
+
+
+def interpret(now: Setting) -> None:
+    now.pg.interpreter().run(X)
+
+
+ACTIONS = [capture_, live_run, backward, verify, to_fx, save_and_load, interpret]
+
+
+def strain(
+    now: Setting, action: Callable[[Setting], object], count: int, seed: int = 0, files: tuple[str, ...] = ()
+) -> int:
+    """Interrupts an action at `count` random points, and looks after each; returns how many came.
+
+    Each time on a new graph, whose code is not made yet.
+    """
+
+    def make_action() -> Callable[[], object]:
+        now.pg = now.capture(now.model)
+        return functools.partial(action, now)
+
+    came = 0
+    for fault, act in faults(make_action, count, seed, files):
+        act()
+        came += fault.came
+        now.check(f"{fault.where}, line {fault.at}")
+    return came
+
+
+@quietly
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("action", ACTIONS)
+def test_interrupts_of_what_a_graph_does(action: Callable[[Setting], None]) -> None:
+    assert strain(setting(Model()), action, 12, files=(__file__,)) > 3
+
+
+@quietly
+def test_interrupts_of_graph_runs() -> None:
+    model = Model()
+    model.inner.linear._forward_hooks.clear()
+    now = setting(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing))
+    assert strain(now, live_run, 15, files=(__file__,)) > 3
+
+
+def generating() -> Setting:
+    case = case_by_name("gpt2-eager")
+    call, ids = case.example(), torch.tensor([[5, 6, 7]])
+    settings = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    patches = {
+        "transformer.h_0.output": AddPatch(value=1.0, steps="decoding"),
+        "transformer.h_1.mlp.act.mul_3": ZeroPatch(),
+    }
+    return Setting(
+        case.build(),
+        lambda model: call.run(functools.partial(PatchableGraph, model)),
+        lambda module: module.generate(ids, **settings),
+        patches,
+    )
+
+
+@quietly
+def test_interrupts_of_generation() -> None:
+    assert strain(generating(), Setting.run_patched, 5) > 1
+
+
+@quietly
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("action", [*ACTIONS, Setting.run_patched])
+def test_many_interrupts(action: Callable[[Setting], None]) -> None:
+    strain(setting(Model()), action, 1000, FIRST_SEED, (__file__,))
+
+
+@quietly
+@pytest.mark.exhaustive
+def test_many_interrupts_of_generation() -> None:
+    strain(generating(), Setting.run_patched, 300, FIRST_SEED)
+
+
+def of_the_zoo(case: Case) -> Setting:
+    """A model of the zoo, with a patch on an operation of every kind of module in it."""
+    model = case.build()
+    pg = run(functools.partial(PatchableGraph, model), case.example())
+    kinds = {}
+    for path, meta in pg.nodes.items():
+        if meta.kind in ("op", "output") and meta.shape is not None and "|" not in path:
+            kinds.setdefault(path.split(".")[-1], path)
+    return Setting(
+        model,
+        lambda module: run(functools.partial(PatchableGraph, module), case.example()),
+        lambda module: run(module, case.example()),
+        {path: identity() for path in list(kinds.values())[:12]},
+    )
+
+
+@quietly
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+@each_case(lambda case: leaves_its_state_alone(case) and runs_the_same_code_again(case))
+@pytest.mark.parametrize("action", [capture_, live_run])
+def test_interrupts_over_the_zoo(case: Case, action: Callable[[Setting], None]) -> None:
+    now = of_the_zoo(case)
+    with without_recomputing(case):
+        strain(now, action, 20, FIRST_SEED)
