@@ -19,7 +19,7 @@ import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture import forward_swap
-from graphpatch_notebook.capture.autograd_functions import visible_apply
+from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
@@ -209,7 +209,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     run = new_run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
     run.repetitions = context.repetitions
     context.has_runs = True
-    outer = observer.get()
+    outer, applied = observer.get(), apply_observer.get()
     is_inside = isinstance(outer, Run) and outer.root is context.root  # of another call of the same object
     modes = function_mode_depth()
     try:
@@ -217,6 +217,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     except BaseException:
         # An interrupt may come between any two instructions, also between those that take things back.
         observer.set(outer)
+        apply_observer.set(applied)
         pop_function_modes(modes)
         raise
     if context.is_left:

@@ -90,6 +90,7 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_comes() -> None:
         assert [len(module._forward_hooks) for module in model.modules()] == hooks, at
         assert innermost(pg) is None, at
         assert observer.get() is None, at
+        assert autograd_functions.apply_observer.get() is None, at
         assert function_mode_depth() == 0, at
         assert torch.autograd.Function.__dict__["apply"] is apply, at
         assert not any(is_swapped(module) for module in model.modules()), at
