@@ -293,7 +293,10 @@ class AutogradFunctions(nn.Module):
         return sine * 2 + cosine
 
 
-@torch.library.custom_op("graphpatch_zoo::scaled_add", mutates_args=())
+# With schemas, since torch 2.4 reads none off annotations that are texts, as all are in this file.
+@torch.library.custom_op(
+    "graphpatch_zoo::scaled_add", mutates_args=(), schema="(Tensor x, Tensor y, float scale) -> Tensor"
+)
 def _scaled_add(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x + y * scale
 
@@ -314,7 +317,7 @@ def _scaled_add_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, No
 _scaled_add.register_autograd(_scaled_add_backward, setup_context=_keep_scale)
 
 
-@torch.library.custom_op("graphpatch_zoo::add_one_", mutates_args={"x"})
+@torch.library.custom_op("graphpatch_zoo::add_one_", mutates_args={"x"}, schema="(Tensor(a!) x) -> ()")
 def _add_one_(x: Tensor) -> None:
     x.add_(1.0)
 

@@ -88,6 +88,13 @@ class _Architecture:
         return model
 
 
+def _enable_checkpointing(model: Any) -> None:
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:  # transformers 4
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def _prefill(model: nn.Module, **inputs: Any) -> Any:
     """The cache that a run on these inputs fills."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -160,9 +167,20 @@ def _causal_variants(model: Any, is_eager: bool, *, has_static_cache: bool = Tru
         "last_logits": Call.of(input_ids=tokens(3, 11), logits_to_keep=1),
         **_common_variants(is_eager, lambda: Call.of(input_ids=tokens(5, 11))),
     }
-    if has_static_cache:
+    if has_static_cache and (is_eager or not _has_broken_static_caches()):
         variants["cache_static"] = _static_cache_step(model)
     return variants
+
+
+def _is_transformers_4() -> bool:
+    import transformers
+
+    return transformers.__version__.startswith("4.")
+
+
+def _has_broken_static_caches() -> bool:
+    """Transformers 4 writes into an expanded mask there, which raises."""
+    return _is_transformers_4() and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6)
 
 
 def _static_cache_step(model: Any) -> Call:
@@ -247,8 +265,6 @@ def _whisper_variants(model: Any, is_eager: bool) -> dict[str, Call]:
 
 
 def _mamba_variants(model: Any, _: bool) -> dict[str, Call]:
-    from transformers import DynamicCache
-
     return {
         "other_size": Call.of(input_ids=tokens(5, 11)),
         "one_token": Call.of(input_ids=tokens(1, 1)),
@@ -256,12 +272,20 @@ def _mamba_variants(model: Any, _: bool) -> dict[str, Call]:
         "labels": Call.of(input_ids=tokens(3, 11), labels=_labels(3, 11)),
         "embeds": Call.of(inputs_embeds=floats(3, 11, 48)),
         "no_cache": Call.of(input_ids=tokens(3, 7), use_cache=False),
-        "cache_empty": Call.of(input_ids=tokens(3, 11), cache_params=DynamicCache(config=model.config), use_cache=True),
-        "cache_step": Call.of(
-            input_ids=tokens(3, 1), cache_params=_prefill(model, input_ids=tokens(3, 7, seed=1)), use_cache=True
-        ),
         "last_logits": Call.of(input_ids=tokens(3, 11), logits_to_keep=1),
         **_common_variants(False, lambda: Call.of(input_ids=tokens(5, 11))),
+        **({} if _is_transformers_4() else _mamba_cache_variants(model)),
+    }
+
+
+def _mamba_cache_variants(model: Any) -> dict[str, Call]:
+    """Before transformers 5 these caches were of another class, which wants to be told positions."""
+    from transformers import DynamicCache
+
+    past = _prefill(model, input_ids=tokens(3, 7, seed=1))
+    return {
+        "cache_empty": Call.of(input_ids=tokens(3, 11), cache_params=DynamicCache(config=model.config), use_cache=True),
+        "cache_step": Call.of(input_ids=tokens(3, 1), cache_params=past, use_cache=True),
     }
 
 
@@ -367,7 +391,7 @@ _ARCHITECTURES = [
         variants=_training_variants,
         attentions=("sdpa",),
         training=True,
-        prepare=lambda model: model.activation_checkpointing_enable(),
+        prepare=_enable_checkpointing,
         notes="Each layer's forward runs again during the backward pass.",
     ),
     _causal("mistral", "Mistral", {**_GROUPED, "sliding_window": 9}),

@@ -1,0 +1,198 @@
+"""Runs the core of the tests with older and newer torch and transformers: `hatch run versions`.
+
+Each torch gets an environment of its own, in a temporary folder, one at a time: with builds of torch for GPUs they
+take 6 GB. There the transformers are installed in turn, and the tests of `SELECTION` run. What comes out is a table of
+pairs of versions, with how many tests passed, failed and were skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+
+PAIRS = (
+    ("==2.4.1", "<5"),
+    ("==2.4.1", "==5.0.*"),
+    ("==2.8.0", "<5"),
+    ("==2.8.0", ">=5"),
+    ("==2.13.0", "<5"),
+    ("==2.13.0", ">=5"),
+    (">2.13", "<5"),
+    (">2.13", ">=5"),
+)
+"""What pip is asked for, of torch and of transformers.
+
+The oldest torch that is supported, one in between, the one that CI tests against, and the newest that there is; of
+transformers the newest of each major version that is supported. Of transformers 5, later versions want torch 2.6.
+"""
+
+CASES = (
+    "torch-mlp torch-cnn torch-lstm torch-encoder awkward-in-place awkward-called-twice awkward-nested-containers "
+    "awkward-custom-operators awkward-checkpoint gpt2-eager llama-sdpa llama-checkpointing mixtral-eager bert-sdpa "
+    "t5-eager vit-eager whisper-sdpa mamba"
+).split()
+"""The models of the zoo on which the laws are tried: some of each kind."""
+
+SELECTION = """
+    laws/test_law_01_unpatched.py laws/test_law_02_identity.py laws/test_law_02_opened.py laws/test_law_03_by_hand.py
+    laws/test_law_03_edits.py laws/test_law_05_untouched.py laws/test_law_06_gradients.py laws/test_law_09_threads.py
+    laws/test_law_10_unfired.py laws/test_law_11_memory.py
+    capture/test_decompositions.py capture/test_names.py
+    execution/test_contexts.py execution/test_failures.py execution/test_values.py
+    graph_modules/test_code.py graph_modules/test_laziness.py graph_modules/test_postprocessing.py
+    graph_modules/test_verification.py graph_modules/test_weaving.py
+    serialization/test_functions.py serialization/test_round_trip.py serialization/test_tensors.py
+    test_patches.py test_patchable_graph.py test_node_path.py test_resolution.py
+    notebook/test_chosen.py notebook/test_codegen.py notebook/test_codegen_hooks.py notebook/test_recipes.py
+    notebook/test_search.py notebook/test_session.py notebook/test_session_file.py notebook/test_skeleton.py
+    experiments/test_ablation.py experiments/test_attribution.py experiments/test_heads.py experiments/test_metrics.py
+    experiments/test_results.py experiments/test_sweep.py experiments/test_sweep_state.py experiments/test_tracing.py
+    integrations/test_accelerate.py integrations/test_exported.py integrations/test_generation.py
+    integrations/test_generation_config.py integrations/test_steps.py integrations/test_transformers_calls.py
+""".split()
+"""The tests that are run, of those in `tests/`: the parts on which torch and transformers have a say; no widgets."""
+
+_IS_CHOSEN = " or ".join(["not test_law_", *CASES])
+_COLUMNS = ("torch", "transformers", "passed", "failed", "skipped", "minutes")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came out for one pair.
+
+    Attributes:
+        torch: The version that pip chose.
+        transformers: The same.
+        passed: How many tests passed.
+        failed: The names of those that failed, or could not be run.
+        skipped: How many were skipped.
+        seconds: How long the tests took.
+    """
+
+    torch: str
+    transformers: str
+    passed: int
+    failed: tuple[str, ...]
+    skipped: int
+    seconds: float
+
+    def row(self) -> list[str]:
+        counts = (self.passed, len(self.failed), self.skipped)
+        return [self.torch, self.transformers, *map(str, counts), f"{self.seconds / 60:.0f}"]
+
+
+class Environment:
+    """A virtual environment with one torch, in which transformers is replaced.
+
+    Args:
+        folder: Where it lies.
+        torch: What pip is asked for.
+    """
+
+    def __init__(self, folder: Path, torch: str) -> None:
+        self._folder = folder
+        self._torch = f"torch{torch}"
+        self._python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        self._pip("--upgrade", "pip")  # groups of dependencies: pip 25.1
+
+    def install(self, transformers: str) -> None:
+        """Installs transformers, and what the tests need, if it is not there yet."""
+        group = f"{ROOT / 'pyproject.toml'}:hosts"
+        self._pip(self._torch, f"transformers{transformers}", "-e", f"{ROOT}[experiments]", "--group", group)
+
+    def _pip(self, *arguments: str) -> None:
+        command = [str(self._python), "-m", "pip", "install", "--quiet", "--no-cache-dir", *arguments]
+        # Of the environment that this runs in: there is one torch in it, and this one's packages.
+        others = {"PIP_CONSTRAINT", "PYTHONPATH", "VIRTUAL_ENV"}
+        subprocess.run(command, check=True, env={name: text for name, text in os.environ.items() if name not in others})
+
+    def version(self, package: str) -> str:
+        """Returns the version of an installed package."""
+        code = f"from importlib.metadata import version; print(version({package!r}))"
+        return subprocess.run([self._python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+    def outcome(self, arguments: Sequence[str]) -> Outcome:
+        """Runs the tests, and returns what came out."""
+        report = self._folder / "report.xml"
+        report.unlink(missing_ok=True)
+        files = [f"tests/{name}" for name in SELECTION]
+        settings = ["-q", "--tb=short", "-p", "no:cacheprovider", "-n", "auto", f"--junit-xml={report}"]
+        command = [str(self._python), "-m", "pytest", *settings, "-k", _IS_CHOSEN, *files, *arguments]
+        log = self._folder / "pytest.log"
+        with log.open("w") as output:
+            subprocess.run(command, check=False, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        if not report.exists():
+            raise RuntimeError(f"pytest did not run:\n{log.read_text()}")
+        return outcome_of(report.read_text("utf8"), self.version("torch"), self.version("transformers"))
+
+
+def outcome_of(report: str, torch: str, transformers: str) -> Outcome:
+    """Returns what the report of pytest, in the format of JUnit, says."""
+    cases = list(ElementTree.fromstring(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    names = tuple(dict.fromkeys(f"{case.get('classname')}::{case.get('name')}" for case in failed))
+    seconds = sum(float(suite.get("time", 0)) for suite in ElementTree.fromstring(report).iter("testsuite"))
+    return Outcome(torch, transformers, len(cases) - len(failed) - len(skipped), names, len(skipped), seconds)
+
+
+def outcomes(pairs: Sequence[tuple[str, str]], folder: Path, arguments: Sequence[str]) -> Iterator[Outcome]:
+    """Runs the tests for each pair, those with one torch in one environment, which goes away after them."""
+    for torch in dict.fromkeys(torch for torch, _ in pairs):
+        with tempfile.TemporaryDirectory(dir=folder) as inner:
+            environment = Environment(Path(inner) / "environment", torch)
+            for _, transformers in (pair for pair in pairs if pair[0] == torch):
+                environment.install(transformers)
+                yield environment.outcome(arguments)
+
+
+def chosen_pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the pairs that are named as `torch==2.8.0,transformers<5`; all, if none is.
+
+    Raises:
+        ValueError: A text names no pair.
+    """
+    pairs = []
+    for text in texts:
+        match = re.fullmatch(r"torch([^,]+),transformers(.+)", text)
+        if match is None:
+            raise ValueError(f"{text!r} names no pair; write 'torch==2.8.0,transformers<5'")
+        pairs.append((match[1], match[2]))
+    return pairs or list(PAIRS)
+
+
+def main() -> None:
+    """Reads the command line, runs the tests, prints the table; leaves with 1 where a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="*", help="'torch==2.8.0,transformers<5'; all that README tells of, if none")
+    parser.add_argument("--folder", type=Path, help="where environments are made, of up to 6 GB, one at a time")
+    parser.add_argument("--pytest", action="append", default=[], metavar="ARGUMENT", help="one more for pytest")
+    options = parser.parse_args()
+    table = Table(*_COLUMNS, title=f"core of the tests, Python {sys.version.split()[0]}")
+    failed: list[str] = []
+    for found in outcomes(chosen_pairs(options.pairs), options.folder, options.pytest):
+        row = found.row()
+        table.add_row(*row)
+        print(*(f"{name} {value}" for name, value in zip(_COLUMNS, row, strict=True)), sep=", ", flush=True)
+        failed += [f"torch {found.torch}, transformers {found.transformers}: {name}" for name in found.failed]
+    Console(width=100).print(table)
+    print(*failed, sep="\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
