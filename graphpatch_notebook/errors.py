@@ -30,6 +30,7 @@ GraphPatchWarning(UserWarning)
 ├── LiveFallbackWarning                   a graph was refused, the original module ran instead
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
+├── UnresolvedPatchWarning                patches in a file name values that this graph has not, and were left out
 ├── UnstoredFrameWarning                  some frames were not stored in a file
 └── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
 
@@ -212,6 +213,10 @@ class ExperimentWarning(GraphPatchWarning):
 
 class ListenerWarning(GraphPatchWarning):
     """Somebody who wanted to be told of the changes of a session raised an error when told."""
+
+
+class UnresolvedPatchWarning(GraphPatchWarning):
+    """Patches in a file of a session name values that this graph does not have: they were left out."""
 
 
 class UnstoredFrameWarning(GraphPatchWarning):

@@ -108,6 +108,42 @@ def graph_class(frame: Frame | None) -> str:
     return "OpaqueGraphModule" if frame is None or frame.opaque_reason is not None else "CompiledGraphModule"
 
 
+def with_nearest(root: Frame, path: str, message: str) -> str:
+    """Returns the message on an unknown path with the nearest paths, where it does not name them yet."""
+    if "nearest: " in message:
+        return message
+    try:
+        close = nearest_paths(root, parse(path))
+    except Unresolvable:
+        return message
+    return f"{message}; nearest: {_listed(close, 3)}" if close else message
+
+
+def operation_of(root: Frame, path: str) -> str | None:
+    """Returns the operation whose value is at `path`; `None` for inputs, outputs and weights, and where nothing is."""
+    try:
+        node = resolve(root, path).node
+    except Unresolvable:
+        return None
+    return node.op if node.kind == "op" else None
+
+
+def other_operation(root: Frame, path: str, op: str | None) -> str | None:
+    """Returns what is wrong where `path` was written down for the operation `op`: it may be that of another one by now.
+
+    Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
+    """
+    target = resolve(root, path)
+    here = target.node.op if target.node.kind == "op" else None
+    if op is None or op == here:
+        return None
+    names = target.frame.path
+    same = [leaf for node in target.frame.nodes if node.op == op for leaf in _leaf_paths(names, node)]
+    close = [*nearest(path, same), *(near for near in nearest_paths(root, parse(path), 4) if near not in (path, *same))]
+    is_now = f"is of {here}" if here else "is of no operation"
+    return f"{path!r} {is_now} here, and was of {op} where it was written down; nearest: {_listed(close[:3], 3)}"
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Into a container
 
@@ -196,7 +232,7 @@ def _stops_at_container(spec: ContainerSpec, path: str, parsed: ParsedPath) -> U
 def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:
     where = format_path(parsed.names[:depth]) if depth else "the root graph"
     respelled = list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig))
-    close = respelled or _meant_elsewhere(root, parsed) or nearest_paths(root, parsed)
+    close = respelled or nearest_paths(root, parsed)
     hint = f"; nearest: {_listed(close, 4)}" if close else ""
     if (fused := fused_attention(root, parsed.names)) is not None:
         hint = (
@@ -275,14 +311,16 @@ def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], p
 
 
 def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
-    """Returns the paths in the capture that `path` may have meant, best first.
+    """Returns the paths in the capture that `path` may have meant, best first: for people to choose from, never taken.
 
-    Frames are ranked before paths are compared, so that it stays fast in a model of 50,000 nodes.
+    Names that people bring along, and ends of paths, come before what is only spelled alike. Frames are ranked before
+    paths are compared, so that it stays fast in a model of 50,000 nodes.
     """
+    meant = _meant_elsewhere(root, path) if path.names else []
     parts = (*path.names, *path.dig)
     ranked = sorted(_walk(root, ()), key=lambda item: _likeness(parts, *item), reverse=True)
     candidates = (leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names))
-    return nearest(str(path), list(islice(candidates, 1000)), count)
+    return list(dict.fromkeys([*meant, *nearest(str(path), list(islice(candidates, 1000)), count)]))[:count]
 
 
 def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> float:

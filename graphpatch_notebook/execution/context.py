@@ -27,7 +27,6 @@ from graphpatch_notebook.execution.frame_results import new_run
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
-from graphpatch_notebook.execution.python_stack import collects_around_forwards
 from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain
@@ -52,7 +51,6 @@ class Prepared:
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
         with_patched_boundary: The modules whose inputs or output are patched.
-        is_collected: Whether functions of the model, around their forwards, may look at these before any hook.
     """
 
     entries: Sequence[Entry]
@@ -60,7 +58,6 @@ class Prepared:
     watched: list[Module]
     watched_ids: set[int]
     with_patched_boundary: list[Module]
-    is_collected: bool
 
 
 def prepare(
@@ -71,8 +68,7 @@ def prepare(
     watched = callers.modules_to_watch(plan)
     at_boundary = [p.frame.module for p in plan.walk() if p.inputs or p.output]
     at_boundary = [module for module in at_boundary if takes_hooks(module)]
-    is_collected = bool(at_boundary) and collects_around_forwards(frame.module)
-    return Prepared(entries, plan, watched, {id(module) for module in watched}, at_boundary, is_collected)
+    return Prepared(entries, plan, watched, {id(module) for module in watched}, at_boundary)
 
 
 class ActiveContext:
@@ -157,7 +153,7 @@ def enter(
     try:
         context.swaps.hold(prepared.watched)
         for module in prepared.with_patched_boundary:
-            if runs_hooks(module) or prepared.is_collected:
+            if runs_hooks(module):
                 context.hooks.hold(module)
         with _lock:
             _entered.append(context)

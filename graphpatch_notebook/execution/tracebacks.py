@@ -14,7 +14,6 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
@@ -25,11 +24,11 @@ from graphpatch_notebook.execution.live_mode import LiveMode
 from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
 from graphpatch_notebook.graph_modules.lazy_code import name_assigned_at
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.torch_compat import is_module_call
+from graphpatch_notebook.torch_compat import code_of_apply, is_module_call
 
 _MOST, _MOST_PATCHED = 4, 6
 _OPENED = LiveMode.open_call.__code__
-_APPLY = Function.__dict__["apply"].__func__.__code__
+_APPLY = code_of_apply()
 
 
 @dataclass(slots=True)

@@ -6,13 +6,15 @@
       "origin": {"graph": "pg", "model": "model", "arguments": "ids"},
       "patches": [
         {"path": "h_0.mlp.output", "kind": "zero", "slice": ":, -1"},
-        {"path": "h_1.output", "kind": "probe", "name": "hidden", "enabled": false}
+        {"path": "h_1.attn.weights", "kind": "probe", "name": "seen", "enabled": false, "op": "softmax"}
       ]
     }
 
 A patch has the fields of `ChosenPatch` (`enabled` for `is_enabled`), but no number: those come from the order. Fields
-that say nothing are left out. `origin` tells people what the graph was made from; `null` stands for what is not known.
-Nothing in a file is ever evaluated by reading it: values are texts until a patch context is entered.
+that say nothing are left out. `op` is the operation whose value has this name, where one makes it: in another version
+of a model's code the name may be that of another one, and then nothing is guessed. `origin` tells people what the graph
+was made from; `null` stands for what is not known. Nothing in a file is ever evaluated by reading it: values are texts
+until a patch context is entered.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning
+from graphpatch_notebook.notebook.chosen import ChosenPatch, names_used
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.text_file import check_no_nul, real_file, replace_text
 from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.resolution import operation_of, other_operation, with_nearest
+from graphpatch_notebook.warning_places import warn_each_time
 
 SCHEMA = "graphpatch-session"
 VERSION = 1
@@ -40,6 +44,7 @@ _LONGEST_PROBLEM = 500
 
 _FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
 del _FIELDS["number"]
+_OF_GRAPH = ("path", "slice")
 _REQUIRED = [name for name, field in _FIELDS.items() if field.default is MISSING]
 
 
@@ -51,14 +56,16 @@ def dumps(session: Session) -> str:
     """Returns the chosen patches of a session, and where its graph came from, as JSON."""
     origin = {field.name: getattr(session.origin, field.name) for field in fields(Origin)}
     head = f'"schema": {_json(SCHEMA)},\n  "version": {VERSION},\n  "origin": {_json(origin)},\n  "patches": '
-    entries = [f"    {_json(_entry(patch))}" for patch in session.chosen.patches]
+    entries = [f"    {_json(_entry(patch, session))}" for patch in session.chosen.patches]
     patches = "[\n" + ",\n".join(entries) + "\n  ]" if entries else "[]"
     return "{\n  " + head + patches + "\n}\n"
 
 
-def _entry(patch: ChosenPatch) -> dict[str, Any]:
+def _entry(patch: ChosenPatch, session: Session) -> dict[str, Any]:
     values = {name: getattr(patch, field.name) for name, field in _FIELDS.items()}
-    return {name: value for name, value in values.items() if value != _FIELDS[name].default}
+    entry = {name: value for name, value in values.items() if value != _FIELDS[name].default}
+    op = operation_of(session.graph._root_frame, patch.path)
+    return entry if op is None else {**entry, "op": op}
 
 
 def _json(value: Any) -> str:
@@ -108,16 +115,17 @@ def _reason(error: OSError) -> str:
 def load(session: Session, file: str | os.PathLike[str]) -> tuple[ChosenPatch, ...]:
     """Chooses the patches in a file instead of all that were chosen, in one step of undo; returns them.
 
-    The origin of the session stays as it is.
+    Those that do not fit this graph, as that of another model or another version of its code, are left out: an
+    `UnresolvedPatchWarning` names each, with the nearest paths. The origin of the session stays as it is.
 
     Raises:
-        SessionFileError: The file cannot be read, or something in it cannot be applied to this graph; the message
-            names all of that, and nothing was changed.
+        SessionFileError: The file cannot be read, something in it is wrong, or nothing of it fits this graph; the
+            message names all of that, and nothing was changed.
     """
     check_no_nul(file)
     try:
         source = Path(file).expanduser()
-        return loads(session, _text(source))
+        return loads(session, _text(source), f"{str(file)!r}: ")
     except OSError as error:
         raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
     except RuntimeError as error:  # no such user
@@ -126,26 +134,64 @@ def load(session: Session, file: str | os.PathLike[str]) -> tuple[ChosenPatch, .
         raise SessionFileError(f"{str(file)!r}: {problem}") from None
 
 
-def loads(session: Session, text: str) -> tuple[ChosenPatch, ...]:
-    """Chooses the patches in a JSON text, as `load` does for a file."""
+def loads(session: Session, text: str, where: str = "") -> tuple[ChosenPatch, ...]:
+    """Chooses the patches in a JSON text, as `load` does for a file; a warning begins with `where`."""
     document = _document(text)
     problems = [*_unknown(document, ["schema", "version", "origin", "patches"], ""), *_origin_problems(document)]
     found: list[ChosenPatch] = []
+    misfits: list[str] = []  # those of the problems that are the graph's
+    lost: set[str] = set()
     for position, entry in enumerate(_entries(document)):
-        where = f"patches[{position}]"
-        mistakes = _mistakes(entry, where)
-        problems += mistakes
-        if mistakes:
+        here = f"patches[{position}]"
+        if wrong := _mistakes(entry, here):
+            problems += wrong
             continue
         try:
-            patch = ChosenPatch(**{_FIELDS[name].name: value for name, value in entry.items()})
-            found.append(session.check(patch, found).patch)
+            patch = ChosenPatch(**{_FIELDS[name].name: value for name, value in entry.items() if name != "op"})
         except ChosenPatchError as problem:
-            problems.append(_cut(f"{where}: {problem}", _LONGEST_PROBLEM))
-    if problems:
-        more = len(problems) - _MOST_PROBLEMS
-        raise SessionFileError("; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
-    return session.replace_all(found)
+            problems.append(_cut(f"{here}: {problem}", _LONGEST_PROBLEM))
+            continue
+        try:
+            found.append(_checked(session, patch, entry.get("op"), found, lost))
+        except ChosenPatchError as problem:
+            problems.append(_cut(f"{here}: {problem}", _LONGEST_PROBLEM))
+            misfits += problems[-1:] if problem.field in _OF_GRAPH else []
+            lost |= {patch.name} - {None}  # type: ignore[arg-type]
+    if len(problems) > len(misfits) or (misfits and not found):
+        raise SessionFileError(_listed(problems))
+    loaded = session.replace_all(found)
+    if misfits:
+        many = f"{len(misfits)} of {len(misfits) + len(found)} patches do not fit this graph, and were left out"
+        warn_each_time(f"{where}{many}: {_listed(misfits)}", UnresolvedPatchWarning)
+    return loaded
+
+
+def _checked(
+    session: Session, patch: ChosenPatch, op: str | None, others: list[ChosenPatch], lost: set[str]
+) -> ChosenPatch:
+    """Returns the patch as the session would choose it.
+
+    Raises:
+        ChosenPatchError: The graph has no such value; or one of another operation; or the patch uses a variable that
+            one which was left out would have filled.
+    """
+    root = session.graph._root_frame
+    try:
+        checked = session.check(patch, others).patch
+    except ChosenPatchError as problem:
+        if problem.field != "path":
+            raise
+        raise ChosenPatchError("path", with_nearest(root, patch.path, str(problem))) from None
+    if other := other_operation(root, checked.path, op):
+        raise ChosenPatchError("path", other)
+    if used := sorted(names_used([checked]) & lost):
+        raise ChosenPatchError("path", f"{checked.path!r}: it uses {used[0]!r}, which a patch that was left out fills")
+    return checked
+
+
+def _listed(problems: list[str]) -> str:
+    more = len(problems) - _MOST_PROBLEMS
+    return "; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _text(source: Path) -> str:
@@ -230,7 +276,9 @@ def _mistakes(entry: Any, where: str) -> list[str]:
     missing = [f"{where}: {name} is missing" for name in _REQUIRED if name not in entry]
     enabled = entry.get("enabled", True)
     wrong = [] if isinstance(enabled, bool) else [f"{where}: enabled must be true or false, not {_shown(enabled)}"]
-    return [*_unknown(entry, list(_FIELDS), f"{where}: "), *missing, *wrong]
+    if not isinstance(entry.get("op", ""), str):
+        wrong.append(f"{where}: op must be a text, not {_shown(entry['op'])}")
+    return [*_unknown(entry, [*_FIELDS, "op"], f"{where}: "), *missing, *wrong]
 
 
 def _unknown(given: dict[str, Any], known: list[str], where: str) -> list[str]:

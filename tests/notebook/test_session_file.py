@@ -60,7 +60,7 @@ TEXT = """\
   "version": 1,
   "origin": {"graph": "pg", "model": "model", "arguments": "x"},
   "patches": [
-    {"path": "up.linear", "kind": "zero", "slice": ":, -1"},
+    {"path": "up.linear", "kind": "zero", "slice": ":, -1", "op": "linear"},
     {"path": "output|last", "kind": "probe", "name": "hidden", "enabled": false},
     {"path": "down.weight", "kind": "add", "value": "\\"\\".join([\\"é\\"]) or 1"}
   ]
