@@ -40,23 +40,17 @@ transformers the newest of each major version that is supported. Of transformers
 """
 
 CASES = (
-    "torch-mlp torch-lstm-cell torch-encoder-layer-pre awkward-in-place awkward-called-twice awkward-custom-operators "
-    "gpt2-eager llama-sdpa llama-checkpointing mixtral-eager bert-sdpa t5-eager vit-eager mamba"
+    "torch-mlp torch-lstm-cell awkward-in-place awkward-called-twice awkward-custom-operators gpt2-eager llama-sdpa "
+    "bert-sdpa t5-eager vit-eager mamba"
 ).split()
 """The models of the zoo on which the laws are tried: some of each kind."""
 
 SELECTION = """
     laws/test_law_01_unpatched.py laws/test_law_02_identity.py laws/test_law_03_edits.py laws/test_law_05_untouched.py
-    laws/test_law_06_gradients.py laws/test_law_10_unfired.py
-    capture/test_decompositions.py execution/test_contexts.py execution/test_values.py
-    graph_modules/test_code.py graph_modules/test_laziness.py graph_modules/test_verification.py
-    serialization/test_functions.py serialization/test_round_trip.py serialization/test_tensors.py
-    test_patches.py test_patchable_graph.py test_node_path.py test_resolution.py
-    notebook/test_codegen.py notebook/test_recipes.py notebook/test_search.py notebook/test_session.py
-    notebook/test_session_file.py
-    experiments/test_ablation.py experiments/test_attribution.py experiments/test_metrics.py
-    experiments/test_results.py experiments/test_sweep.py experiments/test_tracing.py
-    integrations/test_exported.py integrations/test_generation.py integrations/test_transformers_calls.py
+    laws/test_law_06_gradients.py
+    execution/test_values.py serialization/test_round_trip.py test_patches.py test_patchable_graph.py
+    notebook/test_codegen.py notebook/test_recipes.py notebook/test_session.py notebook/test_session_file.py
+    experiments/test_metrics.py experiments/test_sweep.py experiments/test_tracing.py
 """.split()
 """The tests that are run, of those in `tests/`: the parts on which torch and transformers have a say; no widgets."""
 
