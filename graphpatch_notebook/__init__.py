@@ -70,7 +70,7 @@ from graphpatch_notebook.patches import (
     ZeroPatch,
 )
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AddPatch",
