@@ -30,6 +30,7 @@ from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_p
 from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain
+from graphpatch_notebook.execution.unfired import unfired_entries
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.torch_compat import (
     compiled_code_runs_eagerly,
@@ -226,7 +227,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
             "in the result; wait for the thread before the end of the `with` block"
         )
     context.awaits_backward |= run.is_checkpointed and run.has_changed and torch.is_grad_enabled()
-    unfired = run.unfired()
+    unfired = unfired_entries(run)
     if steps is not None:
         unfired = steps.settle(unfired, run.fired)
     if unfired:

@@ -18,7 +18,6 @@ from torch.nn import Module
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
 from graphpatch_notebook.capture.inputs import given_input, with_input
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
 from graphpatch_notebook.execution.live_mode import LiveMode
@@ -30,7 +29,6 @@ from graphpatch_notebook.execution.shapes import Inputs
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.execution.tracebacks import explain
-from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import runs_hooks, without_torch_functions
 
 _NOTHING_TO_HIDE = nullcontext()
@@ -390,32 +388,6 @@ class Run:
     def may_apply(self, entry: Entry) -> bool:
         """Whether an entry may have an effect at the current step of a generation."""
         return entry.restriction is None or self.steps is None or self.steps.admits(entry)
-
-    # -- afterwards ----------------------------------------------------------------------------------------------------
-
-    def unfired(self) -> list[tuple[Entry, str]]:
-        """Returns the entries that never fired, each with the reason in words."""
-        if len(self.fired) == self.plan.count:
-            return []
-        return [
-            (entry, self.missing.get(id(entry)) or self._held_back(entry) or self._why(plan.frame))
-            for plan in self.plan.walk()
-            for entry in plan.entries
-            if id(entry) not in self.fired
-        ]
-
-    def _held_back(self, entry: Entry) -> str | None:
-        return None if self.steps is None or entry.restriction is None else self.steps.why_not(entry)
-
-    def _why(self, frame: Frame) -> str:
-        if id(frame) in self.reached:
-            return "its module ran, but did not come to this operation"
-        watched = {id(plan.frame) for plan in self.plan.walk()}
-        outermost = above = frame
-        while above.parent is not None and id(above.parent) not in self.reached:
-            above = above.parent
-            outermost = above if id(above) in watched else outermost
-        return f"{format_path(outermost.path) or 'the model'!r} was not called"
 
 
 _RECOMPUTED_STEP = (
