@@ -78,6 +78,14 @@ def runs_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def has_global_hooks() -> bool:
+    """Whether there are hooks that run for all modules.
+
+    The same dictionaries. Told by: tests/experiments/test_sweep_pitfalls.py.
+    """
+    return bool(_module_globals["_global_forward_hooks"] or _module_globals["_global_forward_pre_hooks"])
+
+
 _module_globals = torch.nn.Module.__call__.__globals__
 
 without_torch_functions = torch._C.DisableTorchFunction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Module
@@ -30,14 +30,26 @@ from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import with_own_containers
 
 
+class FrameFlow(Protocol):
+    """Is told of frames that are given one tensor, and tells of which of them this and what they return is kept."""
+
+    def begins(self, node: FrameNode, value: Tensor) -> None:
+        """A frame begins that is given one tensor."""
+
+    def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
+        """Such a frame returns; says whether to keep what it was given and returned."""
+
+    def fails(self, node: FrameNode) -> None:
+        """Such a frame ends in another way."""
+
+
 class Recording:
     """Notes when each frame ends, what it changes, and what frames return that are called by an open one.
 
     Args:
         tree: Where it is written to; the frames that are open must be so already.
         model: The model that runs.
-        wants_pair: Whether what the frames of a module are given and return is to be kept, too, wherever they are;
-            `None`: it is to be, and so is what frames inside it are given and return.
+        flow: Says of which frames that are given one tensor and return one both are kept, wherever they are.
         looks_at_modules: Whether to look for what modules change in themselves.
 
     Attributes:
@@ -48,13 +60,13 @@ class Recording:
         self,
         tree: FrameTree,
         model: Module,
-        wants_pair: Callable[[Module], bool | None] | None = None,
+        flow: FrameFlow | None = None,
         *,
         looks_at_modules: bool = True,
     ) -> None:
         self._tree = tree
         self._model = model
-        self._wants_pair = wants_pair
+        self._flow = flow
         self._looks_at_modules = looks_at_modules
         self._stack = FrameStack(tree)
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
@@ -69,11 +81,10 @@ class Recording:
         with without_torch_functions():
             if self._looks_at_modules and not is_stateless(module):
                 running.look = ModuleLook(module, self._objects)
-            if self._wants_pair is not None and not caller.is_covered and not running.node.is_open:
-                wants_pair = len(args) + len(kwargs) == 1 and self._wants_pair(module)
-                running.is_paired = wants_pair is not False
-                running.is_covered = wants_pair is True
-            running.is_covered = running.is_covered or caller.is_covered
+            value = self._only_tensor(module, args, kwargs)
+            if self._flow is not None and value is not None and not running.node.is_open:
+                running.is_paired = True
+                self._flow.begins(running.node, value)
             if is_kept or running.is_paired:
                 running.given = GivenValues(args, kwargs)
             running.is_kept = is_kept
@@ -95,6 +106,7 @@ class Recording:
         node.ended = self._tree.tick()
         node.problem = change
         node.pair = None
+        is_paired = self._is_paired(running, output)
         if running.given is None or change is not None:
             return
         problem = problem_of_result(running.given, output)
@@ -105,22 +117,34 @@ class Recording:
         kept = with_own_containers(own_tensors(output) if node.is_written_later else output)
         if running.is_kept:
             node.value = kept
-        if running.is_paired:
-            node.pair = self._pair(node, running.given, kept)
-        if running.is_kept or node.pair is not None:
+        if is_paired:
+            ((tensor, version),) = running.given.tensors
+            node.pair = (tensor, kept)
+            self._given.append((node, tensor, version))
+            for inner in node.walk():
+                inner.pair = inner.pair if inner is node else None
+        if running.is_kept or is_paired:
             self._kept.append((node, [(tensor, version_of(tensor)) for tensor in tensors_in(output)]))
 
-    def _pair(self, node: FrameNode, given: GivenValues, output: Any) -> tuple[Tensor, Tensor] | None:
-        if len(given.tensors) != 1 or not isinstance(output, Tensor):
+    def _only_tensor(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Returns what a module with weights is given, if that is one tensor of floats."""
+        if self._flow is None or len(args) + len(kwargs) != 1 or next(module.parameters(), None) is None:
             return None
-        ((tensor, version),) = given.tensors
-        if not tensor.is_floating_point() or tensor.dim() < 2 or output.shape[:-1] != tensor.shape[:-1]:
-            return None
-        self._given.append((node, tensor, version))
-        return tensor, output
+        (value,) = (*args, *kwargs.values())
+        return value if type(value) is Tensor and value.is_floating_point() and value.dim() > 1 else None
+
+    def _is_paired(self, running: RunningFrame, output: Any) -> bool:
+        if not running.is_paired:
+            return False
+        assert self._flow is not None
+        assert running.given is not None
+        running.is_paired = False
+        return self._flow.returns(running.node, running.given.tensors[0][0], output)
 
     def end(self) -> None:
         running = self._stack.running.pop()
+        if running.is_paired and self._flow is not None:
+            self._flow.fails(running.node)
         caller = self._stack.running[-1]
         caller.change = caller.change or running.change
 

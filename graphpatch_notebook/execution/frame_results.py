@@ -37,6 +37,7 @@ class FrameNode:
 
     Attributes:
         module: Its module; `None` for the one above the model.
+        place: How it is reached: by module (its id) and number, from the model on.
         children: The frames that it calls, by module (its id) and number.
         is_open: Whether what it calls is to be told apart: it holds a value that will be patched.
         ended: When its `forward` returned, by the clock of the recording; `NEVER` for one that was not seen to.
@@ -47,6 +48,7 @@ class FrameNode:
     """
 
     module: Module | None
+    place: tuple[tuple[int, int], ...] = ()
     children: dict[tuple[int, int], FrameNode] = field(default_factory=dict)
     is_open: bool = False
     ended: float = NEVER
@@ -60,7 +62,7 @@ class FrameNode:
         key = (id(module), number)
         found = self.children.get(key)
         if found is None:
-            found = self.children[key] = FrameNode(module)
+            found = self.children[key] = FrameNode(module, (*self.place, key))
         return found
 
     def walk(self) -> Iterator[FrameNode]:
@@ -125,7 +127,6 @@ class RunningFrame:
     change: str | None = None
     has_returned: bool = False
     is_paired: bool = False
-    is_covered: bool = False
     is_kept: bool = False
 
 

@@ -10,7 +10,6 @@ from graphpatch_notebook.execution.frame_results import own_tensors
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.common_work import CommonWork
-from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
 from graphpatch_notebook.experiments.row_test import test_of
 from graphpatch_notebook.experiments.rows import RowsError
@@ -51,7 +50,7 @@ def assure_same_alone(
     again = measurement(watched_metric(metric, output) if common.keeps_last_logits else metric(output))
     if again.distance(common.baseline) > 0:
         raise DifferenceError("the metric looks at something else than the output, which other cells have changed")
-    passed, test = _passed(pg, metric), _test(common, entries)
+    passed, test = _passed(common.survey.known, metric), _test(common, entries)
     if test in passed:
         return True
     values, patches = max(cells, key=lambda cell: cell[0].distance(common.baseline))
@@ -66,10 +65,10 @@ def assure_same_alone(
     return has_effect
 
 
-def _passed(pg: PatchableGraph, metric: Callable[[Any], Any]) -> set[Hashable]:
+def _passed(known: dict[Hashable, Any], metric: Callable[[Any], Any]) -> set[Hashable]:
     """Returns the tests that were passed with this very metric, to be added to."""
     by_metric: WeakKeyDictionary[Any, set[Hashable]]
-    by_metric = shown_earlier(pg).setdefault("same alone", WeakKeyDictionary())
+    by_metric = known.setdefault("same alone", WeakKeyDictionary())
     try:
         return by_metric.setdefault(metric, set())
     except TypeError:  # it has no hash, or nobody can tell when it is gone

@@ -20,9 +20,9 @@ from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
 from graphpatch_notebook.experiments.survey import Mark, Survey, survey
 from graphpatch_notebook.experiments.trimming import reads_last_position, trims
-from graphpatch_notebook.experiments.unread_positions import read_at_last_only
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.torch_compat import has_global_hooks
 
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -107,27 +107,11 @@ def _looked_at(
     assert common.survey is not None
     if batch is not None:
         try:
-            common.rows = shared_rows(pg, common, targets, batch)
+            common.rows = row_work(pg, common.inputs, common.survey, targets, batch)
         except RowsError as reason:
             common.remarks.append(f"cells ran one by one: {reason}")
             leave_nothing_out(pg, common, metric, targets)
     return common
-
-
-def shared_rows(
-    pg: PatchableGraph,
-    common: CommonWork,
-    targets: Sequence[Target],
-    batch: int | str,
-    *,
-    may_assume: bool = True,
-) -> RowWork:
-    """Returns how cells share a forward; raises as `row_work` does."""
-    assert common.survey is not None
-    rows = row_work(pg, common.inputs, common.survey, targets, batch, may_assume=may_assume)
-    if common.keeps_last_logits:
-        rows.last_only = read_at_last_only(pg, common.inputs, common.survey, rows.stand_ins)
-    return rows
 
 
 def leave_nothing_out(
@@ -149,7 +133,7 @@ def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) 
 def _why_alone(pg: PatchableGraph, metric: Callable[[Any], Any]) -> str | None:
     if looks_at_patches(metric):
         return "the metric looks at what patches have seen"
-    if any(has_hooks(module) for module in pg._module.modules()):
+    if has_global_hooks() or any(has_hooks(module) for module in pg._module.modules()):
         return "hooks on modules would see several cells at once"
     return None
 

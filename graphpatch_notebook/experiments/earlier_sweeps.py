@@ -11,20 +11,26 @@ from torch.nn import Module
 
 from graphpatch_notebook.execution.frame_effects import PLAIN, leaves_of
 from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
-_known: WeakKeyDictionary[PatchableGraph, dict[Hashable, Any]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PatchableGraph, tuple[Settings, dict[Hashable, Any]]] = WeakKeyDictionary()
 
 
 def shown_earlier(pg: PatchableGraph) -> dict[Hashable, Any]:
-    """Returns what is known of a graph, by what was asked; there is nothing of the kind in the graph itself."""
-    return _known.setdefault(pg, {})
+    """Returns what is known of a graph, by what was asked; all is forgotten when its model is changed."""
+    settings = Settings(pg._module)
+    known = _known.get(pg)
+    if known is None or known[0] != settings:
+        known = _known[pg] = (settings, {})
+    return known[1]
 
 
 class Settings:
-    """What the modules of a model hold besides tensors: plain values by what they are, all else by its identity.
+    """What the modules of a model hold: plain values by what they are, all else by its identity.
 
     What lists, dicts and plain objects hold (the config of a model) is looked at, too, but not what is inside of that.
+    Of tensors it is noted how often they were written into.
 
     Args:
         model: The model.
@@ -32,37 +38,34 @@ class Settings:
 
     def __init__(self, model: Module) -> None:
         plain: list[Any] = []
-        others: list[Any] = []  # kept: the id of one is not another one's meanwhile
+        others: list[Any] = []
         for module in model.modules():
             plain.append(type(module))
-            for name, value in module.__dict__.items():
-                kind = type(value)
-                if kind in _VALUES:
-                    plain.append(value)
-                elif name not in _REGISTRIES:
-                    others.append(value)
+            for value in module.__dict__.values():
+                (plain if type(value) in _VALUES else others).append(value)
         for value in {id(value): value for value in others}.values():
             inside = _inside(type(value))
             if inside is not None:
                 for item in inside(value):
                     (plain if type(item) in _VALUES else others).append(item)
-        # Nothing is kept alive that may be large.
-        self._others = [None if isinstance(value, Tensor) else value for value in others]
         self._plain = plain
-        self._ids = tuple(map(id, self._others))
-        self._hash = hash(self._ids)
+        self._ids = tuple(map(id, others))
+        self._versions = [version_of(value) for value in others if isinstance(value, Tensor)]
+        # Functions and the like stay, as else another one might get the id; nothing that may be large does.
+        self._functions = [value for value in others if callable(value) and not isinstance(value, Module)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and self._ids == other._ids and self._plain == other._plain
+        return (
+            isinstance(other, Settings)
+            and self._ids == other._ids
+            and self._versions == other._versions
+            and self._plain == other._plain
+        )
 
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
 
 
 _VALUES = frozenset({bool, int, float, str, type(None)})
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-"""Tensors are not told apart: their values are not, either."""
-
 _ways_inside: dict[type, Callable[[Any], Iterable[Any]] | None] = {}
 
 
@@ -88,8 +91,8 @@ def _attributes(value: Any) -> Iterable[Any]:
     return getattr(value, "__dict__", {}).values()
 
 
-def kind_of_run(settings: Settings, inputs: Inputs) -> Hashable:
+def kind_of_run(inputs: Inputs) -> Hashable:
     """Returns what two runs of a model have in common that do the same, as long as Python looks at no values."""
     leaves = leaves_of((inputs.args, inputs.kwargs))
     forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return forms, tuple(inputs.kwargs), settings
+    return forms, tuple(inputs.kwargs)

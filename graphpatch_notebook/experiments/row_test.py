@@ -11,7 +11,6 @@ from torch import Tensor
 from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.execution.frame_results import FramesSeen, Replay, tensors_in
 from graphpatch_notebook.experiments.cells import PatchMap
-from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.row_work import RowWork
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, is_close, repeated, repeated_inputs, taken
@@ -41,7 +40,7 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     """
     if rows.never_meet:
         return
-    known, test = shown_earlier(pg), test_of(survey, rows)
+    known, test = survey.known, test_of(survey, rows)
     if test in known:
         rows.never_meet = True
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution.frame_effects import PLAIN, leaves_of
 from graphpatch_notebook.execution.frame_results import NEVER, FrameNode
 from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.experiments.changed_positions import ChangedPositions, stand_ins
 from graphpatch_notebook.experiments.chunking import Work, overhead, rows_at_once
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.position_wise import ChangedPositions, stand_ins
 from graphpatch_notebook.experiments.rows import (
     Layout,
     Rows,
@@ -45,7 +45,6 @@ class RowWork:
         work: What a run costs.
         overhead: What it costs besides computing, in rows.
         stand_ins: What computes only positions that patches change, in place of frames.
-        last_only: The same for frames whose results are read at the last position only.
         is_assumed: Whether the rows are taken to be where batches are, in dimension 0, and no run on doubled inputs
             has told.
         never_meet: Whether a test has shown that rows do not meet.
@@ -59,10 +58,9 @@ class RowWork:
     most: int
     work: Work
     overhead: float
-    stand_ins: Mapping[FrameNode, ChangedPositions]
+    stand_ins: dict[FrameNode, ChangedPositions]
     is_assumed: bool = False
     never_meet: bool = False
-    last_only: Mapping[FrameNode, ChangedPositions] = field(default_factory=dict)
 
     def problem(self, entries: Sequence[Entry]) -> str | None:
         """Returns why a cell cannot share a forward, in words."""
@@ -106,7 +104,7 @@ def row_work(
         raise RowsError(f"one forward has {tokens:,} tokens already")
     if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(survey.output)):
         raise RowsError("the output holds an object that has no rows")
-    instead = stand_ins(survey.tree, survey.position_wise, most)
+    instead = stand_ins(survey, most)
     if instead and batch == "auto":
         most = rows_at_once(tokens, device, is_sparse=True)
     work = Work.of(survey.tree, instead)

@@ -24,16 +24,16 @@ from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.alone_test import DifferenceError, assure_same_alone
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
+from graphpatch_notebook.experiments.changed_positions import read_at_last_only
 from graphpatch_notebook.experiments.chunking import chunked
-from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out, shared_rows
+from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows
-from graphpatch_notebook.experiments.row_work import shared_patches
+from graphpatch_notebook.experiments.row_work import row_work, shared_patches
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
-from graphpatch_notebook.experiments.unread_positions import allowed
 from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import CustomPatch
@@ -265,7 +265,7 @@ class CellRunner:
             frame: repeated(frame.value, rows.layouts[frame], count, may_share=not frame.is_written_later)
             for frame in frames
         }
-        at_last = {node: rows.last_only[node] for node in allowed(rows.last_only, survey, entries)}
+        at_last = read_at_last_only(rows.stand_ins, survey, entries)
         replay = Replay(survey.tree, values, {**rows.stand_ins, **at_last})
         return FramesSeen(self._pg._module, replay, replay.modules())
 
@@ -284,7 +284,7 @@ class CellRunner:
             if not common.rows.is_assumed or self._batch is None:
                 raise
             targets = [resolve(self._pg._root_frame, path) for path in common.survey.marks]
-            common.rows = shared_rows(self._pg, common, targets, self._batch, may_assume=False)
+            common.rows = row_work(self._pg, common.inputs, common.survey, targets, self._batch, may_assume=False)
             return self._together(cells)
 
     def _together(self, cells: Sequence[tuple[int, PatchMap]], *, is_trial: bool = False) -> list[CellResult]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution.frame_effects import storage_of
-from graphpatch_notebook.execution.frame_recording import Recording
+from graphpatch_notebook.execution.frame_recording import FrameFlow, Recording
 from graphpatch_notebook.execution.frame_results import (
     NEVER,
     FramesSeen,
@@ -19,9 +19,10 @@ from graphpatch_notebook.execution.frame_results import (
     tensors_in,
 )
 from graphpatch_notebook.experiments.cells import PatchMap
-from graphpatch_notebook.experiments.earlier_sweeps import Settings, kind_of_run, shown_earlier
+from graphpatch_notebook.experiments.earlier_sweeps import kind_of_run, shown_earlier
 from graphpatch_notebook.experiments.inputs import Inputs, SameInputs
-from graphpatch_notebook.experiments.position_wise import PositionWise
+from graphpatch_notebook.experiments.position_flow import Flow, Place, PositionFlow
+from graphpatch_notebook.experiments.steps import SameSteps
 from graphpatch_notebook.experiments.value_reads import ValueReads
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
@@ -59,7 +60,8 @@ class Survey:
         marks: When each path came up, and what value.
         state_change: What the run changed in the model, in words; `None` for nothing.
         kind: What other runs have in common with it that do the same.
-        position_wise: Which modules work on each position alone.
+        known: What other sweeps have shown.
+        last_only: The places of frames whose results are read at the last position only.
         last_read: When Python looked at values last; `NEVER` where nobody took note of that.
     """
 
@@ -69,7 +71,8 @@ class Survey:
     marks: dict[str, Mark]
     state_change: str | None
     kind: Hashable
-    position_wise: PositionWise
+    known: dict[Hashable, Any]
+    last_only: Container[Place]
     last_read: float = NEVER
 
     def take_returned(self) -> Any:
@@ -97,30 +100,51 @@ def survey(
         inputs: What it runs on.
         targets: The values that are patched.
         notes_reads: Whether to note when Python looks at values.
-        keeps_pairs: Whether to keep what is asked for by `position_wise`.
+        keeps_pairs: Whether to keep what frames are given and return that work on each position alone.
     """
+    known, kind = shown_earlier(pg), kind_of_run(inputs)
+    key = ("flow", kind, keeps_pairs, frozenset(target.path for target in targets))
+    flow: Flow | None = known.get(key) if notes_reads else None
+    tree = _opened(targets)
+    while True:
+        fresh = SameInputs.of(inputs.fresh())
+        mode: SameSteps | PositionFlow | None = None
+        pairs: FrameFlow | None = flow
+        if flow is not None:
+            mode = SameSteps(flow.steps)
+        elif notes_reads:
+            weights = (*pg._module.parameters(), *pg._module.buffers())
+            pairs = mode = PositionFlow(tree, weights, tensors_in((fresh.args, fresh.kwargs)))
+        recording = Recording(tree, pg._module, pairs if keeps_pairs else None, looks_at_modules=flow is None)
+        with mode or nullcontext():
+            marks, output = watched_run(pg, fresh, targets, tree, recording)
+        if isinstance(mode, SameSteps) and not mode.is_same:
+            known.pop(key, None)
+            flow, tree = None, _opened(targets)
+        elif not recording.close():
+            break
+    last_only = flow.last_only if flow is not None else frozenset[Place]()
+    last_read = 0 if flow is not None else NEVER
+    if isinstance(mode, PositionFlow):
+        found = Flow(
+            mode.steps,
+            frozenset(node.place for node in tree.root.walk() if node.pair is not None),
+            frozenset(node.place for node in mode.read_at_last_only(output)),
+        )
+        last_only, last_read = found.last_only, mode.last_of_all
+        is_after = all(mark.came_up > last_read for mark in marks.values())
+        if mode.last == 0 and is_after and recording.state_change is None:
+            # What Python looks at is made of constants: another run that takes the same steps does the same.
+            known[key] = found
+    _keep_from_metric(tree, output)
+    return Survey(output, own_tensors(output), tree, marks, recording.state_change, kind, known, last_only, last_read)
+
+
+def _opened(targets: Sequence[Target]) -> FrameTree:
     tree = FrameTree()
     for target in targets:
         _open(tree, target)
-    known, settings = shown_earlier(pg), Settings(pg._module)
-    kind = kind_of_run(settings, inputs)
-    position_wise: PositionWise = known.setdefault(("position-wise", settings), PositionWise())
-    steady = ("steady", kind, frozenset(target.path for target in targets))
-    is_steady = notes_reads and steady in known
-    while True:
-        recording = Recording(tree, pg._module, position_wise if keeps_pairs else None, looks_at_modules=not is_steady)
-        reads = ValueReads(tree) if notes_reads and not is_steady else None
-        with reads or nullcontext():
-            marks, output = watched_run(pg, inputs, targets, tree, recording)
-        if not recording.close():
-            break
-    _keep_from_metric(tree, output)
-    last_read = NEVER if not notes_reads else 0 if reads is None else reads.last_of_all
-    is_after = all(mark.came_up > last_read for mark in marks.values())
-    if reads is not None and reads.last == 0 and is_after and recording.state_change is None:
-        # What Python looks at is made of constants: each run of its kind takes the same steps.
-        known[steady] = True
-    return Survey(output, own_tensors(output), tree, marks, recording.state_change, kind, position_wise, last_read)
+    return tree
 
 
 def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target]) -> set[str]:

@@ -237,3 +237,21 @@ def test_an_error_of_the_metric_says_what_it_was_given() -> None:
         with pytest.raises(AttributeError) as caught:
             run(lambda output: output.logits.sum())
         assert "without patches, a Tensor: metrics are given the whole output" in " ".join(caught.value.__notes__)
+
+
+def test_a_hook_on_all_modules_that_comes_later_sees_cells_one_by_one() -> None:
+    pg, x = graph()
+    swept(pg, strengthened, x, torch.sum)
+    seen: dict[str, Tensor] = {}
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _args, output: seen.update(last=output) if module is pg.b else None
+    )
+    try:
+        found = swept(pg, strengthened, x, lambda _output: seen["last"][0, -1].sum())
+        assert found.values.tolist() == pytest.approx(
+            loop(pg, strengthened, x, lambda _output: seen["last"][0, -1].sum()), rel=2e-6
+        )
+    finally:
+        handle.remove()
+
+    assert any("hooks" in remark for remark in found.attrs["remarks"])
