@@ -1,0 +1,102 @@
+"""Law 11 at length: thousands of patched runs, and many graphs, keep no more than plain hooks do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUNS = {
+    "forwards by hooks": "for _ in range({n}): hooked()",
+    "forwards by patches": "for _ in range({n}): patched()",
+    "forwards in one context": "with pg.patch(PATCHES):\n    for _ in range({n}): pg(x)",
+    "constructions": "for _ in range({n}): PatchableGraph(model, x)",
+}
+SCRIPT = """
+import gc, json, pathlib
+import torch
+from torch import nn
+from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ZeroPatch
+
+torch.set_num_threads(1)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        hidden = torch.relu(self.up(x))
+        return x + self.down(hidden)
+
+model = nn.Sequential(*(Block() for _ in range(4)))
+x = torch.ones(16, 32)
+pg = PatchableGraph(model, x)
+probe = ProbePatch()
+PATCHES = {
+    "sub_0.hidden": ZeroPatch(slice=0),
+    "sub_1.output": [AddPatch(value=1.0), probe],
+    "sub_2.up.weight": AddPatch(value=0.1),
+}
+
+def patched():
+    with pg.patch(PATCHES):
+        pg(x)
+
+def hooked():
+    kept = []
+    def zero(module, args, output):
+        output = output.clone()
+        output[0] = 0
+        return output
+    def add(module, args, output):
+        kept.append(output + 1)
+        return kept[-1]
+    handles = [model[0].up.register_forward_hook(zero), model[1].register_forward_hook(add)]
+    model(x)
+    for handle in handles:
+        handle.remove()
+
+def resident():
+    told = pathlib.Path("/proc/self/statm")  # Linux has it; elsewhere objects and tensors are counted only
+    return int(told.read_text().split()[1]) * 4096 if told.exists() else 0
+
+def counts():
+    gc.collect()
+    objects = gc.get_objects()
+    return [len(objects), sum(isinstance(o, torch.Tensor) for o in objects), resident()]
+
+def action(n):
+{body}
+
+action({warm})
+before = counts()
+action({n})
+after = counts()
+print(json.dumps([b - a for a, b in zip(before, after)]))
+"""
+
+
+def growth(what: str, count: int) -> tuple[int, int, int]:
+    """Returns by how many objects, tensors and bytes a process grows in `count` of these, in a process of its own."""
+    body = "".join(f"    {line}\n" for line in RUNS[what].format(n="n").splitlines())
+    script = SCRIPT.replace("{body}", body).replace("{warm}", str(max(10, count // 5))).replace("{n}", str(count))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    objects, tensors, size = json.loads(done.stdout.splitlines()[-1])
+    return objects, tensors, size
+
+
+@pytest.mark.parametrize(
+    ("what", "count"), [("forwards by patches", 1000), ("forwards in one context", 1000), ("constructions", 100)]
+)
+def test_no_more_than_hooks(what: str, count: int) -> None:
+    objects, tensors, size = growth(what, count)
+    plain = growth("forwards by hooks", 1000)
+    assert tensors <= max(plain[1], 0)
+    assert objects <= max(plain[0], 0) + 50  # nothing that grows with the runs
+    assert size <= max(plain[2], 0) + 2**20
