@@ -24,7 +24,6 @@ from graphpatch_notebook.values import describe
 RECORD = "graphpatch_node"
 """The key in `fx.Node.meta` of the record of the node."""
 
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _ABSENT = object()
 MODULE_GETS_TENSOR = "the module: module.register_buffer({!r}, tensor)"
 """How a module gets a tensor for its custom graph, by name."""
@@ -77,7 +76,7 @@ def _hint(value: Any) -> str:
 
 def _check_placeholders(graph: fx.Graph, parameters: Sequence[InputParameter], who: str) -> None:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    wanted = [_STARS.get(parameter.kind, "") + parameter.name for parameter in parameters]
+    wanted = [parameter.starred_name for parameter in parameters]
     found = [str(node.target) for node in placeholders]
     if found != wanted:
         repair = "; ".join(f"graph.placeholder({name!r})" for name in wanted) or "no placeholders"

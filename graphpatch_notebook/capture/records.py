@@ -4,7 +4,7 @@
     └── Frame                one invocation of one module's `forward`
         ├── Node ...         one value: input, parameter, buffer, attribute, op, call (of a submodule), output
         │   ├── Site         the chain of call sites from `forward` down to the op: what the op *is*
-    │   ├── CompositeCall    the opened call that the op is a step of, if it is one
+        │   ├── CompositeCall    the opened call that the op is a step of, if it is one
         │   └── Frame        the frame of the submodule, for calls
         └── output           structure of what `forward` returned, over `Ref`s to nodes
 
@@ -13,6 +13,7 @@ Arguments of a node are kept as they were, but for values that have a node: a `R
 
 from __future__ import annotations
 
+import inspect
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from torch.nn import Module
 from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec
 
 Kind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "constant", "op", "call", "output"]
+
+HELD_KINDS: tuple[Kind, ...] = ("parameter", "buffer", "attribute", "constant")
+"""The kinds of nodes whose values the model holds, rather than computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,14 @@ class InputParameter:
     kind: Any
     default: Any
 
+    @property
+    def starred_name(self) -> str:
+        """The name as signatures have it: `*args`, `**kwargs`."""
+        return _STARS.get(self.kind, "") + self.name
+
+
+_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
 
 InputPlace: TypeAlias = "tuple[str, tuple[Key, ...]]"
 """A place in the inputs of a frame: a parameter of `forward`, and what leads from its value to the one meant."""
@@ -261,6 +273,11 @@ class Frame:
     def has_own_graph(self) -> bool:
         """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
         return self.is_edited or self.custom_graph is not None
+
+    @property
+    def is_below_own_graph(self) -> bool:
+        """Whether some frame above has a graph that *is* its module."""
+        return self.parent is not None and (self.parent.has_own_graph or self.parent.is_below_own_graph)
 
     @property
     def attribute_path_from_root(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.selections import Selection, selection
@@ -20,7 +20,6 @@ from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 TOKENS = ("input_ids", "inputs_embeds")
 DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
-_WITHOUT_POSITIONS = ("parameter", "buffer", "attribute", "constant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def encoder_of(root: Frame) -> Module | None:
 
 def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, bool]:
     """Returns which dimension of the value runs along a sequence, and whether that is the encoder's."""
-    if target.node.kind in _WITHOUT_POSITIONS:
+    if target.node.kind in HELD_KINDS:
         raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
     if not isinstance(target.spec, TensorSpec):
         raise ValueError(f"positions are those of a tensor, but this was {target.spec} when it was captured")

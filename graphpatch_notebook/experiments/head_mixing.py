@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from graphpatch_notebook.capture.records import Frame, Node, refs_in
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.experiments.value_sources import SourceValue, maker_of, sources_of
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.resolution import Target, is_patchable
@@ -25,7 +25,6 @@ _MATMULS = ("linear", "matmul", "mm", "bmm", "mv", "einsum", "tensordot", "group
 _ADDING_MATMULS = ("addmm", "baddbmm", "addbmm", "addmv")  # the first argument is added
 _CONVOLUTIONS = ("conv1d", "conv2d")
 _SUMS = ("add", "iadd", "add_", "sub", "isub", "sub_", "rsub")
-_HELD = ("parameter", "buffer", "attribute", "constant")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _is_state(value: SourceValue) -> bool:
         if inner.key in seen:
             continue
         seen.add(inner.key)
-        if inner.node.kind in _HELD:
+        if inner.node.kind in HELD_KINDS:
             has_state = True
             continue
         sources = list(sources_of(inner))
@@ -148,7 +147,7 @@ def _product_behind(value: SourceValue) -> Node | None:
             factors = _factors(value)
             is_product = len(factors) > 1 and not any(map(_is_state, factors))
             return value.node if is_product else None
-        sources = [source for source in sources_of(value) if source.node.kind not in _HELD]
+        sources = [source for source in sources_of(value) if source.node.kind not in HELD_KINDS]
         products = [search(source) for source in sources]
         if made.op in _SUMS and None in products:
             return None  # a residual stream

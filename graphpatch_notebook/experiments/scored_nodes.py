@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import Frame, Node, refs_in
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.execution.shapes import shape_problem
 from graphpatch_notebook.nodes import NodeMap, NodeRows
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
-
-_HELD = ("parameter", "buffer", "attribute", "constant")
 
 
 @dataclass(eq=False)
@@ -49,7 +47,7 @@ class ScoredNode:
     @property
     def is_state(self) -> bool:
         """Whether it is a tensor that the model holds: its values in different runs are one tensor."""
-        return self.node.kind in _HELD
+        return self.node.kind in HELD_KINDS
 
     @property
     def is_in_container(self) -> bool:
@@ -173,6 +171,6 @@ def _is_source(node: Node, frame: Frame) -> bool:
 
 
 def _is_computed_float(node: Node) -> bool:
-    if node.kind in _HELD:
+    if node.kind in HELD_KINDS:
         return False
     return any(isinstance(leaf, TensorSpec) and leaf.dtype.is_floating_point for _, leaf in leaves(node.spec))

@@ -41,7 +41,6 @@ AUXILIARY = "graphpatch_auxiliary"
 """The key in `fx.Node.meta` that marks what a graph needs beside its records: containers, what is taken out of them."""
 
 _EMPTY = inspect.Parameter.empty
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _PRINTABLE = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -125,7 +124,7 @@ class _Builder:
         is_tensor = node is not None and isinstance(node.spec, TensorSpec) and node.spec.type_name == "Tensor"
         fx_node = self.graph.create_node(
             "placeholder",
-            _STARS.get(parameter.kind, "") + parameter.name,
+            parameter.starred_name,
             default,
             name=_identifier(parameter.name),
             type_expr=Tensor if is_tensor else None,

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import Swaps, invoke
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.belief import Refusal, RunnableGraph
@@ -220,10 +219,6 @@ def _walk(graph_module: Runnable) -> Iterator[Runnable]:
         yield from _walk(callee)
 
 
-def _is_below_own_graph(frame: Frame) -> bool:
-    return frame.parent is not None and (frame.parent.has_own_graph or _is_below_own_graph(frame.parent))
-
-
 def _report(graph_module: Runnable, refusals: dict[Runnable, Refusal | None]) -> FrameReport:
     frame = graph_module.frame
     refusal = refusals.get(graph_module)
@@ -235,7 +230,7 @@ def _report(graph_module: Runnable, refusals: dict[Runnable, Refusal | None]) ->
         status, reason = "opaque", frame.opaque_reason
     elif graph_module not in refusals:
         status = "not reached"
-        if _is_below_own_graph(frame):
+        if frame.is_below_own_graph:
             reason = "a graph that is its module calls it"
     elif refusal is not None:
         status = "differing" if refusal.is_difference else "not comparable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 
@@ -26,6 +27,11 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def escaped(text: str) -> str:
+    """Returns text of the model or the user as HTML that shows it, as `visible` does."""
+    return html.escape(visible(text))
 
 
 def dtype_label(dtype: torch.dtype) -> str:

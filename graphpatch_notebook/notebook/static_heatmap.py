@@ -12,7 +12,7 @@ import numpy as np
 
 from graphpatch_notebook.experiments.grids import Grid, Side
 from graphpatch_notebook.experiments.tick_texts import shown_labels, tick_text
-from graphpatch_notebook.notebook.labels import visible
+from graphpatch_notebook.notebook.labels import escaped
 
 MOST_BYTES = 30_000
 _MOST_CELLS = 600
@@ -53,7 +53,7 @@ def summary(grid: Grid) -> str:
 def _lines(grid: Grid, title: str | None, model_id: str, body: Iterator[str]) -> Iterator[str]:
     name = f"{title}: {summary(grid)}" if title else summary(grid)
     yield f'<div class="gp-static gp-static-{html.escape(model_id)}">'
-    yield f"<p><strong>{_escaped(name)}</strong> (a picture of the heatmap; for the live one, run the cell)</p>"
+    yield f"<p><strong>{escaped(name)}</strong> (a picture of the heatmap; for the live one, run the cell)</p>"
     yield from body
     yield "</div>"
 
@@ -62,10 +62,10 @@ def _table(grid: Grid, *, is_upward: bool) -> Iterator[str]:
     strength = _strength(grid)
     least = _BOLD * strength.max(initial=0.0)
     order = range(len(grid.values))
-    rows, columns = ([_escaped(label) for label in shown_labels(side)] for side in (grid.rows, grid.columns))
+    rows, columns = ([escaped(label) for label in shown_labels(side)] for side in (grid.rows, grid.columns))
     head = "".join(f"<th>{column}</th>" for column in columns)
     yield "<table>"
-    yield f"<tr><th>{_escaped(f'{grid.rows.title} / {grid.columns.title}')}</th>{head}</tr>"
+    yield f"<tr><th>{escaped(f'{grid.rows.title} / {grid.columns.title}')}</th>{head}</tr>"
     for row in reversed(order) if is_upward else order:
         is_bold = (strength[row] >= least) & (strength[row] > 0)
         cells = (_cell(value, is_bold=bold) for value, bold in zip(grid.values[row], is_bold, strict=True))
@@ -84,12 +84,12 @@ def _list(grid: Grid, count: int) -> Iterator[str]:
     order = np.argsort(-strength, axis=None, kind="stable")[: min(count, int((strength >= 0).sum()))]
     if not len(order):
         return
-    yield f"<p>The {len(order)} cells farthest from {_escaped(str(grid.scale.center or 0))}:</p>"
+    yield f"<p>The {len(order)} cells farthest from {escaped(str(grid.scale.center or 0))}:</p>"
     yield "<ol>"
     for place in order:
         row, column = np.unravel_index(place, grid.values.shape)
         where = f"{_place(grid.rows, int(row))}, {_place(grid.columns, int(column))}"
-        yield f"<li><code>{_escaped(where)}</code>: {grid.values[row, column]:.4g}</li>"
+        yield f"<li><code>{escaped(where)}</code>: {grid.values[row, column]:.4g}</li>"
     yield "</ol>"
 
 
@@ -101,7 +101,3 @@ def _place(side: Side, index: int) -> str:
 def _strength(grid: Grid) -> np.ndarray:
     center = 0.0 if grid.scale.center is None else grid.scale.center.value
     return np.where(grid.is_missing, -1.0, np.abs(grid.values - center))
-
-
-def _escaped(text: str) -> str:
-    return html.escape(visible(text))

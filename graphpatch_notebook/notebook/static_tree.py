@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.labels import visible
+from graphpatch_notebook.notebook.labels import escaped
 from graphpatch_notebook.notebook.skeleton import Skeleton
 from graphpatch_notebook.places import Place
 from graphpatch_notebook.tree import Entry, Row, opened
@@ -59,7 +59,7 @@ class StaticTree:
 
     def _lines(self, most: int) -> Iterator[str]:
         yield f'<div class="gp-static gp-static-{html.escape(self.model_id)}">'
-        yield f"<p><strong>{_escaped(self.title)}</strong> (a picture of the tree; to browse it, run the cell)</p>"
+        yield f"<p><strong>{escaped(self.title)}</strong> (a picture of the tree; to browse it, run the cell)</p>"
         yield from self._patch_lines(min(most, _MOST_PATCHES))
         yield "<ul>"
         yield from _tree_lines(opened(self.entry, most), is_open=True)
@@ -78,7 +78,7 @@ class StaticTree:
             name = f" as {patch.name}" if patch.name else ""
             text = " ".join(filter(None, [f"#{patch.number} {patch.kind}", _where(patch), patch.value]))
             options = "".join(f" {option}" for option in patch.options())
-            yield f"<li><code>{_escaped(text + name + options)}</code>{off}</li>"
+            yield f"<li><code>{escaped(text + name + options)}</code>{off}</li>"
         if count > most:
             yield f"<li>… {count - most} more</li>"
         yield "</ul>"
@@ -90,23 +90,19 @@ def _where(patch: ChosenPatch) -> str:
 
 def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:
     if row.run:
-        yield f"<li><em>{_escaped(row.note)}</em></li>"
+        yield f"<li><em>{escaped(row.note)}</em></li>"
         return
-    text = f"<code>{_escaped(row.entry.name)}</code>"
-    label = f": {_escaped(row.entry.label)}" if row.entry.label else ""
+    text = f"<code>{escaped(row.entry.name)}</code>"
+    label = f": {escaped(row.entry.label)}" if row.entry.label else ""
     if not row.rows:
-        yield f"<li>{text}{label}{_escaped(row.note)}</li>"
+        yield f"<li>{text}{label}{escaped(row.note)}</li>"
         return
-    yield f"<li><details{' open' * is_open}><summary>{text}{label}{_escaped(row.note)}</summary>"
+    yield f"<li><details{' open' * is_open}><summary>{text}{label}{escaped(row.note)}</summary>"
     yield "<ul>"
     for child in row.rows:
         yield from _tree_lines(child)
     yield "</ul>"
     yield "</details></li>"
-
-
-def _escaped(text: str) -> str:
-    return html.escape(visible(text))
 
 
 _entries: weakref.WeakKeyDictionary[Skeleton, Entry] = weakref.WeakKeyDictionary()

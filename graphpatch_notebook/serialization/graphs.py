@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, fx
-from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
@@ -23,7 +22,14 @@ from graphpatch_notebook.serialization.functions import (
     encoded_function,
 )
 from graphpatch_notebook.serialization.module_table import ModuleTable
-from graphpatch_notebook.serialization.modules import ALIAS, LoadedModule, is_writable, own_tensor_attribute, tensor_at
+from graphpatch_notebook.serialization.modules import (
+    ALIAS,
+    LoadedModule,
+    is_writable,
+    module_at,
+    own_tensor_attribute,
+    tensor_at,
+)
 from graphpatch_notebook.serialization.names import Allowed
 from graphpatch_notebook.serialization.reading import Item
 from graphpatch_notebook.serialization.value_reads import read_value, unchanged
@@ -31,7 +37,6 @@ from graphpatch_notebook.serialization.values import UnstorableError, decoded, e
 from graphpatch_notebook.values import TensorSpec
 
 _OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 class OwnPaths:
@@ -195,7 +200,7 @@ class _GraphReader:
 
     def _placeholder(self, item: Item, fields: dict[str, Item], parameter: InputParameter | None) -> fx.Node:
         name, given = _name(fields["name"]), _given(fields, "parameter", item)
-        if parameter is None or given.text() != (target := _STARS.get(parameter.kind, "") + parameter.name):
+        if parameter is None or given.text() != (target := parameter.starred_name):
             raise given.error("the placeholders are to be the parameters of forward, in their order")
         default = () if parameter.default is inspect.Parameter.empty else (self.codegen.default(parameter),)
         record = self.frame.names.get(parameter.name)
@@ -296,11 +301,3 @@ def _given(fields: dict[str, Item], name: str, item: Item) -> Item:
 def is_identifier(name: str) -> bool:
     """Whether `name` can be the name of an argument."""
     return name.isidentifier() and not keyword.iskeyword(name)
-
-
-def module_at(module: Module, path: str) -> Module | None:
-    """Returns the module at an attribute path; `None` where there is none."""
-    found: Module | None = module
-    for name in path.split(".") if path else ():
-        found = found._modules.get(name) if found is not None else None
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.serialization.modules import ALIAS, CONTAINERS, LoadedModule, is_writable
+from graphpatch_notebook.serialization.modules import ALIAS, CONTAINERS, LoadedModule, is_writable, module_at
 from graphpatch_notebook.serialization.tensors import TensorTable
 from graphpatch_notebook.serialization.values import UnstorableError
 
@@ -51,7 +51,7 @@ class ModuleTable:
 
     def reach_module(self, module: Module, path: str, callee: Module) -> str:
         """Returns the attribute path by which a graph of `module` calls `callee`, which the model has at `path`."""
-        if is_writable(path) and _module_at(module, path) is callee:
+        if is_writable(path) and module_at(module, path) is callee:
             return path
         held = self._extras_of(module, "called")
         known = next((alias for alias, number in held.items() if number == self.number(callee)), None)
@@ -65,7 +65,7 @@ class ModuleTable:
         """
         path = module.tensor_paths.get(path, path) if isinstance(module, LoadedModule) else path
         parents, _, name = path.rpartition(".")
-        holder = _module_at(module, parents)
+        holder = module_at(module, parents)
         if holder is None:
             raise UnstorableError(f"it reads {path!r}, which lies in no submodule")
         parameter = holder._parameters.get(name)
@@ -142,13 +142,6 @@ def _noted(held: dict[str, Any], kind: str, what: Any) -> str:
     name = f"{ALIAS}{kind}_{len(held)}"
     held[name] = what
     return name
-
-
-def _module_at(module: Module, path: str) -> Module | None:
-    found: Module | None = module
-    for name in path.split(".") if path else ():
-        found = found._modules.get(name) if found is not None else None
-    return found
 
 
 def _class_name(module: Module) -> str:

@@ -161,6 +161,14 @@ def is_edited_run() -> bool:
     return plan is not None and any(part.frame.is_edited for part in plan.walk())
 
 
+def module_at(module: Module, path: str) -> Module | None:
+    """Returns the module at an attribute path; `None` where there is none."""
+    found: Module | None = module
+    for name in path.split(".") if path else ():
+        found = found._modules.get(name) if found is not None else None
+    return found
+
+
 def tensor_at(module: Module, path: str) -> Any:
     """Returns the parameter or buffer at an attribute path, whatever its names are; `None` where there is none."""
     *names, last = path.split(".")

@@ -140,13 +140,9 @@ def _verify(source: Source, reasons: Reasons, call: Call) -> None:
         refused = min(refused, _refused(source, call, not mode), key=len)
     for path, reason in refused.items():
         # Below graphs that are their module, only the whole can be compared.
-        if not has_only_reads(frames[path]) and not _is_below_own_graph(frames[path]):
+        if not has_only_reads(frames[path]) and not frames[path].is_below_own_graph:
             reasons.add(frames[path], reason)
     _settle(source, reasons)
-
-
-def _is_below_own_graph(frame: Frame) -> bool:
-    return frame.parent is not None and (frame.parent.has_own_graph or _is_below_own_graph(frame.parent))
 
 
 def _refused(source: Source, call: Call, with_gradients: bool) -> dict[str, str]:
