@@ -74,9 +74,11 @@ class NodePath:
     # --- children ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> NodePath:
+        __tracebackhide__ = True
         return self.__to(_attribute(self.__place, name))
 
     def __getitem__(self, key: str | int) -> NodePath:
+        __tracebackhide__ = True
         return self.__to(self.__place.at(key))
 
     def __iter__(self) -> Iterator[NodePath]:
@@ -180,6 +182,7 @@ def place_of(path: NodePath) -> Place:
 
 
 def _attribute(place: Place, name: str) -> Place:
+    __tracebackhide__ = True
     # Python, copy, pickle and IPython ask every object for names like these: they get a quick answer.
     is_dunder = name.startswith("__") and name.endswith("__")
     if not is_dunder and (child := place.child(name)) is not None:

@@ -11,6 +11,14 @@ from torch.nn import Module
 
 from graphpatch_notebook.errors import OptionError
 
+_FLAGS = (
+    "skip_compilation",
+    "error_on_compilation_failure",
+    "warn_on_compilation_failure",
+    "allow_unused_submodules",
+    "copy_transformers_generation_config",
+)
+
 
 @dataclass(kw_only=True)
 class ExtractionOptions:
@@ -79,6 +87,10 @@ class ExtractionOptions:
         functions: Any = self.custom_extraction_functions
         classes: Any = self.classes_to_skip_compiling
         postprocessing: Any = self.postprocessing_function
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "allow_unused_submodules"):
+                raise OptionError(f"{name} is True or False, not {_shown(value)}")
         name = "custom_extraction_functions"
         if not isinstance(functions, Mapping):
             raise OptionError(

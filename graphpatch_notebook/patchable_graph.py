@@ -17,7 +17,7 @@ from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.delegation import ModuleDelegate
-from graphpatch_notebook.errors import GraphError, SerializationError
+from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
@@ -83,12 +83,22 @@ class PatchableGraph(ModuleDelegate):
     """
 
     def __init__(self, module: Module, *example_args: Any, **example_kwargs: Any) -> None:
-        if not isinstance(module, Module):
-            raise TypeError(f"PatchableGraph needs a torch.nn.Module, not {type(module).__name__}")
+        given: Any = module
+        if not isinstance(given, Module):
+            shown = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+            raise TypeError(
+                f"PatchableGraph needs a torch.nn.Module, not {shown}: PatchableGraph(model, *example_inputs)"
+            )
         options, example_args, example_kwargs = options_among(example_args, example_kwargs)
         super().__init__()
         examples = ExampleInputs(example_args, example_kwargs)
-        self._set_up(module, capture(module, options, example_args, example_kwargs), options)
+        try:
+            root_frame = capture(module, options, example_args, example_kwargs)
+        except Exception as error:
+            if not example_args and not example_kwargs:
+                add_note(error, "the model ran without inputs; give some: PatchableGraph(model, *example_inputs)")
+            raise
+        self._set_up(module, root_frame, options)
         self.__dict__["_examples"] = examples
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
@@ -283,6 +293,11 @@ class PatchableGraph(ModuleDelegate):
             >>> compiled(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
         """
+        given: Any = (args, kwargs or {})
+        if not isinstance(given[0], (tuple, list)) or not isinstance(given[1], Mapping):
+            raise TypeError(
+                "to_fx takes inputs as a tuple, and those by name as a dict: pg.to_fx((x,), {'mask': mask})"
+            )
         context = contexts.innermost(self)
         entries = context.prepared.entries if context is not None else ()
         return verified_fx_module(
@@ -406,6 +421,7 @@ class PatchableGraph(ModuleDelegate):
         known: list[tuple[Snapshot, Derived, Prepared]] = []
 
         def activate(origin: PatchContext) -> ActiveContext:
+            __tracebackhide__ = True
             # The user may have changed the patch map, or edited a graph, since the context was entered last.
             derived = self._current()
             if not known or known[0][1] is not derived or not known[0][0].is_current(patch_map):

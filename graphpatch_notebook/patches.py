@@ -116,6 +116,9 @@ def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | N
                 selection(getattr(patch, what), what)
     except ValueError as error:
         return str(error)
+    flag: Any = patch.any_shape
+    if not isinstance(flag, bool):
+        return f"any_shape must be True or False, not {flag!r}"
     dim = patch.position_dim
     if dim is None:
         return None
@@ -143,6 +146,11 @@ class _SlicePatch(Patch[Any]):
             if index is not None:
                 raise PatchValueError(_NO_SLICES.format(original_output))
             return self._number(original_output)
+        if original_output is None:
+            raise PatchValueError(
+                f"{type(self).__name__} needs a tensor or a number, but the value here is None; give the model the "
+                "input that it is, or use CustomPatch to put something there"
+            )
         raise PatchValueError(
             f"{type(self).__name__} needs a tensor or a number, but the value here is of type "
             f"{type(original_output).__name__}; use CustomPatch for it"
@@ -370,6 +378,8 @@ class CustomPatch(Patch[Any]):
             raise PatchValueError(f"slice {self.slice!r} of a value of shape {tuple(value.shape)}: {error}") from error
         # A copy: what the function keeps for its gradient would be overwritten with its own result.
         result = self.custom_op(part.clone())
+        if result is None:
+            raise PatchValueError(f"custom_op returned None for slice={self.slice!r}: does it lack a return?")
         try:
             value[self.slice] = result
         except (IndexError, RuntimeError, TypeError, ValueError) as error:

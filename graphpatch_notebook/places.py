@@ -86,6 +86,7 @@ class Place:
         Raises:
             UnknownChildError: There is no such child; the message names the nearest paths.
         """
+        __tracebackhide__ = True
         here = self
         for position, name in enumerate(names):
             if (child := here.child(name)) is None:
@@ -99,6 +100,7 @@ class Place:
         Raises:
             UnknownChildError: There is none.
         """
+        __tracebackhide__ = True
         if isinstance(key, int):
             return self._at_position(key)
         if not isinstance(key, str):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from graphpatch_notebook.capture.naming import call_name
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.other_names import fused_attention, meant_nodes
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
@@ -70,7 +71,7 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
                 raise _beyond_node(root, frame, node, rest, parsed)
             return _dug(frame, node, parsed)
         frame = node.frame
-    raise _stops_at_graph(frame, parsed)
+    raise _stops_at_graph(root, frame, parsed)
 
 
 def parse(text: str) -> ParsedPath:
@@ -240,8 +241,22 @@ def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> 
             'extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"]) there are '
             f"{format_path((*fused.path, 'attn_pattern'))!r} and other steps"
         )
+    if not respelled and (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
+        hint = (
+            f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "
+            "come to it"
+        )
     asked = "" if depth == len(parsed.names) - 1 and not parsed.dig else f"{str(parsed)!r}: "
     return Unresolvable(f"{asked}no node {parsed.names[depth]!r} in {where}{hint}", is_unknown=True)
+
+
+def _idle_submodule(frame: Frame, name: str) -> str | None:
+    """Returns the attribute path of the submodule that calls would be named `name` after, if there are no calls."""
+    called = {str(call.target) for call in frame.calls()}
+    for path, _ in frame.module.named_modules():
+        if path and name in (path, call_name(path)):
+            return None if any(f"{target}.".startswith(f"{path}.") for target in called) else path
+    return None
 
 
 def _meant_elsewhere(root: Frame, parsed: ParsedPath) -> list[str]:
@@ -273,10 +288,10 @@ def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], di
             yield from _respelled(call.frame, (*before, call.name), names[len(attributes) :], dig)
 
 
-def _stops_at_graph(frame: Frame, parsed: ParsedPath) -> Unresolvable:
+def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvable:
     path = format_path(parsed.names) or "<root>"
     if parsed.dig and parsed.dig[0] in frame.names:
-        meant = format_path((*parsed.names, parsed.dig[0]), parsed.dig[1:])
+        meant = _with_dots(root, parsed) or format_path((*parsed.names, parsed.dig[0]), parsed.dig[1:])
         return Unresolvable(
             f"{path!r} is a graph ({graph_class(frame)}): its nodes follow a dot; did you mean {meant!r}?"
         )
@@ -293,6 +308,14 @@ def _stops_at_graph(frame: Frame, parsed: ParsedPath) -> Unresolvable:
         caller = format_path(parsed.names[:-1]) or "the model"
         called_output = f"; what {caller} itself returns is {parents!r}" if parents else ""
     return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}{called_output}")
+
+
+def _with_dots(root: Frame, parsed: ParsedPath) -> str | None:
+    """Returns the path with dots only, if that leads to a value: the bar stands where a graph was taken for a value."""
+    try:
+        return resolve(root, ParsedPath((*parsed.names, *parsed.dig))).path
+    except Unresolvable:
+        return None
 
 
 def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], parsed: ParsedPath) -> Unresolvable:

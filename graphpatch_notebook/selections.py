@@ -72,7 +72,7 @@ def selection(given: Any, what: str) -> Selection:
     parts = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
     if any(part is not None and part < 0 for part in parts):
         raise ValueError(_negative(given, what))
-    return Selection(chosen, repr(given))
+    return Selection(chosen, repr(given) if isinstance(chosen, slice) else ", ".join(map(str, sorted(chosen))))
 
 
 def _chosen(given: Any, what: str) -> frozenset[int] | slice:

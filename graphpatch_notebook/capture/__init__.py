@@ -47,6 +47,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         CaptureError: The module never ran its `forward`.
         Exception: Whatever `module` raises on these inputs.
     """
+    __tracebackhide__ = True
     options.check()
     modules = reachable_modules(module)
     recorder = Recorder(module, options)

@@ -61,7 +61,9 @@ def chosen(decompose: Collection[str | Callable[..., Any]]) -> dict[int, Decompo
         OptionError: It asks for something else.
     """
     if isinstance(decompose, str) or not isinstance(decompose, Collection):
-        raise OptionError(f"decompose takes a list of functions or of their names, not {decompose!r}")
+        given: Any = decompose
+        repair = f"; give [{given!r}]" if isinstance(given, str) else ""
+        raise OptionError(f"decompose takes a list of functions or of their names, not {decompose!r}{repair}")
     found = [_asked(item) for item in decompose]
     return {id(decomposition.function): decomposition for decomposition in found}
 

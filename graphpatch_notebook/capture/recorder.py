@@ -121,6 +121,7 @@ class Recorder(TorchFunctionMode):
     def _op(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> Any:
+        __tracebackhide__ = True
         frame = self.stack[-1]
         python_frame = call_sites.caller(1)
         if call_sites.is_offloading(python_frame):
@@ -184,6 +185,7 @@ class Recorder(TorchFunctionMode):
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs one frame and records it."""
+        __tracebackhide__ = True
         parent = self.stack[-1] if self.stack else None
         if (parent is None and (self.root_frame is not None or module is not self.root_module)) or self._is_inside_op():
             return invoke(forward, args, kwargs)
@@ -213,6 +215,7 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs the graph of a custom extraction function in place of `forward`, if there is one for this module."""
+        __tracebackhide__ = True
         extract = self.options.extraction_function(module)
         if extract is None:
             return invoke(forward, args, kwargs)

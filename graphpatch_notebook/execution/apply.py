@@ -147,13 +147,16 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
     try:
         return patch.op(given)
     except GraphPatchError as error:
-        raise type(error)(f"{target.path!r}: {error}") from error
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        if not isinstance(patch, _BUILT_IN):
-            shown = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
-            add_note(error, f"raised by {shown}: the value here is {_shown(value)}")
-            raise
-        raise PatchValueError(_explain(patch, target, value, error)) from error
+        raise type(error)(f"{target.path!r}: {error}") from (None if isinstance(patch, _BUILT_IN) else error)
+    except (StopIteration, StopAsyncIteration):  # which mean something to the interpreter
+        raise
+    except Exception as error:
+        if isinstance(patch, _BUILT_IN) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):
+            # All that the error says stands in the message, and its traceback lies in this package alone.
+            raise PatchValueError(_explain(patch, target, value, error)) from None
+        shown = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
+        add_note(error, f"raised by {shown}: the value here is {_shown(value)}")
+        raise
 
 
 def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
@@ -187,17 +190,33 @@ def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
 
 
 def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) -> str:
-    index = getattr(patch, "slice", None)
-    parts = [f"{type(patch).__name__} on {target.path!r} ({target.node.op}): the value here is {_shown(value)}"]
+    """Returns in words why a built-in patch cannot be applied to a tensor."""
+    who = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
+    index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
+    part, there = value, f"the value here, of shape {tuple(value.shape)}"
     if index is not None:
-        parts.append(f"slice [{_index_text(index)}]")
-    new = getattr(patch, "value", None)
-    if new is not None:
-        parts.append(f"the patch's value is {_shown(new)}")
-    hint = "a patch's value must broadcast to the slice, and follows torch's rules for writing in place"
-    if isinstance(new, Tensor) and isinstance(value, Tensor) and new.device != value.device:
+        try:
+            part = value[index]
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return f"{who}: there is no slice [{_index_text(index)}] in {there}: {error}"
+        there = f"slice [{_index_text(index)}] of {there}"
+    if isinstance(new, Tensor) and not _broadcasts(new, part):
+        wanted = there if index is None else f"the shape {tuple(part.shape)} of {there}"
+        return f"{who}: the patch's value, of shape {tuple(new.shape)}, must broadcast to {wanted}"
+    hint = "writing in place keeps dtype and device: give a value that fits, or make another one with CustomPatch"
+    if isinstance(new, Tensor) and new.device != value.device:
         hint = f"move the patch's value there: value.to({str(value.device)!r})"
-    return f"{', '.join(parts)}: {error} ({hint})"
+    given = "" if new is None else f", the patch's value is {_shown(new)}"
+    return f"{who}: the value here is {_shown(value)}{given}: {error} ({hint})"
+
+
+def _broadcasts(new: Tensor, part: Tensor) -> bool:
+    """Whether torch writes `new` into `part`; leading dimensions of size one do no harm."""
+    try:
+        shape = torch.broadcast_shapes(new.shape, part.shape)
+    except RuntimeError:
+        return False
+    return bool(shape.numel() == part.numel() and shape[len(shape) - part.dim() :] == part.shape)
 
 
 def _index_text(index: Any) -> str:

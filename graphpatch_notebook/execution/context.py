@@ -342,6 +342,7 @@ class PatchContext:
         return self
 
     def __enter__(self) -> None:
+        __tracebackhide__ = True
         before = _active.get()
         try:
             context = self._activate(self)

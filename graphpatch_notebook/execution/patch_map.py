@@ -7,6 +7,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
@@ -27,6 +29,7 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
     Raises:
         UnknownPathError, PatchMapError: One error with all that is wrong.
     """
+    __tracebackhide__ = True
     if not isinstance(patch_map, Mapping):
         raise PatchMapError(f"a patch map is a dict from paths to patches, not {type(patch_map).__name__}")
     problems: list[str] = []
@@ -83,17 +86,28 @@ def _problems(target: Target, patches: Any) -> list[str]:
     if isinstance(patches, type) and issubclass(patches, Patch):
         patches = [patches]
     if not isinstance(patches, Sequence) or isinstance(patches, (str, bytes)):
-        return [f"{target.path!r}: give a patch or a list of patches, not {type(patches).__name__}"]
+        return [f"{target.path!r}: give a patch or a list of patches, not {type(patches).__name__}{_meant(patches)}"]
     shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
     found = []
     for patch in patches:
         if isinstance(patch, type) and issubclass(patch, Patch):
             found.append(f"{target.path!r}: {patch.__name__} is a class; write {patch.__name__}(...)")
         elif not isinstance(patch, Patch):
-            found.append(f"{target.path!r}: {patch!r} is no Patch")
+            found.append(f"{target.path!r}: {_shown(patch)} is no Patch{_meant(patch)}")
         elif problem := patch.problem(None if patch.any_shape else shape):
             found.append(f"{target.path!r}: {type(patch).__name__}: {problem}")
     return found
+
+
+def _meant(given: Any) -> str:
+    """Returns how what stands in place of a patch would be written as one."""
+    if isinstance(given, (Tensor, bool, int, float, complex)):
+        return "; write ReplacePatch(value) to put it there"
+    return "; write CustomPatch(function) to apply it" if callable(given) else ""
+
+
+def _shown(given: Any) -> str:
+    return f"a Tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
 
 
 def _error(problems: list[str], is_unknown: bool) -> PatchMapError:

@@ -48,7 +48,8 @@ def verified_fx_module(
     for entry in entries:
         if entry.restriction is not None:
             raise GraphError(
-                f"{entry.target.path!r}: a graph does not count steps, so steps= and positions= cannot be kept"
+                f"{entry.target.path!r}: a graph does not count steps, so steps= and positions= cannot be kept; use "
+                "slice= instead"
             )
         patched.setdefault(entry.target.node, []).append((entry.target.dig, entry.patches))
     result, form = plain_fx_module(root, patched, any_size=any_size)

@@ -164,6 +164,8 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
         >>> top_scores(scores, 2).to_dict()
         {'relu': -2.0, 'down.output': 1.0}
     """
+    if not hasattr(result, "to_series"):
+        raise ExperimentError(f"a result is an xarray.DataArray, as attribute(...) gives, not {type(result).__name__}")
     series = result.to_series()
     labels = [label if isinstance(label, tuple) else (label,) for label in series.index]
     names: Mapping[str, str] = {}

@@ -83,7 +83,7 @@ def _tell(cells: Sequence[Cell], results: Mapping[int, CellResult], failures: in
     first = f"{failed[0]}: {results[failed[0].number].error}"
     if failures == len(cells):
         kinds = len({results[cell.number].error for cell in failed})
-        others = f" (and {kinds - 1} other errors)" if kinds > 1 else ""
+        others = f" (and {kinds - 1} other error{'s' if kinds > 2 else ''})" if kinds > 1 else ""
         which = f"all {failures} cells failed, the first being" if failures > 1 else "the only cell failed:"
         raise ExperimentError(f"{which} {first}{others}")
     warn_each_time(

@@ -51,10 +51,13 @@ class EdgeEnd:
 
     def part(self, value: Tensor) -> Tensor:
         """Returns a copy of what of `value` is meant."""
+        shape = tuple(value.shape)
         try:
-            return value.clone() if self.index is None else value[self.index].clone()
+            part = value.clone() if self.index is None else value[self.index].clone()
+            if not part.numel() and value.numel():
+                raise IndexError("it is empty")
+            return part
         except (IndexError, TypeError) as error:
-            shape = tuple(value.shape)
             raise ExperimentError(f"{self.label!r}: no such part of the value, of shape {shape}: {error}") from error
 
     def replaced(self, value: Tensor) -> Patch[Any]:

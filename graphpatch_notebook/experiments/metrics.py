@@ -191,7 +191,11 @@ class KLDivergence(_Metric):
 
     def __post_init__(self, reference: Any) -> None:
         _keep_position(self)
-        object.__setattr__(self, "log_probabilities", self._log_probabilities(reference).detach())
+        try:
+            kept = self._log_probabilities(reference).detach()
+        except ExperimentError as error:
+            raise ExperimentError(f"the reference: {error}") from None
+        object.__setattr__(self, "log_probabilities", kept)
 
     def __call__(self, output: Any) -> Tensor:
         """Returns the divergence, in nats, at least 0 within rounding."""
@@ -239,7 +243,8 @@ def _content(output: Any) -> str:
         return f"a tensor of shape {tuple(output.shape)}, {output.dtype}"
     if isinstance(output, (tuple, list)):
         return f"a {type(output).__name__} of {', '.join(type(item).__name__ for item in output) or 'nothing'}"
-    return f"a {type(output).__name__}"
+    name = type(output).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _logits_at(output: Any, position: int | None) -> Tensor:
@@ -306,7 +311,8 @@ def _of_tokens(values: Tensor, tokens: Any) -> Tensor:
     chosen = torch.tensor(tokens, device=values.device)
     _check_tokens(chosen, values.shape[-1])
     if chosen.ndim and len(chosen) != len(values):
-        raise ExperimentError(f"{len(chosen)} tokens were given, but the output has {len(values)} sequences")
+        has = "one sequence" if len(values) == 1 else f"{len(values)} sequences"
+        raise ExperimentError(f"{len(chosen)} tokens were given, but the output has {has}: give one for each, or one")
     return values.gather(-1, chosen.expand(len(values))[:, None])[:, 0]
 
 

@@ -184,8 +184,9 @@ class _Edges:
         }
         if not self._pairs:
             start, end = next(iter(senders)), next(iter(receivers))
+            hint = "name two values" if start == end else "are they swapped?"
             raise ExperimentError(
-                f"receiver {end!r} does not run after sender {start!r}, so no edge leads there; are they swapped?"
+                f"receiver {end!r} does not run after sender {start!r}, so no edge leads there; {hint}"
             )
         self._components = list(targets(pg, components).values())
         self.held = [target.path for target in self._components]

@@ -171,7 +171,8 @@ def plot_scores(
         >>> [tick.get_text() for tick in plot_scores(result, top=2).get_yticklabels()]
         ['b', 'c']
     """
-    if top is not None and top < 1:
+    count: Any = top
+    if count is not None and (not isinstance(count, int) or count < 1):
         raise ExperimentError(f"top={top!r} must be a number of bars, or None for all")
     bars = bars_of(result, top, Wishes(0.0, None, labels, relative_to), distinct=distinct)
     require_matplotlib()

@@ -41,7 +41,8 @@ def checked(result: Any, dimensions: int, instead: str) -> DataArray:
 
 
 def _dimension_message(result: DataArray, dimensions: int, instead: str) -> str:
-    message = f"the result has {result.ndim} dimensions, {form_of(result)}; a plot of it needs {dimensions}"
+    count = "one dimension" if result.ndim == 1 else f"{result.ndim} dimensions"
+    message = f"the result has {count}, {form_of(result)}; a plot of it needs {dimensions}"
     if result.ndim < dimensions:
         example = "result.expand_dims('path')" if result.ndim == 0 else f"result.expand_dims('{_new_name(result)}')"
         return f"{message}: {example}{instead}"

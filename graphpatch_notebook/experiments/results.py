@@ -133,8 +133,8 @@ def _read_json(data: bytes) -> tuple[Any, np.ndarray[Any, Any]]:
 
 
 def _check_format(document: Any) -> None:
-    if document["format"] != _FORMAT:
-        raise KeyError("format")
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ValueError(f'there is no "format": "{_FORMAT}" in it')
     if document["version"] != _VERSION:
         raise ExperimentError(f"it has version {document['version']!r} of the format; this package reads {_VERSION}")
 

@@ -122,7 +122,8 @@ class CompiledGraphModule(GraphModule):
         what = next((str(node.meta[RECORD].spec) for node in nodes if RECORD in node.meta), "a value")
         return (
             f"the graph of {self.path or '<root>'!r} ({type(self._original_module).__name__}) uses an object ({what}) "
-            "that was there only while the model was captured: this graph cannot run; those below it may"
+            "that was there only while the model was captured, as a cache is; to run it, make the PatchableGraph "
+            "with inputs that do without (transformers: use_cache=False)"
         )
 
     @property

@@ -102,7 +102,7 @@ class CallCheck:
             raise GraphError(
                 f"the edited graph of {who} does not hold for this call: before it was edited, it did something else "
                 f"than the module ({problem.text}), for it has sizes, flags or branches of the example in it; make the "
-                "PatchableGraph with inputs like these, or edit the graph of a module in which it is so no more"
+                "PatchableGraph with inputs like these, or edit the graph of a module below it that has none of these"
             )
         if not self._has_warned:
             self._has_warned = True

@@ -66,7 +66,8 @@ def _tensor_difference(a: Tensor, b: Tensor, where: str) -> str | None:
         return f"{where}: {type(a).__name__} is not {type(b).__name__}"
     for name in ("dtype", "shape", "device", "layout", "requires_grad"):
         if getattr(a, name) != getattr(b, name):
-            return f"{where}: {name} {getattr(a, name)} is not {getattr(b, name)}"
+            one, other = (tuple(t.shape) if name == "shape" else getattr(t, name) for t in (a, b))
+            return f"{where}: {name} {one} is not {other}"
     if a.layout is torch.strided and a.stride() != b.stride():
         return f"{where}: strides {a.stride()} are not {b.stride()}"
     if a.device.type == "meta":

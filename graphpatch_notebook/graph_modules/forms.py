@@ -60,11 +60,19 @@ class Form(Module):
         self._check_modes()
         for (name, spec), value in zip(self.inputs, values, strict=True):
             if not self._fits(spec, value):
-                raise GraphError(
-                    f"the input {name!r} does not look like the one that this graph was made with ({spec}); make "
-                    "another graph for such inputs, with pg.to_fx(...) of a PatchableGraph that has them as its example"
-                )
+                raise GraphError(self._unlike(name, spec, value))
             self._check_layouts(name, spec, value)
+
+    def _unlike(self, name: str, spec: ValueSpec, value: Any) -> str:
+        now = repr(value) if isinstance(value, (bool, int, float, type(None))) else f"of type {type(value).__name__}"
+        if isinstance(value, Tensor):
+            now = f"Tensor{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        sizes = ""
+        if isinstance(value, Tensor) and isinstance(spec, TensorSpec) and not self.any_size:
+            are_alike = value.dtype == spec.dtype and value.dim() == len(spec.shape)
+            sizes = "; pg.to_fx(..., any_size=True) makes one for inputs of other sizes" if are_alike else ""
+        other = "; make another graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
+        return f"the input {name!r} is {now}, and was {spec} when this graph was made{sizes or other}"
 
     def _check_modes(self) -> None:
         if self.training is not self.was_training:

@@ -180,10 +180,7 @@ class _Writer:
         try:
             return _value(self._source, str(node.target))
         except GraphError as error:
-            raise GraphError(
-                f"{error}: it came from outside, as a value in a cache does; make the PatchableGraph with inputs "
-                "that do without (transformers: use_cache=False)"
-            ) from None
+            raise GraphError(str(error)) from None
 
     def _put(self, path: str, value: Any) -> str:
         if isinstance(value, fx.Node):  # a module that an edited graph calls, and of which there is no graph

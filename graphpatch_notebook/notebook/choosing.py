@@ -251,7 +251,8 @@ def clear(workspace: Workspace, text: str) -> None:
     """Removes all."""
     refuse_arguments(text, "clear", "to remove some, use rm")
     removed = workspace.current().session.clear()
-    print(f"removed {counted(len(removed))}; undo brings them back" if removed else "there was nothing to remove")
+    them = "it" if len(removed) == 1 else "them"
+    print(f"removed {counted(len(removed))}; undo brings {them} back" if removed else "there was nothing to remove")
 
 
 def undo(workspace: Workspace, text: str) -> None:

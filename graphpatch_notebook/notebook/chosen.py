@@ -224,7 +224,7 @@ class ChosenPatches:
         found = next((patch for patch in self.patches if patch.number == number), None)
         if found is None:
             there = ", ".join(f"#{patch.number}" for patch in self.patches)
-            raise SessionError(f"there is no patch #{number}; " + (f"there are {there}" if there else "none is chosen"))
+            raise SessionError(f"there is no patch #{number}; " + (f"chosen: {there}" if there else "none is chosen"))
         return found
 
     def only(self, numbers: Iterable[int]) -> ChosenPatches:

@@ -197,6 +197,6 @@ def use(workspace: Workspace, text: str) -> None:
     names = arguments(text)
     if len(names) != 1:
         there = ", ".join(workspace.graphs())
-        raise SessionError("use takes the name of a graph" + (f"; there are {there}" if there else f"; {_USAGE}"))
+        raise SessionError("use takes the name of a graph" + (f"; graphs: {there}" if there else f"; {_USAGE}"))
     active = workspace.use(names[0])
     print(f"{active.title}, {counted(len(active.session.chosen.patches))} chosen")

@@ -82,7 +82,7 @@ def _set_forward(module: LoadedModule, frame: Frame) -> None:
     reason = "its graph runs in a call of the PatchableGraph only"
     if frame.opaque_reason is not None:
         reason = (
-            f"the file has no graph of {format_path(frame.path) or 'the root'!r}: {frame.opaque_reason}; give the "
+            f"the file has no graph of {format_path(frame.path) or '<root>'!r}: {frame.opaque_reason}; give the "
             "model whose graph it is: PatchableGraph.load(file, model=model)"
         )
     module.__dict__["forward"] = StoredForward(type(module).__name__, frame.parameters, reason)

@@ -94,6 +94,8 @@ def _read(file: Path) -> tuple[str, dict[str, Tensor]]:
     """Returns the document and the tensors in a file; nothing in it is run."""
     from safetensors import SafetensorError, safe_open
 
+    if file.is_dir():
+        raise IsADirectoryError(f"{str(file)!r} is a folder: give the name of a file that pg.save(file) wrote")
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {str(file)!r}")
     try:

@@ -75,7 +75,7 @@ class LoadedModule(Module):
         except AttributeError:
             raise AttributeError(
                 f"this {type(self).__name__} was loaded from a file and has no {name!r}: of a model, only what its "
-                "forward needs is stored; its other methods are those of the model itself, where no patch reaches them"
+                "forward needs is stored; the rest is the model's: make a PatchableGraph of the model for it"
             ) from None
 
 

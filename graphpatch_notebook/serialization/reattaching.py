@@ -29,7 +29,8 @@ def check_weights(
         if number not in live and entries["training"].flag() is not module.training:
             was = "train" if entries["training"].flag() else "eval"
             raise SerializationError(
-                f"the {name} of the model was in {was} mode when the graph was saved; call model.{was}()"
+                f"{_where(module, fields, originals)} ({name}) was in {was} mode when the graph was saved; call "
+                f"model.{was}()"
             )
         for kind, registry in (("parameters", module._parameters), ("buffers", module._buffers)):
             for entry in entries[kind].items():
@@ -40,10 +41,18 @@ def check_weights(
                 expected = tensors[stored.whole(0, len(tensors) - 1)]
                 if found is None or difference(found.detach(), expected.detach().to(found.device), tensor) is not None:
                     raise SerializationError(
-                        f"{tensor!r} of a {name} of the model is not what it was when the graph was saved; load these "
-                        "weights into the model first: model.load_state_dict(safetensors.torch.load_file(file), "
-                        "strict=False)"
+                        f"{tensor!r} of {_where(module, fields, originals)} ({name}) is not what it was when the graph "
+                        "was saved; load these weights into the model first: "
+                        "model.load_state_dict(safetensors.torch.load_file(file), strict=False)"
                     )
+
+
+def _where(module: Module, fields: Mapping[str, Item], originals: Mapping[int, Module]) -> str:
+    """Returns the path of a module in the model, in words."""
+    model = originals.get(fields["frames"].items()[0].entries()["module"].whole(0, len(fields["modules"].items()) - 1))
+    names = model.named_modules() if model is not None else ()
+    path = next((path for path, other in names if other is module), "")
+    return repr(path) if path else "the model"
 
 
 def originals_of(fields: Mapping[str, Item], model: Module) -> dict[int, Module]:
@@ -63,7 +72,11 @@ def originals_of(fields: Mapping[str, Item], model: Module) -> dict[int, Module]
             raise SerializationError(f"{path!r} of the model is another module than it was when the graph was saved")
         entry = modules[number].entries()
         if "class" not in entry or entry["class"].text() != type(module).__name__:
-            raise SerializationError(f"{path or 'the model'!r} is a {type(module).__name__}, unlike in the file")
+            there = f"of {entry['class'].text()}" if "class" in entry else "another one"
+            raise SerializationError(
+                f"{repr(path) if path else 'the model'} is of class {type(module).__name__}, and {there} in the file: "
+                "give the model whose graph it is"
+            )
         for child in entry["children"].items() if "children" in entry else []:
             name, index = child.items(2)
             inner = module._modules.get(name.text())

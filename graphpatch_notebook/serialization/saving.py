@@ -83,7 +83,12 @@ def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Seq
 def _checked_file(file: Any) -> Path:
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(f"pg.save writes to a file on disk: give its name, not {type(file).__name__}")
-    return Path(file)
+    path = Path(file)
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder: give the name of a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(path.parent)!r}: make it first, or choose another")
+    return path
 
 
 def _check_calls(check: Sequence[Any]) -> None:
@@ -288,7 +293,7 @@ def _settle(source: Source, reasons: Reasons) -> None:
         outermost = reasons.of_outermost(frame)
         reason = reason if outermost == reason else f"{reason} ({outermost})"
         raise SerializationError(
-            f"the graph of {format_path(frame.path) or 'the root'!r} ({type(frame.module).__name__}) is its module, as "
+            f"the graph of {format_path(frame.path) or '<root>'!r} ({type(frame.module).__name__}) is its module, as "
             f"it was edited or is a custom one, and cannot be stored: {reason}. Without it, other code would run in "
             "its place, so nothing was written; remove what the reason names, or save a PatchableGraph without this "
             "edit or custom extraction function"

@@ -290,7 +290,7 @@ def test_patches_that_the_context_refuses(zero: Shell) -> None:
         ("model", r"'model' is no PatchableGraph but an object of Mlp; graphs: pg"),
         ("pg pg", r"'pg' is too much; write %%graphpatch \[NAME\]"),
         ("--only", r"--only needs to know which patches"),
-        ("--only #7", r"there is no patch #7; there are #1"),
+        ("--only #7", r"there is no patch #7; chosen: #1"),
         ("--only hiden", r"no chosen patch at 'hiden'; nearest: 'hidden'"),
         ("--ony #1", r"there is no option --ony"),
     ],

@@ -146,7 +146,7 @@ def test_use(pg: Shell) -> None:
     assert (chosen(pg), chosen(pg, "other")) == (["zero hidden"], ["zero mul"])
     assert pg.refused("%graphpatch use pgg") == "there is no variable 'pgg'; graphs: pg, other"
     assert pg.refused("%graphpatch use model").startswith("'model' is no PatchableGraph but an object of Mlp")
-    assert pg.refused("%graphpatch use") == "use takes the name of a graph; there are pg, other"
+    assert pg.refused("%graphpatch use") == "use takes the name of a graph; graphs: pg, other"
 
 
 def test_which_graph_is_active(shell: Shell) -> None:
@@ -395,7 +395,7 @@ def test_rm(four: Shell, specs: str, left: list[str]) -> None:
 def test_rm_of_what_is_not_there_removes_nothing(four: Shell) -> None:
     message = "no chosen patch at 'hiden'; nearest: 'hidden', "
     assert four.refused("%graphpatch rm #1 hiden").startswith(message)
-    assert four.refused("%graphpatch rm #1 #9") == "there is no patch #9; there are #1, #2, #3, #4"
+    assert four.refused("%graphpatch rm #1 #9") == "there is no patch #9; chosen: #1, #2, #3, #4"
     assert len(chosen(four)) == 4
 
 

@@ -9,12 +9,15 @@ frames.py          the records of the calls; example_values.py: shapes, from the
 from __future__ import annotations
 
 import os
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.integrations.exported.conversion import Converter
 from graphpatch_notebook.integrations.exported.frames import frames_of
 from graphpatch_notebook.integrations.exported.modules import ExportedRoot
@@ -32,10 +35,12 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
 
     Raises:
         TypeError: It is neither.
+        FileNotFoundError: There is no such file.
+        SerializationError: The file is no archive at all.
         Exception: Whatever torch raises on a file that it cannot read, or a program that it cannot unflatten.
     """
     if isinstance(program, (str, os.PathLike)):
-        program = torch.export.load(program)
+        program = torch.export.load(_checked_file(program))
     if not isinstance(program, ExportedProgram):
         raise TypeError(
             "from_exported needs what torch.export.export returns, or a file that torch.export.save wrote, not "
@@ -43,3 +48,13 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
         )
     converter = Converter(torch.export.unflatten(program, flat_args_adapter), input_guards(program))
     return converter.root, frames_of(converter)
+
+
+def _checked_file(file: str | os.PathLike[str]) -> str:
+    """Returns the name of a file that may hold a program: of others, torch prints a traceback before it raises."""
+    name = os.fspath(file)
+    if not Path(name).is_file():
+        raise FileNotFoundError(f"there is no file {name!r}")
+    if not zipfile.is_zipfile(name):
+        raise SerializationError(f"{name!r} is no file that torch.export.save wrote")
+    return name
