@@ -69,6 +69,7 @@ class PatchableGraph(ModuleDelegate):
         **example_kwargs: Example inputs, by keyword.
 
     Raises:
+        TypeError: The model is no module, or options stand where the model would get them; nothing ran.
         OptionError: An option has a value that it cannot have; nothing ran.
         CaptureError: The model could not be captured on these inputs.
         Exception: Whatever the model raises on these inputs.
@@ -123,6 +124,11 @@ class PatchableGraph(ModuleDelegate):
         Args:
             program: What `torch.export.export` returned, or the file that `torch.export.save` wrote it to.
             flat_args_adapter: A `torch.export.FlatArgsAdapter` for calls of another structure than the program's.
+
+        Raises:
+            TypeError: It is no exported program, and no name of a file.
+            FileNotFoundError: There is no such file.
+            SerializationError: The file was not written by `torch.export.save`.
 
         Example:
             >>> import torch
@@ -182,6 +188,7 @@ class PatchableGraph(ModuleDelegate):
 
         Raises:
             UnknownPathError: There is no such path; the message names the nearest.
+            TypeError: The tokenizer can decode nothing.
             GraphError: The front end is not built, in a checkout.
 
         Example:
@@ -282,6 +289,7 @@ class PatchableGraph(ModuleDelegate):
                 numbers stay what they were: compare with the model on such inputs.
 
         Raises:
+            TypeError: `args` is no tuple, or `kwargs` no dict.
             GraphError: A part of the model has no graph, the graphs are in doubt, or they give other results.
 
         Example:
@@ -326,6 +334,7 @@ class PatchableGraph(ModuleDelegate):
         Raises:
             SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls; or a graph
                 that *is* its module (edited, or custom) cannot be stored. Then nothing is written.
+            FileNotFoundError, IsADirectoryError: There is no such folder, or the name is that of a folder.
 
         Example:
             >>> import tempfile, torch
@@ -359,7 +368,9 @@ class PatchableGraph(ModuleDelegate):
                 packages with all in them (`"mylib"`): loading imports these, so the code in them runs.
 
         Raises:
-            SerializationError: The file was not written by `save`, is damaged, or uses names that are not allowed.
+            SerializationError: The file was not written by `save`, is damaged, uses names that are not allowed, or is
+                not of this `model`.
+            FileNotFoundError, IsADirectoryError: There is no such file, or it is a folder.
 
         Example:
             >>> import tempfile, torch

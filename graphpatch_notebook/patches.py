@@ -175,6 +175,8 @@ class _SlicePatch(Patch[Any]):
 class ZeroPatch(_SlicePatch):
     """Sets the value, or a slice of it, to zero.
 
+    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+
     Args:
         slice: What to set, as in `value[slice] = 0`; `None` for everything.
 
@@ -196,6 +198,8 @@ class ZeroPatch(_SlicePatch):
 @dataclass(eq=False)
 class AddPatch(_SlicePatch):
     """Adds to the value, or to a slice of it. Gradients flow to `value`.
+
+    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
         value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for `+=`.
@@ -221,6 +225,8 @@ class AddPatch(_SlicePatch):
 class ReplacePatch(_SlicePatch):
     """Replaces the value, or a slice of it. Gradients flow to `value`.
 
+    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+
     Args:
         value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for writing
             into a tensor (the dtype stays that of the node; a tensor on another device is an error).
@@ -245,6 +251,8 @@ class ReplacePatch(_SlicePatch):
 @dataclass(eq=False)
 class ProbePatch(Patch[Any]):
     """Keeps the value of the node, which stays as it is.
+
+    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Example:
         >>> probe = ProbePatch()
@@ -283,6 +291,8 @@ class ProbePatch(Patch[Any]):
 @dataclass(eq=False)
 class RecordPatch(Patch[Any]):
     """Keeps the value of the node each time that it comes up, in order; the value stays as it is.
+
+    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Example:
         >>> record = RecordPatch()
@@ -339,6 +349,8 @@ def _check_unchanged(value: Any, version: int | None) -> None:
 @dataclass(eq=False)
 class CustomPatch(Patch[Any]):
     """Applies a function of your own to the value, or to a slice of it.
+
+    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
         custom_op: From the value to what stands in for it; with a slice, from `value[slice]` to what is written there.

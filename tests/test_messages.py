@@ -75,8 +75,8 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "other.output",
             ZeroPatch(),
             UnknownPathError,
-            "'other.output': no node 'other' in the root graph; the submodule 'other' did not run on the example inputs: "
-            "make the PatchableGraph with inputs that come to it",
+            "'other.output': no node 'other' in the root graph; the submodule 'other' did not run on the example inputs"
+            ": make the PatchableGraph with inputs that come to it",
         ),
         (
             "hidden",
@@ -98,8 +98,8 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "hidden",
             AddPatch(torch.ones(5), slice=(0, slice(0, 4))),
             PatchValueError,
-            "the patch's value, of shape (5,), must broadcast to the shape (4,) of slice [0, 0:4] of the value here, of "
-            "shape (3, 8)",
+            "the patch's value, of shape (5,), must broadcast to the shape (4,) of slice [0, 0:4] of the value here, "
+            "of shape (3, 8)",
         ),
         (
             "hidden",
@@ -178,7 +178,7 @@ def test_steps_that_did_not_come_up_are_listed(pg: PatchableGraph) -> None:
         (
             lambda: PatchableGraph(Mlp(), X).to_fx((X,))(torch.ones(7, 4)),
             GraphError,
-            "'x' is Tensor(7, 4) of float32, and was Tensor(3, 4) when this graph was made; pg.to_fx(..., any_size=True)",
+            "'x' is Tensor(7, 4) of float32, and was Tensor(3, 4) when this graph was made; pg.to_fx(..., any_size=",
         ),
         (
             lambda: PatchableGraph(Mlp(), X).to_fx((X,))(X, is_other=True),
@@ -238,8 +238,8 @@ def test_files_of_exported_programs(tmp_path: Path) -> None:
     ("cell", "most"),
     [
         ("pg.patch({'hiden': ZeroPatch()}).__enter__()", 16),
-        ("pg.graph.hiden", 12),
-        ("pg.graph['hiden']", 12),
+        ("pg.graph.hiden", 16),
+        ("pg.graph['hiden']", 16),
     ],
 )
 def test_tracebacks_in_notebooks_leave_the_way_through_this_package_out(cell: str, most: int) -> None:

@@ -158,6 +158,9 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
     Returns:
         The scores. The `attrs` of the Series have, by path, the other names that were left out: `other_names`.
 
+    Raises:
+        ExperimentError: The result is no `DataArray`.
+
     Example:
         >>> import xarray
         >>> scores = xarray.DataArray([0.5, -2.0, 1.0], {"path": ["up.output", "relu", "down.output"]}, ["path"])

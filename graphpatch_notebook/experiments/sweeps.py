@@ -80,6 +80,7 @@ def sweep(
     Raises:
         SweepInterrupted: On an interrupt, once cells are run; a `KeyboardInterrupt`, whose `.result` has what is done.
         ExperimentError: Something cannot be done like this, said before any cell is run; or all cells failed.
+        UnknownPathError, PatchMapError: Before any cell is run: paths or patches that `pg.patch` would refuse.
 
     Example:
         >>> import torch

@@ -349,7 +349,7 @@ def test_other_inputs_than_the_examples_are_refused() -> None:
     pg = PatchableGraph(Stack(), X)
     plain = pg.to_fx((X,))
     for args, kwargs in [((X[:1],), {}), ((X.double(),), {}), ((X,), {"scale": 2.0}), (([X],), {})]:
-        with pytest.raises(GraphError, match="does not look like the one that this graph was made with"):
+        with pytest.raises(GraphError, match="when this graph was made; make another graph|any_size=True"):
             plain(*args, **kwargs)
     model = Stack().eval()
     pg, longer = PatchableGraph(model, X), torch.cat([X, X])

@@ -155,7 +155,7 @@ def test_a_module_is_stored_with_all_of_its_calls_or_with_none(tmp_path: Path) -
     [
         (lambda model: model.first.weight.data.add_(1), "'weight' of a Linear of the model is not what it was"),
         (lambda model: model.eval(), r"the Linear of the model was in train mode when .*; call model.train\(\)"),
-        (lambda model: setattr(model, "first", nn.ReLU()), "'first' is a ReLU, unlike in the file"),
+        (lambda model: setattr(model, "first", nn.ReLU()), "'first' is of class ReLU, and of "),
         (lambda model: delattr(model, "opaque"), "the model has no 'opaque', unlike the file"),
         (lambda model: setattr(model, "second", model.first), "'weight' of a Linear of the model"),
     ],
