@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import email
 import importlib.resources
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -181,3 +186,73 @@ def test_readme_session_shows_what_ipython_shows(tmp_path: Path) -> None:
 
 def _without_gaps(text: str) -> list[str]:
     return [re.sub(r"\(\d+\.\d s\)", "(0.0 s)", line.rstrip()) for line in text.split("\n") if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built as an installer does: from the source distribution, where there is no npm."""
+    folder = tmp_path_factory.mktemp("dist")
+    # A scratch copy keeps what lies about in a checkout out of it.
+    checkout = folder / "checkout"
+    ignored = shutil.ignore_patterns(".*", "node_modules", "__pycache__")
+    shutil.copytree(ROOT, checkout, ignore=ignored)
+    _build(checkout, "sdist", folder)
+    (source,) = folder.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    _build(folder / source.name.removesuffix(".tar.gz"), "wheel", folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def _build(project: Path, target: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=project, env={**os.environ, "PATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warn" not in (done.stdout + done.stderr).lower()
+
+
+def test_the_wheel_holds_the_package_and_its_alias(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    here = (ROOT / "graphpatch_notebook").rglob("*")
+    files = {file.relative_to(ROOT).as_posix() for file in here if file.is_file() and file.suffix != ".pyc"}
+    assert names == {name for name in files if "/_alias/" not in name} | {"graphpatch.py"}
+    assert {Path(name).suffix for name in names} == {".css", ".js", ".py", ".sha256", ".typed"}
+
+
+def test_the_metadata_is_whole(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (file,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(archive.read(file))
+    assert (metadata["Name"], metadata["Version"]) == ("graphpatch-notebook", graphpatch_notebook.__version__)
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("MIT", "LICENSE")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert {*metadata.get_all("Provides-Extra", [])} == {"all", "experiments", "quantized", "transformers"}
+    assert len(metadata.get_all("Classifier", [])) > 5
+    assert metadata["Summary"]
+
+
+def test_the_wheel_runs_the_quickstart(wheel: Path, tmp_path: Path) -> None:
+    """Outside the checkout, with nothing of it on the path."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    examples = shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    cells = json.loads((ROOT / "examples" / "01_quickstart.ipynb").read_text("utf8"))["cells"]
+    code = "\n".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    (examples / "quickstart.py").write_text(
+        f"{code}\nimport graphpatch, graphpatch_notebook\nprint(graphpatch.__file__, graphpatch_notebook.__file__)",
+        "utf8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--colors=NoColor", "quickstart.py"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=examples,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "IPYTHONDIR": str(tmp_path), "MPLBACKEND": "agg"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = tmp_path / "site"
+    assert done.stdout.split("\n")[-2] == f"{site / 'graphpatch.py'} {site / 'graphpatch_notebook' / '__init__.py'}"
