@@ -16,7 +16,7 @@ from tests.zoo import CASES, Case
 
 PatchMap = dict[str, Any]
 
-UNREPEATABLE = ("tokens_per_expert", "perm", "float")
+UNREPEATABLE = ("tokens_per_expert", "perm", "float", "offsets")
 """Nodes that decide which memory is filled: patched, they show what was there before, as views filled later do."""
 
 
