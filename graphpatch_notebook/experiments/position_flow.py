@@ -106,9 +106,10 @@ class PositionFlow(ValueReads):
     def read_at_last_only(self, output: Any) -> set[FrameNode]:
         """Returns the frames whose results are read at the last position only, by a model that returned `output`."""
         for leaf in leaves_of(output):
-            tag = self._tag(leaf) if isinstance(leaf, Tensor) else None
-            if tag is not None:
-                self._read |= tag.returned
+            if isinstance(leaf, Tensor):
+                self._is_lost = self._is_lost or not (self._is_fixed(leaf) or _holds(self._seen, leaf))
+                tag = self._tag(leaf)
+                self._read |= 0 if tag is None else tag.returned
         return set() if self._is_lost else {n for n, bit in self._bits.items() if not (self._read | self._mixing) & bit}
 
     # -- calls ---------------------------------------------------------------------------------------------------------
@@ -136,6 +137,9 @@ class PositionFlow(ValueReads):
     def _follow(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
+        written = args[0] if writes_in_place(name, kwargs) and args else None
+        # What was the same in each run is so no more, and others may share its memory.
+        self._is_lost = self._is_lost or "out" in kwargs or (isinstance(written, Tensor) and self._is_fixed(written))
         moving = [tensor for tensor in given if not self._is_fixed(tensor)]
         tags = [self._tag(tensor) for tensor in moving]
         known = [tag for tag in tags if tag is not None]
@@ -147,8 +151,6 @@ class PositionFlow(ValueReads):
         for tag in known:
             all_given, all_returned, shared = all_given | tag.given, all_returned | tag.returned, shared & tag.given
         is_joined = len(known) == len(tags) and all(tag.lead == known[0].lead for tag in known)
-        written = args[0] if writes_in_place(name, kwargs) and args else None
-        self._is_lost = self._is_lost or (isinstance(written, Tensor) and self._is_fixed(written))
         if written is not None and (
             not isinstance(written, Tensor)
             or (own := self._tag(written)) is None

@@ -305,6 +305,52 @@ def test_calls_of_one_module_are_told_apart() -> None:
 
 
 @pytest.mark.usefixtures("small_modules_in_parts")
+def test_what_is_filled_in_place_is_no_constant() -> None:
+    """A vector of zeros, into which the mean over positions is added, and which a module then multiplies by."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * SCALE["vector"]
+
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scaled = nn.Identity(), Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x) + 0
+            vector = torch.zeros(len(x), 1, SIZE)
+            alias = vector.view(len(x), 1, SIZE)
+            vector.add_(x.mean(1, keepdim=True))
+            SCALE["vector"] = alias
+            return self.scaled(x)
+
+    torch.manual_seed(0)
+    x = torch.randn(1, LENGTH, SIZE)
+    pg = PatchableGraph(Filled().eval(), x)
+
+    result = pg.sweep(
+        {"position": range(LENGTH)},
+        lambda position: zeroed("first.output", position),
+        x,
+        metric=lambda y: y[0, :, 0],
+        progress=False,
+    )
+
+    for position in range(LENGTH):
+        with torch.no_grad(), pg.patch(zeroed("first.output", position)):
+            expected = pg(x)[0, :, 0].double()
+        assert torch.allclose(torch.from_numpy(result.values[position]), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+SCALE: dict[str, Tensor] = {}
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
 def test_nothing_large_is_kept_between_sweeps() -> None:
     model = Model().eval()
     pg = PatchableGraph(model, TOKENS)
