@@ -23,8 +23,11 @@ class Steps:
 
 
 def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a call is told besides tensors; `None` for nothing."""
     settings = [_plain(value) for value in args]
-    return (settings, {name: _plain(value) for name, value in kwargs.items()}) if kwargs else settings
+    if kwargs:
+        return settings, {name: _plain(value) for name, value in kwargs.items()}
+    return settings if any(setting is not None for setting in settings) else None
 
 
 def _plain(value: Any) -> Any:
@@ -62,5 +65,5 @@ class SameSteps(TorchFunctionMode):
                 self._has_strayed = True
             else:
                 expected, settings = self._calls[number]
-                self._has_strayed = func != expected or settings != _settings(args, kwargs)
+                self._has_strayed = func != expected or (settings is not None and settings != _settings(args, kwargs))
         return func(*args, **kwargs)
