@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from graphpatch_notebook.notebook.syntax_trees import parsed
 from graphpatch_notebook.paths import nearest
 
 _LONGEST_QUOTE = 80
@@ -112,7 +113,7 @@ def _argument(source: str) -> str | None:
     """Returns what Python reads where `source` stands as the last argument of a call on one line."""
     try:
         with without_syntax_warnings():
-            call = ast.parse(f"_(_, _={source}, __=0)", mode="eval").body
+            call = parsed(f"_(_, _={source}, __=0)")
     except (SyntaxError, ValueError):
         return None
     is_one = isinstance(call, ast.Call) and len(call.args) == 1 and [k.arg for k in call.keywords] == ["_", "__"]
@@ -144,4 +145,4 @@ def free_names(source: str) -> list[str]:
 def _parsed(text: str) -> ast.Expression:
     # On a line of its own: what ends the expression early (a comment, a parenthesis) ends it for Python, too.
     with without_syntax_warnings():
-        return ast.parse(text, mode="eval")
+        return ast.Expression(parsed(text))

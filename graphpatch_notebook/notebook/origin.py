@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.expressions import free_names
+from graphpatch_notebook.notebook.syntax_trees import parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Origin:
 
 def _parsed(text: str) -> ast.expr | None:
     try:
-        return ast.parse(text, mode="eval").body
+        return parsed(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

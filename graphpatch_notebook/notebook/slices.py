@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpatch_notebook.notebook.expressions import quoted, without_syntax_warnings
+from graphpatch_notebook.notebook.syntax_trees import parsed
 from graphpatch_notebook.tensor_indices import indexed_dimensions
 
 _WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"
@@ -107,7 +108,7 @@ def parse_slice(text: str) -> SliceText:
     try:
         # In parentheses a line may end anywhere, and the text cannot close the brackets that it is put in.
         with without_syntax_warnings():
-            index = ast.parse(f"_[\n{text}\n]", mode="eval").body
+            index = parsed(f"_[\n{text}\n]")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"{quoted(text)} is no slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
     if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name) and index.value.id == "_"):

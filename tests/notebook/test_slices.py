@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -134,3 +136,11 @@ def test_within_the_recorded_size_nothing_is_said(text: str) -> None:
 def test_a_missing_variable_is_named() -> None:
     with pytest.raises(NameError, match="name 'tok' is not defined"):
         parse_slice(":, tok").index({})
+
+
+def test_many_threads_parse_at_the_same_time() -> None:
+    """CPython 3.11 may lose count of how deep it is in a syntax tree where several do."""
+    texts = [", ".join([f"{number}:{depth}"] * 40) for number in range(4) for depth in range(50)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda text: str(parse_slice(text)), texts * 5))
+    assert found == texts * 5
