@@ -11,7 +11,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.common_work import CommonWork
 from graphpatch_notebook.experiments.measurements import Measurement, measurement
-from graphpatch_notebook.experiments.row_test import test_of
+from graphpatch_notebook.experiments.row_test import key_of_test
 from graphpatch_notebook.experiments.rows import RowsError
 from graphpatch_notebook.experiments.trimming import watched_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -78,4 +78,6 @@ def _passed(known: dict[Hashable, Any], metric: Callable[[Any], Any]) -> set[Has
 def _test(common: CommonWork, entries: Iterable[Entry]) -> Hashable:
     assert common.rows is not None
     assert common.survey is not None
-    return test_of(common.survey, common.rows, frozenset(type(patch) for entry in entries for patch in entry.patches))
+    return key_of_test(
+        common.survey, common.rows, frozenset(type(patch) for entry in entries for patch in entry.patches)
+    )

@@ -21,7 +21,7 @@ _WILD = 6
 """One far below, and five far above: more than half, so that a median moves, too."""
 
 
-def test_of(survey: Survey, rows: RowWork, *others: Hashable) -> Hashable:
+def key_of_test(survey: Survey, rows: RowWork, *others: Hashable) -> Hashable:
     """Returns what tells a test of a graph: one that was passed is passed for patches in the same places, too.
 
     Args:
@@ -40,7 +40,7 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     """
     if rows.never_meet:
         return
-    known, test = survey.known, test_of(survey, rows)
+    known, test = survey.known, key_of_test(survey, rows)
     if test in known:
         rows.never_meet = True
         return

@@ -164,7 +164,7 @@ def test_the_position_is_read_before_anything_else() -> None:
         ),
         (lambda: Probability(0), (None, LOGITS), r"no logits in the output, a tuple of NoneType, Tensor"),
         (lambda: Probability(0), LOGITS.long(), r"a tensor of shape \(2, 3, 4\), torch.int64"),
-        (lambda: Probability(0), 3, r"no logits in the output, a int"),
+        (lambda: Probability(0), 3, r"no logits in the output, an int"),
         (
             lambda: Probability(0, position=3),
             LOGITS,
