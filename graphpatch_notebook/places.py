@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.errors import UnknownChildError
-from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, python_path
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, nearest, python_path
 from graphpatch_notebook.resolution import Unresolvable, nearest_paths, parse
 from graphpatch_notebook.tree import Entry, LabelOf, frame_entry, is_shown, spec_entry
 from graphpatch_notebook.values import ContainerSpec, ValueSpec
+
+_MOST_MEANT = 3
 
 
 def is_child(node: Node) -> bool:
@@ -94,6 +97,13 @@ class Place:
             here = child
         return here
 
+    def descendant(self, *names: str) -> Place | None:
+        """Returns the place to which `names` lead from here, if they lead anywhere."""
+        here: Place | None = self
+        for name in names:
+            here = here.child(name) if here is not None else None
+        return here
+
     def at(self, key: str | int) -> Place:
         """Returns the place that `key` names: a child, a path from here on, or a position in a sequence.
 
@@ -129,8 +139,16 @@ class Place:
             return UnknownChildError(f"{message}; it has {', '.join(map(repr, self.children())) or 'none'}")
         if self.graph is None:
             return UnknownChildError(f"{message}: it is a value, {self.spec}")
-        close = nearest_paths(self.root, ParsedPath((*self.names, *names)))
-        return UnknownChildError(f"{message}; nearest: {', '.join(map(repr, close))}" if close else message)
+        close = [*self._like(names), *nearest_paths(self.root, ParsedPath((*self.names, *names)))]
+        listed = ", ".join(map(repr, list(dict.fromkeys(close))[:_MOST_MEANT]))
+        return UnknownChildError(f"{message}; nearest: {listed}" if listed else message)
+
+    def _like(self, names: tuple[str, ...]) -> list[str]:
+        """Returns where `names` lead if their first is a slip for a child of this graph: graphs, too, unlike paths."""
+        alike = difflib.get_close_matches(names[0], self.children(), n=50)
+        meant = [child for name in nearest(names[0], alike, _MOST_MEANT) if (child := self.child(name)) is not None]
+        whole = [place.path for child in meant if (place := child.descendant(*names[1:])) is not None]
+        return whole or [child.path for child in meant]
 
     def python(self) -> str:
         """Returns the Python expression that leads here from a `PatchableGraph` called `pg`."""

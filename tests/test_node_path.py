@@ -75,6 +75,8 @@ def test_containment(graph):
     [
         (lambda g: g.linear_0.wieght, "'linear_0' has no child 'wieght'; nearest: 'linear_0.weight'"),
         (lambda g: g["linear_0.wieght"], "'linear_0' has no child 'wieght'; nearest: 'linear_0.weight'"),
+        (lambda g: g.linear_9, "the root graph has no child 'linear_9'; nearest: 'linear_1', 'linear_0'"),
+        (lambda g: g["linear_9.weight"], "no child 'linear_9'; nearest: 'linear_1.weight', 'linear_0.weight'"),
         (lambda g: g.foo, "the root graph has no child 'foo'; nearest: "),
         (lambda g: g.output.sub_2, "'output' has no child 'sub_2'; it has 'sub_0', 'sub_1'"),
         (lambda g: g.output[2], "'output' has no child 'sub_2'; it has 'sub_0', 'sub_1'"),
