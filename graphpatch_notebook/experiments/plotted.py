@@ -43,6 +43,8 @@ def checked(result: Any, dimensions: int, instead: str) -> DataArray:
 def _dimension_message(result: DataArray, dimensions: int, instead: str) -> str:
     count = "one dimension" if result.ndim == 1 else f"{result.ndim} dimensions"
     message = f"the result has {count}, {form_of(result)}; a plot of it needs {dimensions}"
+    if result.dims == ("path",):
+        return f"{message}; plot_scores(result) draws one number for each path"
     if result.ndim < dimensions:
         example = "result.expand_dims('path')" if result.ndim == 0 else f"result.expand_dims('{_new_name(result)}')"
         return f"{message}: {example}{instead}"

@@ -338,6 +338,7 @@ def test_paths_that_differ_in_several_places() -> None:
         (np.zeros((2, 2)), {}, r"xarray\.DataArray\(values, dims=\['path', 'position'\]\)"),
         (a_result().to_dataset(), {}, "give one of them, result.name.; it has 'score'"),
         (a_result()[0], {}, r"one dimension, position: 4; .* needs 2: result\.expand_dims\('path'\)"),
+        (a_result()[:, 0], {}, r"one dimension, path: 3; .* needs 2; plot_scores\(result\) draws one number"),
         (a_result().expand_dims(head=[5]), {}, r"result\.sel\(head=5\), or take result\.mean\('head'\).*plot_heads"),
         (a_result()[:0], {}, "empty"),
         (a_result() * 1j, {}, "not real numbers"),
