@@ -20,8 +20,9 @@ from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.execution import context as contexts
-from graphpatch_notebook.execution.context import ActiveContext, PatchContext, Prepared
+from graphpatch_notebook.execution.context import ActiveContext, Prepared
 from graphpatch_notebook.execution.derived import Derived
+from graphpatch_notebook.execution.patch_context import PatchContext
 from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
 from graphpatch_notebook.execution.plain_fx import verified_fx_module
 from graphpatch_notebook.graph_modules import (

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,8 +28,9 @@ from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
 from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.steps import StepCount, Steps
-from graphpatch_notebook.execution.tracebacks import explain
+from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.unfired import unfired_entries
+from graphpatch_notebook.execution.with_blocks import WithBlock
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.torch_compat import (
     compiled_code_runs_eagerly,
@@ -98,6 +98,9 @@ class ActiveContext:
         self.hooks = ModuleHooks()
         self.has_runs = False
         self.has_direct_calls = False
+        self.is_used = False
+        self.called_itself: Module | None = None
+        self.block: WithBlock | None = None
         self.awaits_backward = False
         self.is_left = False
         self.is_quiet = False
@@ -125,7 +128,24 @@ def _entered_here() -> tuple[ActiveContext, ...]:
     has ended: what was left stays left.
     """
     active = _active.get()
-    return tuple(context for context in active if not context.is_left) if active else active
+    return tuple(context for context in active if not context.is_left and not _is_over(context)) if active else active
+
+
+def _is_over(context: ActiveContext) -> bool:
+    """Takes a context back whose block was ended by an interrupt that kept it from doing so itself."""
+    if context.block is None or not context.block.is_over():
+        return False
+    take_back(context)
+    warn_each_time(
+        "an interrupt ended a `with` block of patches without its `__exit__`: its patches were taken away only now",
+        PatchNotFiredWarning,
+    )
+    return True
+
+
+def entered_by(origin: object) -> tuple[ActiveContext, ...]:
+    """Returns the contexts that `origin` entered in this thread or task and has not left, the innermost last."""
+    return tuple(context for context in _active.get() if context.origin is origin)
 
 
 def enter(
@@ -160,14 +180,17 @@ def enter(
             _entered.append(context)
         _active.set((*_active.get(), context))
     except BaseException:
-        _take_back(context)
+        take_back(context)
         raise
     return context
 
 
 def leave(context: ActiveContext) -> None:
     """Takes back what `enter` did."""
-    _take_back(context)
+    take_back(context)
+    outer = innermost(context.owner)
+    if outer is not None:
+        outer.is_used |= context.is_used
     if context.awaits_backward:
         warn(
             "the model recomputes its forward in backward (activation checkpointing), and no backward ran inside the "
@@ -178,7 +201,8 @@ def leave(context: ActiveContext) -> None:
         )
 
 
-def _take_back(context: ActiveContext) -> None:
+def take_back(context: ActiveContext) -> None:
+    """Makes the model what it was before `context` was entered, and says nothing."""
     try:
         _let_go(context)
     except BaseException:
@@ -187,7 +211,7 @@ def _take_back(context: ActiveContext) -> None:
 
 
 def _let_go(context: ActiveContext) -> None:
-    context.is_left = True
+    context.is_left, context.block = True, None
     context.hooks.let_go()
     context.swaps.let_go()
     with _lock:
@@ -209,7 +233,7 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     steps = Steps(plan.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
     run = new_run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
     run.repetitions = context.repetitions
-    context.has_runs = True
+    context.has_runs = context.is_used = True
     outer, applied = observer.get(), apply_observer.get()
     is_inside = isinstance(outer, Run) and outer.root is context.root  # of another call of the same object
     modes = function_mode_depth()
@@ -249,6 +273,7 @@ def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwa
         with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply():
             return function(*args, **kwargs)
     except Exception as error:
+        hide_way_to(error)
         if run.fired:  # else it has nothing to do with patches: a method refuses its arguments, say
             explain(error, run.root, [run.plan.frame], run.changed_so_far())
         raise
@@ -256,14 +281,17 @@ def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwa
         observer.reset(token)
 
 
-def _patches(unfired: list[tuple[Entry, str]]) -> str:
+def _patches(unfired: Sequence[object]) -> str:
     return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
 
 
 def _report(what: str, unfired: list[tuple[Entry, str]], context: ActiveContext) -> None:
+    _tell(f"{what}: " + "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired), context)
+
+
+def _tell(message: str, context: ActiveContext) -> None:
     if context.is_quiet:
         return
-    message = f"{what}: " + "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
     if context.is_strict:
         raise PatchNotFiredError(message)
     if message not in context.told:
@@ -272,7 +300,20 @@ def _report(what: str, unfired: list[tuple[Entry, str]], context: ActiveContext)
 
 
 def report_idle(context: ActiveContext) -> None:
-    """Reports the patches of a context for steps or positions that came up in none of the direct calls in it."""
+    """Reports the patches of a context that was left: those for steps or positions that came up in no direct call.
+
+    All of them, where the model itself was called in it and the `PatchableGraph` never was: who calls both wants to
+    compare, but who calls the model only has taken the one for the other.
+    """
+    module = context.called_itself
+    # Who is told of each call tells of none, too.
+    if module is not None and context.own and not context.is_used and not context.after_call:
+        _tell(
+            f"{_patches(context.own)} never fired in this context: the {type(module).__name__} itself was called in "
+            "it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it",
+            context,
+        )
+        return
     idle = context.step_count.take_idle(context.own)
     if idle:
         _report(f"{_patches(idle)} never fired in this context", idle, context)
@@ -311,67 +352,10 @@ def _recomputing(module: Module) -> Run | None:
 
 
 def _note_direct_call(module: Module) -> None:
-    if not torch.is_grad_enabled():
-        return
     for context in _entered_here():
         if id(module) in context.prepared.watched_ids:
-            context.has_direct_calls = True
+            context.called_itself = context.called_itself or module
+            context.has_direct_calls |= torch.is_grad_enabled()
 
 
 forward_swap.unobserved = _recomputing
-
-
-class PatchContext:
-    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads.
-
-    Attributes:
-        after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
-            the caller has the result; not for calls that such a call makes. Set it before the context is entered.
-        is_quiet: Whether patches that never fire are not reported. Set it before the context is entered.
-    """
-
-    after_call: Callable[[], None] | None = None
-    is_quiet = False
-
-    def __init__(self, activate: Callable[[PatchContext], ActiveContext]) -> None:
-        self._activate = activate
-
-    def quiet(self) -> PatchContext:
-        """Returns this context, which will not report patches that never fire."""
-        self.is_quiet = True
-        return self
-
-    def __enter__(self) -> None:
-        __tracebackhide__ = True
-        before = _active.get()
-        try:
-            context = self._activate(self)
-            context.is_quiet = self.is_quiet
-            if self.after_call is not None:
-                context.after_call = (*context.after_call, self.after_call)
-        except BaseException:
-            self._leave_all_but(before)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            context = self._leave_innermost()
-        except BaseException:  # an interrupt that came in between
-            self._leave_innermost()
-            raise
-        if kind is None and context is not None:
-            report_idle(context)
-
-    def _leave_innermost(self) -> ActiveContext | None:
-        context = next((context for context in reversed(_active.get()) if context.origin is self), None)
-        if context is not None:
-            leave(context)
-        return context
-
-    def _leave_all_but(self, before: tuple[ActiveContext, ...]) -> None:
-        """Takes back what was entered before an interrupt came."""
-        for context in _active.get():
-            if context.origin is self and context not in before:
-                _take_back(context)

@@ -36,7 +36,8 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
         return None
     captured = target.spec.shape
     if len(captured) != len(shape):
-        return f"it had {len(captured)} dimensions when it was captured, and has {len(shape)} now"
+        dimensions = "1 dimension" if len(captured) == 1 else f"{len(captured)} dimensions"
+        return f"it had {dimensions} when it was captured, and has {len(shape)} now"
     following = _of(target.frame, target.node, target.spec)
     for position, (then, now) in enumerate(zip(captured, shape, strict=True)):
         # A dimension of size one is broadcast by the model's own code.

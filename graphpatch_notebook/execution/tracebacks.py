@@ -8,6 +8,8 @@ loop makes several nodes of one call site, all of them are candidates.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType, TracebackType
@@ -77,6 +79,29 @@ class _Way:
             for node in frame.nodes
             if node.kind == "op" and node.site is not None and list(node.site.steps) == steps
         ]
+
+
+def hide_way_to(error: Exception) -> None:
+    """Has notebooks leave out the way down to an error of ours, a page of torch's lines: its message names the node.
+
+    The traceback itself stays whole: IPython and pytest skip frames with a variable of this name, if they are told to.
+    """
+    if not isinstance(error, GraphPatchError) or error.__cause__ is not None:
+        return  # code of the user's lies on the way, which is to be seen
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == _FILE_OF_CALLS or call_sites.is_own(frame.f_code)):
+        _hide(frame)
+        frame = frame.f_back
+    for below, _ in _entries(error.__traceback__):
+        _hide(below)
+
+
+_FILE_OF_CALLS = Module.register_buffer.__code__.co_filename
+
+
+def _hide(frame: FrameType) -> None:
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function: the variables of modules and classes stay
+        frame.f_locals["__tracebackhide__"] = True
 
 
 def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
-from graphpatch_notebook.execution.context import PatchContext
+from graphpatch_notebook.execution.patch_context import PatchContext
 from graphpatch_notebook.experiments.clean_values import CleanValues
 from graphpatch_notebook.experiments.gradient_run import Differences, GradientRun, Roots
 from graphpatch_notebook.experiments.inputs import Inputs

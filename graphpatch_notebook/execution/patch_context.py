@@ -1,0 +1,87 @@
+"""`PatchContext`: what `PatchableGraph.patch` returns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from graphpatch_notebook.errors import PatchNotFiredWarning
+from graphpatch_notebook.execution.context import ActiveContext, entered_by, leave, report_idle, take_back
+from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
+from graphpatch_notebook.warning_places import warn_each_time
+
+
+class PatchContext:
+    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads.
+
+    Attributes:
+        after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
+            the caller has the result; not for calls that such a call makes. Set it before the context is entered.
+        is_quiet: Whether patches that never fire are not reported. Set it before the context is entered.
+    """
+
+    after_call: Callable[[], None] | None = None
+    is_quiet = False
+    _was_entered = False
+
+    def __init__(self, activate: Callable[[PatchContext], ActiveContext]) -> None:
+        self._activate = activate
+
+    def quiet(self) -> PatchContext:
+        """Returns this context, which will not report patches that never fire."""
+        self.is_quiet = True
+        return self
+
+    def __enter__(self) -> None:
+        __tracebackhide__ = True
+        self._was_entered = True
+        before = entered_by(self)
+        try:
+            context = self._activate(self)
+            context.block = WithBlock.around(sys._getframe(1))
+            context.is_quiet = self.is_quiet
+            if self.after_call is not None:
+                context.after_call = (*context.after_call, self.after_call)
+        except BaseException:
+            self._leave_all_but(before)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            context = self._leave_innermost()
+        except BaseException:  # an interrupt that came in between
+            self._leave_innermost()
+            raise
+        if kind is None and context is not None:
+            report_idle(context)
+
+    def __repr__(self) -> str:
+        if entered_by(self):
+            return "<PatchContext, active>"
+        return "<PatchContext, not active: its patches hold inside of a block, `with pg.patch(...):`>"
+
+    def __del__(self) -> None:
+        """Tells of a line that is `pg.patch(...)` and no more: its value is dropped at once."""
+        if self._was_entered:
+            return
+        frame = sys._getframe().f_back
+        if frame is not None and throws_away(frame):
+            warn_each_time(
+                "pg.patch(...) patches nothing by itself: call the model inside of `with pg.patch(...):`",
+                PatchNotFiredWarning,
+            )
+
+    def _leave_innermost(self) -> ActiveContext | None:
+        context = next(reversed(entered_by(self)), None)
+        if context is not None:
+            leave(context)
+        return context
+
+    def _leave_all_but(self, before: tuple[ActiveContext, ...]) -> None:
+        """Takes back what was entered before an interrupt came."""
+        for context in entered_by(self):
+            if context not in before:
+                take_back(context)

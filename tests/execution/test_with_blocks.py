@@ -1,0 +1,199 @@
+"""Blocks that are none: a context that is never entered, one in which only the model is called, one without an end."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph, PatchNotFiredError, PatchNotFiredWarning, ZeroPatch
+from graphpatch_notebook.execution.context import innermost
+from graphpatch_notebook.execution.patch_context import PatchContext
+from tests.zoo.values import same_state, snapshot
+
+X = torch.ones(2, 3)
+PATCHES = {"output": ZeroPatch()}
+
+
+@pytest.fixture
+def pg() -> PatchableGraph:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    nn.init.ones_(model[0].weight)
+    return PatchableGraph(model, X)
+
+
+# -- contexts that are never entered -----------------------------------------------------------------------------------
+
+
+def test_a_context_that_is_thrown_away_is_told(pg: PatchableGraph) -> None:
+    for _ in range(2):  # each time: a cell may be run again
+        with pytest.warns(PatchNotFiredWarning, match="patches nothing by itself") as told:
+            pg.patch(PATCHES)
+        assert told[0].filename == __file__
+    with pytest.warns(PatchNotFiredWarning, match="inside of `with"):
+        pg.patch(PATCHES, strict=True).quiet()
+
+
+def test_contexts_that_are_kept_are_not(pg: PatchableGraph) -> None:
+    def made() -> PatchContext:
+        one = pg.patch(PATCHES)
+        return pg.patch(PATCHES) if one is None else one
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = [pg.patch(PATCHES), made()]
+        kept.clear()
+        by_name: dict[str, Any] = {"context": pg.patch(PATCHES)}
+        by_name["itself"] = by_name
+        del by_name
+        context = pg.patch(PATCHES)
+        context = pg.patch(PATCHES)
+        with context:
+            pg(X)
+        with ExitStack() as stack:
+            stack.enter_context(pg.patch(PATCHES))
+        pg.patch(PATCHES).__enter__()
+        with pytest.raises(KeyError):
+            pg.patch({"nowhere": ZeroPatch()}).__enter__()
+        gc.collect()
+    for left in [innermost(pg)]:
+        assert left is not None
+        left.origin.__exit__(None, None, None)  # type: ignore[attr-defined]
+
+
+def test_a_context_says_whether_it_is_active(pg: PatchableGraph) -> None:
+    context = pg.patch(PATCHES)
+    assert "not active" in repr(context)
+    with context:
+        assert repr(context) == "<PatchContext, active>"
+    assert "with pg.patch(...)" in repr(context)
+
+
+def test_nothing_is_told_when_python_ends() -> None:
+    code = (
+        "import torch\nfrom graphpatch_notebook import PatchableGraph, ZeroPatch\n"
+        "pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))\n"
+        "kept = [pg.patch({'output': ZeroPatch()})]\nkept += [kept]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+# -- calls of the model itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["output", "sub_0.linear", "sub_1.input", "sub_0.weight"])
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_a_block_that_calls_the_model_alone_is_told(pg: PatchableGraph, path: str, has_grad: bool) -> None:
+    model = pg._module
+    before, expected = snapshot(model), model(X)
+    with torch.set_grad_enabled(has_grad):
+        with (
+            pytest.warns(PatchNotFiredWarning, match="the Sequential itself was called in it"),
+            pg.patch({path: ZeroPatch()}),
+        ):
+            assert torch.equal(model(X), expected)
+        with pytest.raises(PatchNotFiredError, match="itself was called"), pg.patch({path: ZeroPatch()}, strict=True):
+            model(X)
+    assert same_state(model, before) is None
+
+
+def test_blocks_that_are_right_are_not(pg: PatchableGraph) -> None:
+    model = pg._module
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pg.patch(PATCHES):  # to compare
+            model(X)
+            pg(X)
+        with pg.patch(PATCHES):
+            with pg.patch({"sub_0.linear": ZeroPatch()}):
+                pg(X)
+            model(X)
+        with pg.patch({}):
+            model(X)
+        with pg.patch(PATCHES).quiet():
+            model(X)
+        with pg.patch(PATCHES), ThreadPoolExecutor(1) as pool:
+            pool.submit(model, X).result()
+        with pytest.raises(RuntimeError), pg.patch(PATCHES):
+            model(X @ model(X))
+
+
+# -- an interrupt that comes when `__exit__` is called -----------------------------------------------------------------
+
+
+def interrupted_at_the_call_of_exit(action: Callable[[], object]) -> None:
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "call" and frame.f_code is PatchContext.__exit__.__code__:
+            raise KeyboardInterrupt
+        return None
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            action()
+    finally:
+        sys.settrace(None)
+
+
+def in_a_function(pg: PatchableGraph) -> None:
+    with pg.patch(PATCHES):
+        pg(X)
+
+
+def in_a_cell(pg: PatchableGraph) -> None:
+    exec(compile("with pg.patch(PATCHES):\n    pg(X)\n", "<cell>", "exec"), {"pg": pg, "PATCHES": PATCHES, "X": X})
+
+
+@pytest.mark.parametrize("is_patched", [True, False])
+@pytest.mark.parametrize("action", [in_a_function, in_a_cell])
+def test_the_patches_of_a_block_that_never_ended_are_taken_away(
+    pg: PatchableGraph, action: Callable[[PatchableGraph], None], is_patched: bool
+) -> None:
+    model = pg._module
+    before, expected = snapshot(model), model(X)
+    interrupted_at_the_call_of_exit(lambda: action(pg))
+    with pytest.warns(PatchNotFiredWarning, match="an interrupt ended"):
+        found: Tensor = pg(X) if is_patched else model(X)
+    assert torch.equal(found, expected)
+    assert same_state(model, before) is None
+    with pg.patch({"sub_0.output": ZeroPatch()}):
+        assert not pg(X).any()
+    assert torch.equal(pg(X), expected)
+
+
+def test_blocks_that_wait_are_not_over(pg: PatchableGraph) -> None:
+    def generator() -> Any:
+        with pg.patch(PATCHES):
+            yield
+            yield pg(X)
+
+    def in_thread() -> None:
+        context = pg.patch(PATCHES)
+        context.__enter__()
+        assert not pg(X).any()
+        context.__exit__(None, None, None)
+
+    waiting = generator()
+    next(waiting)
+    assert not pg(X).any()
+    assert not next(waiting).any()
+    waiting.close()
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    with ExitStack() as stack:
+        stack.enter_context(pg.patch(PATCHES))
+        assert not pg(X).any()
+    assert pg(X).any()
