@@ -7,6 +7,7 @@ A container is a tuple, list, dict, namedtuple, dataclass, or a transformers `Mo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -109,8 +110,13 @@ def children(value: Any) -> list[tuple[Key, Any]] | None:
         # An int key of a dict would read like a position: only text keys can be dug into by name.
         return [(k if isinstance(k, str) else _DictKey(k), v) for k, v in value.items()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        return [(name, getattr(value, name)) for name in _fields(type(value)) if hasattr(value, name)]
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def readable_children(value: Any) -> list[tuple[Key, Any]] | None:
@@ -264,8 +270,8 @@ def rebuilt(kind: type, keys: Sequence[Key], items: Sequence[Any]) -> Any:
     if dataclasses.is_dataclass(kind):
         result = kind.__new__(kind)
         if isinstance(result, Mapping):  # a `ModelOutput`: its items are the fields that are not None
-            for field in dataclasses.fields(kind):
-                object.__setattr__(result, field.name, None)
+            for name in _fields(kind):
+                object.__setattr__(result, name, None)
             for key, item in zip(plain_keys, items, strict=True):
                 result[key] = item  # type: ignore[index]
             return result

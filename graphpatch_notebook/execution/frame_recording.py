@@ -11,6 +11,7 @@ from torch.nn import Module
 from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
     ModuleLook,
+    all_modules,
     changed_object,
     has_hooks,
     holds_one_of,
@@ -151,7 +152,7 @@ class Recording:
     def close(self) -> bool:
         """Ends the recording; says whether somebody wrote into what a frame had returned: then record once more."""
         is_spoilt = False
-        hooked = [module for module in self._model.modules() if has_hooks(module)]
+        hooked = [module for module in all_modules(self._model) if has_hooks(module)]
         self.state_change = self.state_change or changed_object(self._objects)
         for node, marks in self._kept:
             if not node.is_written_later and any(version_of(tensor) != version for tensor, version in marks):

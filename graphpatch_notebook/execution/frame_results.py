@@ -22,6 +22,7 @@ from graphpatch_notebook.capture.forward_swap import Swaps
 from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
     ModuleLook,
+    all_modules,
     leaves_of,
 )
 from graphpatch_notebook.execution.live import Run
@@ -216,7 +217,7 @@ class FramesSeen:
     """
 
     def __init__(self, model: Module, frame_watch: FrameWatch, modules: Iterable[Module] | None = None) -> None:
-        self._modules = model.modules() if modules is None else modules
+        self._modules = all_modules(model) if modules is None else modules
         self._watch = frame_watch
         self._swaps = Swaps()
         self._before: FrameWatch | None = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.execution.frame_effects import all_modules
 from graphpatch_notebook.execution.frame_results import FrameNode
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.survey import Survey
@@ -139,7 +140,8 @@ def stand_ins(survey: Survey, count: int) -> dict[FrameNode, ChangedPositions]:
 
 def _operations(module: Module) -> int:
     """Returns how many operations a module needs for one position, roughly."""
-    return 2 * sum(weight.numel() for weight in module.parameters())
+    weights = {id(w): w for inner in all_modules(module) for w in inner._parameters.values() if w is not None}
+    return 2 * sum(weight.numel() for weight in weights.values())
 
 
 def read_at_last_only(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
-from graphpatch_notebook.execution.frame_effects import has_hooks
+from graphpatch_notebook.execution.frame_effects import all_modules, has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
@@ -133,7 +133,7 @@ def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) 
 def _why_alone(pg: PatchableGraph, metric: Callable[[Any], Any]) -> str | None:
     if looks_at_patches(metric):
         return "the metric looks at what patches have seen"
-    if has_global_hooks() or any(has_hooks(module) for module in pg._module.modules()):
+    if has_global_hooks() or any(has_hooks(module) for module in all_modules(pg._module)):
         return "hooks on modules would see several cells at once"
     return None
 
@@ -158,7 +158,7 @@ def _survey(
 ) -> str | None:
     """Surveys a run that leaves out as much as can be; returns why cells must run as in a plain loop, if they must."""
     inputs = common.full_inputs
-    holds_fused = any(isinstance(module, _FUSED) for module in pg._module.modules())
+    holds_fused = any(isinstance(module, _FUSED) for module in all_modules(pg._module))
     # Frames may have run by torch's fused kernels in one run and without them in another.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = _baseline(pg, inputs, metric) if is_fused else None

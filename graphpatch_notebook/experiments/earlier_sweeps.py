@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.execution.frame_effects import PLAIN, leaves_of
+from graphpatch_notebook.execution.frame_effects import PLAIN, all_modules, leaves_of
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -37,13 +39,15 @@ class Settings:
     """
 
     def __init__(self, model: Module) -> None:
-        plain: list[Any] = []
+        modules = all_modules(model)
+        states = [module.__dict__ for module in modules]
+        plain: list[Any] = [*map(type, modules), *map(len, states)]
         others: list[Any] = []
-        for module in model.modules():
-            plain.append(type(module))
-            for value in module.__dict__.values():
-                (plain if type(value) in _VALUES else others).append(value)
-        for value in {id(value): value for value in others}.values():
+        for value in chain.from_iterable(state.values() for state in states):
+            (plain if type(value) in _VALUES else others).append(value)
+        # Most of what modules hold are registries of hooks, without any: there is nothing inside of these.
+        distinct = {id(value): value for value in others if type(value) not in _SIZED or value}
+        for value in distinct.values():
             inside = _inside(type(value))
             if inside is not None:
                 for item in inside(value):
@@ -66,6 +70,7 @@ class Settings:
 
 
 _VALUES = frozenset({bool, int, float, str, type(None)})
+_SIZED = frozenset({dict, OrderedDict, list, tuple, set})
 _ways_inside: dict[type, Callable[[Any], Iterable[Any]] | None] = {}
 
 

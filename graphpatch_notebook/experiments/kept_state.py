@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.nn import Module
 
+from graphpatch_notebook.execution.frame_effects import all_modules
 from graphpatch_notebook.graph_modules.snapshots import BufferState, SharedRandomState
 
 
@@ -15,7 +16,7 @@ class KeptState:
     """
 
     def __init__(self, model: Module) -> None:
-        self._buffers = BufferState(model.modules())
+        self._buffers = BufferState(all_modules(model))
         self._random = SharedRandomState()
 
     def change(self) -> str | None:

@@ -73,7 +73,7 @@ def measurement(value: Any) -> Measurement:
         >>> measurement({"a": 1, "b": 2.5})
         Measurement(values=array([1. , 2.5]), names=('a', 'b'))
     """
-    if isinstance(value, Mapping):
+    if not isinstance(value, Tensor) and isinstance(value, Mapping):
         _check_names(value)
         return Measurement(np.stack([_array(item) for item in value.values()]), tuple(map(str, value)))
     return Measurement(_array(value))

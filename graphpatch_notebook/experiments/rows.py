@@ -19,7 +19,7 @@ from graphpatch_notebook.execution.frame_results import FrameStack, FrameTree
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.values import mapped, with_own_containers
+from graphpatch_notebook.values import mapped, readable_children, rebuilt, with_own_containers
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
 _COARSE = 3e-2
@@ -116,7 +116,29 @@ def taken(value: Any, layout: Layout, number: int) -> Any:
         rows = next(places)
         return leaf if rows is None else rows.taken(leaf, number)
 
-    return with_own_containers(value, take)  # takes less time than `mapped`: this is done for each cell
+    return with_own_containers(value, take)
+
+
+def parted(value: Any, layout: Layout, count: int) -> list[Any]:
+    """Returns what `taken` does for each of the first `count` interventions: each has containers of its own.
+
+    Example:
+        >>> parted({"a": torch.arange(3)}, (Rows(0, 1),), 2)
+        [{'a': tensor([0])}, {'a': tensor([1])}]
+    """
+    places = iter(layout)
+
+    def parts(value: Any) -> list[Any]:
+        inside = None if isinstance(value, Tensor) else readable_children(value)
+        if inside is None:
+            rows = next(places)
+            return [value if rows is None else rows.taken(value, number) for number in range(count)]
+        kind, keys = type(value), [key for key, _ in inside]
+        if not keys:
+            return [rebuilt(kind, keys, []) for _ in range(count)]
+        return [rebuilt(kind, keys, items) for items in zip(*(parts(child) for _, child in inside), strict=True)]
+
+    return parts(value)
 
 
 def row_inputs(inputs: Inputs) -> Layout:

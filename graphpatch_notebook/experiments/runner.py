@@ -32,7 +32,7 @@ from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows
 from graphpatch_notebook.experiments.row_work import row_work, shared_patches
-from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, repeated, repeated_inputs, taken
+from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, parted, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
 from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -317,9 +317,8 @@ class CellRunner:
             check_rows(output, survey, rows, count)
             if with_control:
                 check_control(taken(output, rows.output, len(cells)), survey)
-            pairs = [
-                self._row_result(number, taken(output, rows.output, place)) for place, (number, _) in enumerate(cells)
-            ]
+            outputs = parted(output, rows.output, len(cells))
+            pairs = [self._row_result(number, own) for (number, _), own in zip(cells, outputs, strict=True)]
             if self._backward and not is_trial:
                 self._backpropagate([value for result, value in pairs if result.error is None])
         results = [result for result, _ in pairs]

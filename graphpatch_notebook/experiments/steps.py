@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.execution.frame_effects import PLAIN
@@ -15,22 +16,41 @@ class Steps:
     """What a run did: functions, with their arguments that are neither tensors nor objects."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, Any]] = []
+        self.calls: list[tuple[Any, _Settings | None]] = []
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes a call."""
         self.calls.append((func, _settings(args, kwargs)))
 
 
-def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+_Settings: TypeAlias = "tuple[list[Any], dict[str, Any]]"
+"""What a call is told besides tensors, positional and by keyword."""
+
+
+def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Settings | None:
     """Returns what a call is told besides tensors; `None` for nothing."""
     settings = [_plain(value) for value in args]
-    if kwargs:
+    if kwargs or any(setting is not None for setting in settings):
         return settings, {name: _plain(value) for name, value in kwargs.items()}
-    return settings if any(setting is not None for setting in settings) else None
+    return None
+
+
+def _is_told(settings: _Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is told the same: asked for each call of torch, so that nothing is built for it."""
+    expected, by_name = settings
+    if len(args) != len(expected) or len(kwargs) != len(by_name):
+        return False
+    for value, setting in zip(args, expected, strict=True):
+        if value is not setting and not (setting is None and isinstance(value, Tensor)) and _plain(value) != setting:
+            return False
+    return not kwargs or (
+        kwargs.keys() == by_name.keys() and all(_plain(value) == by_name[name] for name, value in kwargs.items())
+    )
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):  # most are: this one is cheap to ask
+        return None
     if isinstance(value, PLAIN):
         return value
     if type(value) in (tuple, list) and len(value) <= _MANY:
@@ -47,23 +67,23 @@ class SameSteps(TorchFunctionMode):
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
-        self._calls = steps.calls
-        self._count = 0
+        self._expected = iter(steps.calls)
         self._has_strayed = False
 
     @property
     def is_same(self) -> bool:
         """Whether the run, which is over, took the very same steps."""
-        return not self._has_strayed and self._count == len(self._calls)
+        self._has_strayed = self._has_strayed or next(self._expected, None) is not None
+        return not self._has_strayed
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._has_strayed:
-            number = self._count
-            self._count += 1
-            if number >= len(self._calls):
-                self._has_strayed = True
-            else:
-                expected, settings = self._calls[number]
-                self._has_strayed = func != expected or (settings is not None and settings != _settings(args, kwargs))
+            expected, settings = next(self._expected, _NONE_LEFT)
+            self._has_strayed = (func is not expected and func != expected) or (
+                settings is not None and not _is_told(settings, args, kwargs)
+            )
         return func(*args, **kwargs)
+
+
+_NONE_LEFT = (None, None)

@@ -19,6 +19,9 @@ from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.resolution import Target
 
 _LOGITS, _CACHE = "logits_to_keep", "use_cache"
+_LEAVES = (Tensor, *PLAIN)
+_KINDS = frozenset(_LEAVES)
+_PICKING = (Tensor, list, bool)
 _EARLY = ("input", "parameter", "buffer", "attribute")
 
 
@@ -43,19 +46,21 @@ class LastPositionOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_given(self, values: Any) -> bool:
-        # Without a look into each: this is asked for all that a metric does, for each cell.
-        return any(
-            value is self._logits
-            or (not isinstance(value, (Tensor, *PLAIN)) and any(leaf is self._logits for leaf in leaves_of(value)))
-            for value in values
-        )
+        for value in values:  # this is asked for all that a metric does, for each cell
+            if value is self._logits:
+                return True
+            kind = type(value)
+            if kind not in _KINDS and not issubclass(kind, _LEAVES) and self._is_given(leaves_of(value)):
+                return True
+        return False
 
     def _is_last(self, func: Any, args: tuple[Any, ...]) -> bool:
         if func is not Tensor.__getitem__ or args[0] is not self._logits:
             return False
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if any(isinstance(part, (Tensor, list, bool)) or part is None for part in index):
-            return False
+        for part in index:
+            if part is None or isinstance(part, _PICKING):
+                return False
         if Ellipsis in index:
             place = index.index(Ellipsis)
             missing = self._logits.dim() - (len(index) - 1)
