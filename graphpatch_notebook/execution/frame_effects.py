@@ -123,8 +123,8 @@ class GivenValues:
         self.tensors: list[tuple[Tensor, int]] = []
         self._containers: list[tuple[Any, list[tuple[Any, Any]]]] = []
         self.unknown: str | None = None
-        self._look(args)
-        self._look(kwargs)
+        for value in (*args, *kwargs.values()):  # the tuple and the dict are made anew for each call
+            self._look(value)
 
     def _look(self, value: Any) -> None:
         if isinstance(value, Tensor):

@@ -129,10 +129,12 @@ class Recording:
 
     def _only_tensor(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Returns what a module with weights is given, if that is one tensor of floats."""
-        if self._flow is None or len(args) + len(kwargs) != 1 or next(module.parameters(), None) is None:
+        if self._flow is None or len(args) + len(kwargs) != 1:
             return None
-        (value,) = (*args, *kwargs.values())
-        return value if type(value) is Tensor and value.is_floating_point() and value.dim() > 1 else None
+        (value,) = args or kwargs.values()
+        if type(value) is not Tensor or value.dim() < 2 or not value.is_floating_point():
+            return None
+        return value if any(map(_holds_weights, all_modules(module))) else None
 
     def _is_paired(self, running: RunningFrame, output: Any) -> bool:
         if not running.is_paired:
@@ -163,3 +165,7 @@ class Recording:
             if version_of(tensor) != version:
                 node.pair = None
         return is_spoilt
+
+
+def _holds_weights(module: Module) -> bool:
+    return any(weight is not None for weight in module._parameters.values())

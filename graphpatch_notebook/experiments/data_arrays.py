@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from graphpatch_notebook.experiments.measurements import Measurement
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
-    from xarray import DataArray
+    from xarray import Coordinates, DataArray
 
 
 def metric_dims(baseline: Measurement, axes: Mapping[str, Any]) -> list[str]:
@@ -61,19 +62,36 @@ def data_array(
             errors.append({"cell": labels, "error": result.error})
     _tell(cells, results, len(errors))
 
-    coords: dict[str, Any] = {name: coordinate(name, values) for name, values in axes.items()}
+    plain = [(name, tuple(map(plain_label, values))) for name, values in axes.items()]
     attrs: dict[str, Any] = {"baseline": baseline.values.tolist(), "remarks": list(remarks), "errors": errors}
     if baseline.names is not None:
-        coords["metric"] = list(baseline.names)
+        plain.append(("metric", baseline.names))
         attrs["metrics"] = list(baseline.names)  # which stay when one of them is picked
     sizes = [len(values) for values in axes.values()]
     return DataArray(
         data.reshape([*sizes, *baseline.values.shape]),
-        coords,
+        _coordinates(tuple((name, values, tuple(map(type, values))) for name, values in plain)),
         [*axes, *metric_dims(baseline, axes)],
         name=metric_name(metric),
         attrs=attrs,
     )
+
+
+def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[type, ...]], ...]) -> Coordinates:
+    """Returns the coordinates of the dimensions, as `xarray` has them: a copy."""
+    from xarray import Coordinates
+
+    known = _known_coordinates(labels)
+    own = {name: variable.copy(deep=False) for name, variable in known.variables.items()}
+    return Coordinates(own, indexes=dict(known.xindexes))
+
+
+@functools.lru_cache(maxsize=8)
+def _known_coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[type, ...]], ...]) -> Coordinates:
+    # To make an index takes more time than all the rest of an array, and sweeps are mostly made over the same axes.
+    from xarray import Coordinates
+
+    return Coordinates({name: coordinate(name, values) for name, values, _ in labels})
 
 
 def _tell(cells: Sequence[Cell], results: Mapping[int, CellResult], failures: int) -> None:

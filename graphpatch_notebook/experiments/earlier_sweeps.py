@@ -47,16 +47,18 @@ class Settings:
             (plain if type(value) in _VALUES else others).append(value)
         # Most of what modules hold are registries of hooks, without any: there is nothing inside of these.
         distinct = {id(value): value for value in others if type(value) not in _SIZED or value}
+        inner: list[Any] = []
         for value in distinct.values():
             inside = _inside(type(value))
             if inside is not None:
                 for item in inside(value):
-                    (plain if type(item) in _VALUES else others).append(item)
+                    (plain if type(item) in _VALUES else inner).append(item)
+        distinct.update(zip(map(id, inner), inner, strict=True))
         self._plain = plain
-        self._ids = tuple(map(id, others))
-        self._versions = [version_of(value) for value in others if isinstance(value, Tensor)]
+        self._ids = [*map(id, others), *map(id, inner)]
+        self._versions = [version_of(value) for value in distinct.values() if isinstance(value, Tensor)]
         # Functions and the like stay, as else another one might get the id; nothing that may be large does.
-        self._functions = [value for value in others if callable(value) and not isinstance(value, Module)]
+        self._functions = [value for value in distinct.values() if callable(value) and not isinstance(value, Module)]
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -237,6 +237,10 @@ class RowsPatch(Patch[Any]):
         self._wild = wild
         patched = [number for number, own in enumerate(entries) if own]
         self._touched = [*patched, *range(len(entries), len(entries) + wild)]
+        # What is asked of each row, once for all of them.
+        patches = [patch for own in entries for entry in own for patch in entry.patches]
+        self._all_write = all(type(patch) in _WRITING for patch in patches)
+        self._some_look = any(patch.observes_only for patch in patches)
 
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
@@ -269,15 +273,19 @@ class RowsPatch(Patch[Any]):
         if among_wild >= 0:
             return wild(block, among_wild)
         entries = self._entries[number]
-        is_own = not torch.is_grad_enabled() and all(type(p) in _WRITING for entry in entries for p in entry.patches)
+        is_own = not torch.is_grad_enabled() and (
+            self._all_write or all(type(p) in _WRITING for entry in entries for p in entry.patches)
+        )
         return _patched(block, entries, is_own=is_own)
 
     def _only_looks(self, number: int) -> bool:
+        if not self._some_look:
+            return False
         entries = self._entries[number] if number < len(self._entries) else None
         return entries is not None and all(patch.observes_only for entry in entries for patch in entry.patches)
 
 
-_WRITING = (ZeroPatch, AddPatch, ReplacePatch)
+_WRITING = frozenset({ZeroPatch, AddPatch, ReplacePatch})
 
 
 def _patched(block: Tensor, entries: Sequence[Entry], *, is_own: bool) -> Tensor:

@@ -37,7 +37,7 @@ from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched
 from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import CustomPatch
-from graphpatch_notebook.resolution import resolve
+from graphpatch_notebook.resolution import Target, resolve
 from graphpatch_notebook.values import readable_children
 
 _FEW = 4
@@ -96,7 +96,8 @@ class CellRunner:
         common = self._common
         if common.survey is None or common.rows is None:
             return [[cell] for cell in cells]
-        entries = [self._entries(cell.patches) for cell in cells]
+        known = self._pg._current().targets
+        entries = [self._entries(cell.patches, known) for cell in cells]
         problems = self._problems(entries)
         fitting = [number for number in range(len(cells)) if number not in problems]
         if len(fitting) < _FEW:
@@ -150,10 +151,11 @@ class CellRunner:
                     self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
             return [self._result(number, patches) for number, patches in cells]
 
-    def _entries(self, patches: PatchMap) -> list[Entry]:
+    def _entries(self, patches: PatchMap, targets: dict[str, Target] | None = None) -> list[Entry]:
         known = self._known_entries.get(id(patches))
         if known is None or known[0] is not patches:
-            entries = entries_of(self._pg._root_frame, patches, self._pg._current().targets)
+            targets = self._pg._current().targets if targets is None else targets
+            entries = entries_of(self._pg._root_frame, patches, targets)
             known = self._known_entries[id(patches)] = (patches, entries)
         return known[1]
 
