@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import key_text, readable_children
 
 _MOST = 10_000
@@ -72,7 +73,9 @@ class ExampleInputs:
 
 def _marks_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     if isinstance(value, Tensor):
-        yield where, ("tensor", id(value), _version(value), str(tuple(value.shape)), value.requires_grad)
+        with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
+            mark = ("tensor", id(value), _version(value), str(tuple(value.shape)), value.requires_grad)
+        yield where, mark
         return
     if isinstance(value, _PLAIN):
         # The text: NaN is not equal to itself, and `1` is equal to `True`.

@@ -236,7 +236,10 @@ def describe(value: Any) -> ValueSpec:
         name = "Tensor" if type(value) in (Tensor, torch.nn.Parameter) else type(value).__name__
         if is_lazy(value):  # a lazy module's parameter that has no shape yet
             return ObjectSpec(name)
-        return TensorSpec(value.shape, value.dtype, value.device, name)
+        try:
+            return TensorSpec(value.shape, value.dtype, value.device, name)
+        except NotImplementedError:  # a subclass for one function only: masks of torch.nn.attention.bias, torch 2.4
+            return ObjectSpec(name)
     if value is None or isinstance(value, _PLAIN):
         return ScalarSpec(_plain_number(value))
     if (inside := readable_children(value)) is not None:

@@ -136,13 +136,13 @@ def _attention_problem(
     scale: float | None = None,  # noqa: ARG001  # the signature is that of the function
     enable_gqa: bool = False,
 ) -> str | None:
+    if attn_mask is not None and type(attn_mask) not in _PLAIN_TENSORS:
+        return f"its attn_mask is a {type(attn_mask).__name__}"
     given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     if any(tensor.is_nested or tensor.layout != torch.strided for tensor in given):
         return "it is called with nested or sparse tensors"
     if attn_mask is not None and is_causal:
         return "it is called with attn_mask and is_causal at once, which torch's kernels take differently"
-    if attn_mask is not None and type(attn_mask) not in _PLAIN_TENSORS:
-        return f"its attn_mask is a {type(attn_mask).__name__}"
     is_cast = torch.is_autocast_enabled(query.device.type)
     has_dtypes = is_cast or len({tensor.dtype for tensor in given[:3]}) == 1
     heads = query.shape[-3] if enable_gqa else 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Kind
+from graphpatch_notebook.torch_compat import without_torch_functions
 
 
 class Source(NamedTuple):
@@ -128,7 +129,8 @@ class AttributePaths:
 
 def tensor_flags(value: Any) -> tuple[tuple[bool, bool], ...]:
     """Returns of each tensor in a value what code may ask beside its shape: `requires_grad`, and is it contiguous?"""
-    return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in plain_tensors(value))
+    with without_torch_functions():  # a tensor's own class may refuse to tell
+        return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in plain_tensors(value))
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from graphpatch_notebook import DecompositionWarning, ExtractionOptions, OptionError, PatchableGraph
+from graphpatch_notebook import DecompositionWarning, ExtractionOptions, OptionError, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.decompositions import decomposition_of
+from tests.zoo import installed
 from tests.zoo.case import floats
 from tests.zoo.values import bit_equal
 
 # What the docstring of `ExtractionOptions` says, and what half precision makes of values around one.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BATCH, HEADS, LENGTH, KEYS, WIDTH = 2, 4, 5, 7, 6
+KV_HEADS = [HEADS] if installed.TORCH < (2, 5) else [HEADS, 2, 1]  # before, there is no `enable_gqa`
+OF_NO_KEYS = math.nan if installed.TORCH < (2, 5) else 0.0
+"""What torch's attention gives for a row that is masked out whole."""
 
 
 def steps_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,24 +69,31 @@ def arguments(mask: str, dtype: torch.dtype, kv_heads: int = HEADS) -> tuple[lis
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     tolerance = TOLERANCES[dtype]
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("kv_heads", KV_HEADS)
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_attention_equals_that_of_torch(dtype: torch.dtype, mask: str, kv_heads: int, scale: float | None) -> None:
     tensors, kwargs = arguments(mask, dtype, kv_heads)
     expected = F.scaled_dot_product_attention(*tensors, **kwargs, scale=scale)
-    assert_close(attention(*tensors, **kwargs, scale=scale), expected, dtype)
-    if mask.endswith(("bool", "float")):
-        assert torch.equal(attention(*tensors, **kwargs)[..., 2, :], torch.zeros(BATCH, HEADS, WIDTH, dtype=dtype))
+    found = attention(*tensors, **kwargs, scale=scale)
+    assert_close(found, expected, dtype)
+    assert (found.isnan() == expected.isnan()).all()
+    has_row_of_no_keys = mask.endswith(("bool", "float"))
+    if has_row_of_no_keys:
+        torch.testing.assert_close(
+            found[..., 2, :], torch.full_like(found[..., 2, :], OF_NO_KEYS), rtol=0, atol=0, equal_nan=True
+        )
+    rows = [row for row in range(LENGTH) if row != 2 or not has_row_of_no_keys]
+    assert found[..., rows, :].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mask", MASKS[:-1])  # the fused kernel loses the sum of a row that is all lowest numbers
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("kv_heads", KV_HEADS[:2])
 def test_gradients_of_attention_equal_those_of_torch(dtype: torch.dtype, mask: str, kv_heads: int) -> None:
     tensors, kwargs = arguments(mask, dtype, kv_heads)
     weights = floats(BATCH, HEADS, LENGTH, WIDTH, seed=9).to(dtype)
@@ -152,6 +164,24 @@ def test_a_call_that_cannot_be_opened_stays_one_node_with_a_warning(name: str) -
     assert bit_equal(pg(*tensors, **kwargs), expected) is None
 
 
+class AttentionByBias(nn.Module):
+    """Its mask is a tensor that torch 2.4 tells nothing of, not even its shape."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = causal_lower_right(query.shape[-2], key.shape[-2])
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return attended + 1
+
+
+def test_a_mask_that_only_attention_can_read_leaves_the_rest_open() -> None:
+    tensors, _ = arguments("none", torch.float32)
+    model = AttentionByBias()
+    pg = PatchableGraph(model, *tensors)
+    with pg.patch({"attended": ZeroPatch()}):
+        assert torch.equal(pg(*tensors), torch.ones(BATCH, HEADS, LENGTH, WIDTH))
+    assert torch.equal(pg(*tensors), model(*tensors))
+
+
 def test_a_model_that_calls_none_of_the_functions_is_told_of() -> None:
     options = ExtractionOptions(decompose=["scaled_dot_product_attention", "multi_head_attention_forward"])
     match = "does not call scaled_dot_product_attention nor multi_head_attention_forward on these inputs"
@@ -183,6 +213,7 @@ def test_nested_tensors_are_refused(function: Callable[..., Any]) -> None:
         {"value": torch.ones(BATCH, HEADS, KEYS, WIDTH, dtype=torch.float64)},
         {"scaling": 3.0},
         {"attn_mask": 3.0},
+        *([{"enable_gqa": True}] if installed.TORCH < (2, 5) else []),
     ],
     ids=lambda kwargs: "-".join(kwargs),
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import installed
 from .case import Call, Case, floats, seeded, tokens
 
 EAGER = ("eager",)
@@ -81,9 +82,12 @@ class _Architecture:
     def _build(self, attention: str) -> nn.Module:
         import transformers
 
+        model_class = getattr(transformers, self.model)
+        if attention == "sdpa" and not model_class._supports_sdpa:  # T5, before transformers 5
+            attention = "eager"
         settings = {**self.settings, "attn_implementation": attention} if attention else self.settings
         config = getattr(transformers, self.config)(**settings)
-        model = seeded(lambda: getattr(transformers, self.model)(config), training=self.training)
+        model = seeded(lambda: model_class(config), training=self.training)
         self.prepare(model)
         return model
 
@@ -140,6 +144,8 @@ def _common_variants(is_eager: bool, make: Callable[[], Call]) -> dict[str, Call
 def _causal_variants(model: Any, is_eager: bool, *, has_static_cache: bool = True) -> dict[str, Call]:
     from transformers import DynamicCache
 
+    if _BREAKS_EXPANDED_MASKS and not is_eager and getattr(model.config, "sliding_window", None):
+        return _calls_within_the_window(model)
     padded_past = _prefill(model, input_ids=tokens(3, 7, seed=1), attention_mask=_left_padding(0, 2, 4, total=7))
     variants = {
         "other_size": Call.of(input_ids=tokens(5, 11)),
@@ -167,20 +173,30 @@ def _causal_variants(model: Any, is_eager: bool, *, has_static_cache: bool = Tru
         "last_logits": Call.of(input_ids=tokens(3, 11), logits_to_keep=1),
         **_common_variants(is_eager, lambda: Call.of(input_ids=tokens(5, 11))),
     }
-    if has_static_cache and (is_eager or not _has_broken_static_caches()):
+    if has_static_cache and (is_eager or not _BREAKS_EXPANDED_MASKS):
         variants["cache_static"] = _static_cache_step(model)
     return variants
 
 
-def _is_transformers_4() -> bool:
-    import transformers
+_IS_TRANSFORMERS_4 = installed.TRANSFORMERS < (5, 0)
+_BREAKS_EXPANDED_MASKS = _IS_TRANSFORMERS_4 and installed.TORCH < (2, 6)
+"""Transformers 4 writes in place into masks that are expanded over the batch, which raises: where there is a static
+cache, or a sliding window that is shorter than the sequence, and no padding."""
 
-    return transformers.__version__.startswith("4.")
 
-
-def _has_broken_static_caches() -> bool:
-    """Transformers 4 writes into an expanded mask there, which raises."""
-    return _is_transformers_4() and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6)
+def _calls_within_the_window(model: Any) -> dict[str, Call]:
+    return {
+        "one_token": Call.of(input_ids=tokens(1, 1)),
+        "other_size": Call.of(input_ids=tokens(5, 8)),
+        "left_padding": Call.of(input_ids=tokens(3, 11), attention_mask=_left_padding(0, 2, 4, total=11)),
+        "labels": Call.of(input_ids=tokens(3, 8), labels=_labels(3, 8)),
+        "embeds": Call.of(inputs_embeds=floats(3, 8, 48)),
+        "no_cache": Call.of(input_ids=tokens(3, 7), use_cache=False),
+        "cache_step": Call.of(
+            input_ids=tokens(3, 1), past_key_values=_prefill(model, input_ids=tokens(3, 7, seed=1)), use_cache=True
+        ),
+        **_common_variants(False, lambda: Call.of(input_ids=tokens(5, 8))),
+    }
 
 
 def _static_cache_step(model: Any) -> Call:
@@ -193,6 +209,17 @@ def _static_cache_step(model: Any) -> Call:
 
 def _dynamic_cache_only(model: Any, is_eager: bool) -> dict[str, Call]:
     return _causal_variants(model, is_eager, has_static_cache=False)
+
+
+def _deepseek_variants(model: Any, is_eager: bool) -> dict[str, Call]:
+    """Transformers 4 does not bring its values, narrower than its keys, together with static caches."""
+    return _causal_variants(model, is_eager, has_static_cache=not _IS_TRANSFORMERS_4)
+
+
+def _bloom_variants(model: Any, is_eager: bool) -> dict[str, Call]:
+    """Transformers 4 neither gives it static caches nor lets it cut its logits."""
+    variants = _causal_variants(model, is_eager, has_static_cache=not _IS_TRANSFORMERS_4)
+    return {name: call for name, call in variants.items() if not _IS_TRANSFORMERS_4 or name != "last_logits"}
 
 
 def _training_variants(_: Any, is_eager: bool) -> dict[str, Call]:
@@ -274,7 +301,7 @@ def _mamba_variants(model: Any, _: bool) -> dict[str, Call]:
         "no_cache": Call.of(input_ids=tokens(3, 7), use_cache=False),
         "last_logits": Call.of(input_ids=tokens(3, 11), logits_to_keep=1),
         **_common_variants(False, lambda: Call.of(input_ids=tokens(5, 11))),
-        **({} if _is_transformers_4() else _mamba_cache_variants(model)),
+        **({} if _IS_TRANSFORMERS_4 else _mamba_cache_variants(model)),
     }
 
 
@@ -432,7 +459,13 @@ _ARCHITECTURES = [
     _causal("gpt-neox", "GPTNeoX", _DECODER),
     _causal("gptj", "GPTJ", {**_GPT2, "rotary_dim": 8}, attentions=EAGER),
     _causal("opt", "OPT", {**_DECODER, "ffn_dim": 80, "word_embed_proj_dim": 48}),
-    _causal("bloom", "Bloom", {"vocab_size": 99, "hidden_size": 48, "n_layer": 2, "n_head": 4}, attentions=EAGER),
+    _causal(
+        "bloom",
+        "Bloom",
+        {"vocab_size": 99, "hidden_size": 48, "n_layer": 2, "n_head": 4},
+        attentions=EAGER,
+        variants=_bloom_variants,
+    ),
     _causal("falcon", "Falcon", {**_DECODER, "multi_query": True, "parallel_attn": True, "alibi": False}),
     _causal(
         "falcon-alibi",
@@ -545,6 +578,7 @@ _ARCHITECTURES = [
             "v_head_dim": 14,
         },
         attentions=EAGER,
+        variants=_deepseek_variants,
         notes="Fills views of uninitialised memory; keys and values differ in width; experts in groups.",
     ),
     _Architecture(
