@@ -20,6 +20,7 @@ from graphpatch_notebook.capture.records import Site
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules", "")
 _MODULE_MACHINERY = os.path.join(_TORCH_MODULES, "module.py")
+_COLLECTING = os.path.join("transformers", "utils", "generic.py")
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
@@ -37,7 +38,7 @@ _INVOKE = invoke.__code__
 class _Code:
     """What is known of a code object; kept with it, so that its `id` stays its own."""
 
-    __slots__ = ("code", "is_hook_of_offloading", "is_offloading", "is_users", "offsets")
+    __slots__ = ("code", "is_collecting", "is_hook_of_offloading", "is_offloading", "is_users", "offsets")
 
     def __init__(self, code: CodeType) -> None:
         file = code.co_filename
@@ -47,6 +48,7 @@ class _Code:
         accelerate = getattr(sys.modules.get("accelerate"), "__file__", None)
         self.is_offloading = accelerate is not None and file.startswith(os.path.join(os.path.dirname(accelerate), ""))
         self.is_hook_of_offloading = self.is_offloading and code.co_name in ("pre_forward", "post_forward")
+        self.is_collecting = code.co_name == "wrapped_forward" and file.endswith(_COLLECTING)
         self.offsets: dict[int, int] = {}
 
     def offset(self, lasti: int) -> int:
@@ -114,6 +116,11 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
 def is_offloading_code(code: CodeType) -> bool:
     """Whether this is code of accelerate, which moves weights and inputs around a module's own forward."""
     return _known(code).is_offloading
+
+
+def is_collecting_code(code: CodeType) -> bool:
+    """Whether this is what transformers 4 puts around the forwards of layers, for a run that collects their outputs."""
+    return _known(code).is_collecting
 
 
 def is_offloading(frame: FrameType | None) -> bool:

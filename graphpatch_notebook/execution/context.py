@@ -26,6 +26,7 @@ from graphpatch_notebook.execution.frame_results import new_run
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
+from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
 from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
@@ -51,14 +52,16 @@ class Prepared:
         plan: The same, laid out by frame.
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
-        with_patched_boundary: The modules whose inputs or output are patched.
+        with_patched_inputs: The modules of which inputs are patched.
+        with_patched_output: The other modules of which the output is.
     """
 
     entries: Sequence[Entry]
     plan: FramePlan
     watched: list[Module]
     watched_ids: set[int]
-    with_patched_boundary: list[Module]
+    with_patched_inputs: list[Module]
+    with_patched_output: list[Module]
 
 
 def prepare(
@@ -67,9 +70,10 @@ def prepare(
     """Returns what it takes to activate `entries`."""
     plan = make_plan(frame, entries, callers, own_graphs)
     watched = callers.modules_to_watch(plan)
-    at_boundary = [p.frame.module for p in plan.walk() if p.inputs or p.output]
-    at_boundary = [module for module in at_boundary if takes_hooks(module)]
-    return Prepared(entries, plan, watched, {id(module) for module in watched}, at_boundary)
+    plans = [p for p in plan.walk() if takes_hooks(p.frame.module)]
+    with_inputs = [p.frame.module for p in plans if p.inputs]
+    with_output = [p.frame.module for p in plans if p.output and not p.inputs]
+    return Prepared(entries, plan, watched, {id(module) for module in watched}, with_inputs, with_output)
 
 
 class ActiveContext:
@@ -173,9 +177,8 @@ def enter(
         context.after_call = outer.after_call
     try:
         context.swaps.hold(prepared.watched)
-        for module in prepared.with_patched_boundary:
-            if runs_hooks(module):
-                context.hooks.hold(module)
+        for module in _to_hook(prepared):
+            context.hooks.hold(module)
         with _lock:
             _entered.append(context)
         _active.set((*_active.get(), context))
@@ -183,6 +186,17 @@ def enter(
         take_back(context)
         raise
     return context
+
+
+def _to_hook(prepared: Prepared) -> list[Module]:
+    """Returns the modules of which inputs or output are patched by hooks, rather than in their swapped `forward`.
+
+    Inputs, always: a model may hang hooks on its modules in the middle of a run (transformers 5 does, to collect hidden
+    states), and these are to see patched inputs. It is too late then for a hook that comes first; not for one on
+    outputs, which is to come last.
+    """
+    wraps = forwards_may_be_wrapped()
+    return prepared.with_patched_inputs + [m for m in prepared.with_patched_output if wraps or runs_hooks(m)]
 
 
 def leave(context: ActiveContext) -> None:

@@ -22,10 +22,18 @@ def is_called_by_module_call() -> bool:
         code = frame.f_code
         if code.co_filename == _MODULE_FILE:
             return code.co_name in _MODULE_CALLERS
-        if not (call_sites.is_own(code) or call_sites.is_offloading_code(code)):
+        if not (call_sites.is_own(code) or call_sites.is_offloading_code(code) or call_sites.is_collecting_code(code)):
             return False
         frame = frame.f_back
     return False
+
+
+def forwards_may_be_wrapped() -> bool:
+    """Whether models may put something around the forwards of their modules for a run, which hooks lie outside of.
+
+    Transformers 4 does, to collect hidden states: they must not hold what a patch makes of them afterwards.
+    """
+    return str(getattr(sys.modules.get("transformers"), "__version__", "")).startswith("4.")
 
 
 def is_in_checkpoint() -> bool:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.zoo import installed
+
 Edit = Callable[[Tensor], Tensor]
+
+GPT2_OUTPUT = "output" if installed.TRANSFORMERS >= (5, 0) else "output|sub_0"
+"""What a layer of GPT-2 hands on: before transformers 5, the one value of a tuple."""
 
 
 class Mixer(nn.Module):

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,12 +26,13 @@ from graphpatch_notebook.experiments import (
     causal_trace,
     path_patch,
 )
-from tests.experiments.hooked import edited, gpt2, llama, mixer, outputs, putting
+from tests.experiments.hooked import GPT2_OUTPUT, edited, gpt2, llama, mixer, outputs, putting
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
 METRIC = LogitDifference(4, 8)
-HOSTS = {"gpt2": (gpt2, "transformer.h"), "llama": (llama, "model.layers")}
+HOSTS = {"gpt2": (gpt2, "transformer.h", GPT2_OUTPUT), "llama": (llama, "model.layers", "output")}
+PATH, PATH_1, PATH_2 = (f"transformer.h_{number}.{GPT2_OUTPUT}" for number in range(3))
 
 
 def traced_by_hand(model: nn.Module, names: list[str], clean: Tensor, corrupted: Tensor, metric: Any) -> np.ndarray:
@@ -44,18 +46,19 @@ def traced_by_hand(model: nn.Module, names: list[str], clean: Tensor, corrupted:
 
 
 @pytest.fixture(scope="module", params=HOSTS)
-def host(request: pytest.FixtureRequest) -> tuple[nn.Module, PatchableGraph, str]:
-    make, layers = HOSTS[request.param]
+def host(request: pytest.FixtureRequest) -> tuple[nn.Module, PatchableGraph, str, str]:
+    """A model, its graph, where its layers are, and which value of a layer is its output."""
+    make, layers, output = HOSTS[request.param]
     model = make()
-    return model, PatchableGraph(model, CLEAN[:, :5]), layers
+    return model, PatchableGraph(model, CLEAN[:, :5]), layers, output
 
 
 @pytest.mark.parametrize(("batch", "tolerance"), [(None, 0.0), ("auto", 2e-6)])
 @pytest.mark.parametrize("part", ["", ".mlp"])
 def test_equals_hooks(host: Any, part: str, batch: Any, tolerance: float) -> None:
-    model, pg, layers = host
+    model, pg, layers, output = host
     names = [f"{layers}.{number}{part}" for number in range(3)]
-    paths = [f"{layers}_{number}{part}.output" for number in range(3)]
+    paths = [f"{layers}_{number}{part}.{'output' if part else output}" for number in range(3)]
     found = causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC, batch=batch, progress=False)
     assert found.dims == ("path", "position")
     assert found.coords["path"].values.tolist() == paths
@@ -70,11 +73,11 @@ def test_equals_hooks(host: Any, part: str, batch: Any, tolerance: float) -> Non
 
 
 def test_a_batch_of_several_sequences_and_keywords(host: Any) -> None:
-    model, pg, layers = host
+    model, pg, layers, output = host
     clean, corrupted = torch.randint(23, (2, 3, 6))
     metric = Probability([1, 2, 3])
     found = causal_trace(
-        pg, {"input_ids": clean}, {"input_ids": corrupted}, [f"{layers}_1.output"], None, metric, progress=False
+        pg, {"input_ids": clean}, {"input_ids": corrupted}, [f"{layers}_1.{output}"], None, metric, progress=False
     )
     expected = traced_by_hand(model, [f"{layers}.1"], clean, corrupted, metric)
     np.testing.assert_allclose(found.values, expected, atol=2e-6, rtol=0)
@@ -82,7 +85,7 @@ def test_a_batch_of_several_sequences_and_keywords(host: Any) -> None:
 
 def test_positions_are_chosen_and_counted_from_the_end() -> None:
     pg = PatchableGraph(gpt2(), CLEAN)
-    paths = [pg.graph.transformer.h_0.output, pg.graph.transformer.h_2.attn.c_proj.x]
+    paths = [PATH, pg.graph.transformer.h_2.attn.c_proj.x]
 
     def trace(positions: Any) -> Any:
         return causal_trace(pg, CLEAN, CORRUPTED, paths, positions, METRIC, progress=False, batch=None)
@@ -97,7 +100,7 @@ def test_positions_are_chosen_and_counted_from_the_end() -> None:
 
 def test_everything_restored_at_the_changed_token_is_the_clean_run() -> None:
     pg = PatchableGraph(gpt2(), CLEAN)
-    paths = ["transformer.wte.output", "transformer.h_2.output"]
+    paths = ["transformer.wte.output", PATH_2]
     found = causal_trace(pg, CLEAN, CORRUPTED, paths, [2, 6], METRIC, normalize=True, progress=False)
     assert found.sel(path=paths[0], position=2) == pytest.approx(1, abs=1e-5)
     assert found.sel(path=paths[0], position=6) == pytest.approx(0, abs=1e-5)
@@ -131,7 +134,7 @@ def test_window_restores_neighbouring_layers_as_rome_does(window: int) -> None:
 def test_noise_equals_hooks(settings: dict[str, float]) -> None:
     model = gpt2()
     pg = PatchableGraph(model, CLEAN)
-    paths, names = ["transformer.wte.output", "transformer.h_1.output"], ["transformer.wte", "transformer.h.1"]
+    paths, names = ["transformer.wte.output", PATH_1], ["transformer.wte", "transformer.h.1"]
     noise = Noise(pg.graph.transformer.wte.output, positions=[1, -5], samples=3, seed=7, **settings)
     found = causal_trace(pg, CLEAN, noise, paths, [2, 6], METRIC, progress=False)
     assert found.dims == ("path", "position")
@@ -163,9 +166,7 @@ def test_noise_is_normalized_and_drawn_again_the_same() -> None:
 
     def trace(seed: int) -> Any:
         noise = Noise("transformer.wte.output", samples=2, seed=seed)
-        return causal_trace(
-            pg, CLEAN, noise, ["transformer.h_2.output"], None, METRIC, normalize=True, progress=False, batch=None
-        )
+        return causal_trace(pg, CLEAN, noise, [PATH_2], None, METRIC, normalize=True, progress=False, batch=None)
 
     found = trace(0)
     assert found.values[0, -1] == pytest.approx(1, abs=1e-5)
@@ -195,7 +196,7 @@ def test_metrics_with_several_numbers() -> None:
     def metric(output: Any) -> dict[str, Tensor]:
         return {"right": Probability(4)(output), "wrong": Probability(8)(output)}
 
-    found = causal_trace(pg, CLEAN, CORRUPTED, ["transformer.h_2.output"], [6], metric, normalize=True, progress=False)
+    found = causal_trace(pg, CLEAN, CORRUPTED, [PATH_2], [6], metric, normalize=True, progress=False)
     assert found.dims == ("path", "position", "metric")
     assert found.values.flatten() == pytest.approx([1, 1], abs=1e-4)
     assert len(found.attrs["clean"]) == 2
@@ -206,21 +207,18 @@ def pg() -> PatchableGraph:
     return PatchableGraph(gpt2(), CLEAN)
 
 
-PATH = "transformer.h_0.output"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"corrupted": CORRUPTED[:, :5]},
-            r"'transformer.h_0.output' is of shape \(1, 7, 16\) on the clean .* of \(1, 5, 16\) on the corrupted ones",
+            rf"'{re.escape(PATH)}' is of shape \(1, 7, 16\) on the clean .* of \(1, 5, 16\) on the corrupted ones",
         ),
-        ({"paths": PATH}, r"paths must be several, in a list: paths=\['transformer.h_0.output'\]"),
+        ({"paths": PATH}, rf"paths must be several, in a list: paths=\['{re.escape(PATH)}'\]"),
         ({"paths": []}, "paths is empty"),
-        ({"paths": [PATH, PATH]}, "'transformer.h_0.output' more than once"),
+        ({"paths": [PATH, PATH]}, f"'{re.escape(PATH)}' more than once"),
         ({"paths": ["transformer.h_0.mlp.c_fc.weight"]}, "a parameter has no positions"),
-        ({"positions": 7}, r"position 7 is out of range: 'transformer.h_0.output' has 7 positions"),
+        ({"positions": 7}, f"position 7 is out of range: '{re.escape(PATH)}' has 7 positions"),
         ({"positions": -8}, "position -8 is out of range"),
         ({"positions": []}, "positions is empty"),
         ({"positions": "last"}, "positions are whole numbers, or True for all, not 'last'"),
@@ -422,7 +420,7 @@ def test_what_an_interrupt_leaves_is_told_as_the_whole_would_be(pg: PatchableGra
             raise KeyboardInterrupt
         return METRIC(output)
 
-    paths = ["transformer.wte.output", "transformer.h_2.output"]
+    paths = ["transformer.wte.output", PATH_2]
     settings: dict[str, Any] = {"normalize": True, "progress": False, "batch": None}
     whole = causal_trace(pg, CLEAN, corrupted, paths, None, METRIC, **settings)
     with pytest.raises(SweepInterrupted) as stopped:

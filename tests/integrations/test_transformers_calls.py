@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import CustomPatch, PatchableGraph, PatchNotFiredWarning
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchNotFiredWarning
+from tests.experiments.hooked import GPT2_OUTPUT
 from tests.zoo import CASES, Case
 from tests.zoo.case import tokens
 from tests.zoo.values import bit_equal
@@ -19,8 +20,8 @@ BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
 # The laws run each of these on all its calls, captured with the plainest inputs. Here the example is another one.
 EXAMPLES = {
     "gpt2-eager": ("labels", "left_padding", "everything", "cache_step"),
-    "llama-eager": ("cache_chunk_padded", "embeds"),
-    "llama-sdpa": ("tuple", "cache_static"),
+    "llama-eager": ("cache_chunk_padded", "embeds", "cache_static"),
+    "llama-sdpa": ("tuple",),
     "bert-eager": ("right_padding", "labels", "everything"),
     "bert-sdpa": ("embeds",),
     "t5-eager": ("labels", "cache_step"),
@@ -91,18 +92,54 @@ def test_a_patch_reaches_the_hidden_states_and_the_loss() -> None:
     finally:
         handle.remove()
     halve = CustomPatch(custom_op=lambda t: t * 0.5)
-    with pg.patch({"transformer.h_0.output": halve}):
+    with pg.patch({f"transformer.h_0.{GPT2_OUTPUT}": halve}):
         found = pg(ids, labels=ids, output_hidden_states=True)
     assert bit_equal(expected.loss, found.loss) is None
     assert bit_equal(expected.logits, found.logits) is None
     assert bit_equal(expected.hidden_states, found.hidden_states) is None
 
 
+@pytest.mark.parametrize("name", ["gpt2-eager", "llama-eager", "bert-eager", "vit-eager"])
+@pytest.mark.parametrize("end", ["hidden_states", "output"])
+def test_what_the_model_collects_is_what_hooks_would_leave(name: str, end: str) -> None:
+    """Hooks lie outside of what transformers 4 puts around the forwards of layers to collect their outputs."""
+    case = BY_NAME[name]
+    model, reference = model_and_reference(name)
+    call = case.example()
+    pg = PatchableGraph(model, *call.args, **call.kwargs)
+    asked = {**call.kwargs, "output_hidden_states": True, "output_attentions": True}
+    layer = next(path for path, module in reference.named_modules() if path.endswith((".0", "_0")))
+    nodes = [(path, node) for path, node in pg.nodes.items() if node.frame_path == layer.replace(".0", "_0")]
+    kind = "output" if end == "output" else "input"
+    path = next(path for path, node in nodes if node.shape and node.kind == kind and node.name.startswith(end))
+    with pg.patch({path: AddPatch(value=0.5)}):
+        found = pg(*call.args, **asked)
+    module = reference.get_submodule(layer)
+    if end == "output":
+        handle = module.register_forward_hook(_raised_output)
+    else:
+        handle = module.register_forward_pre_hook(_raised_input, with_kwargs=True)
+    try:
+        expected = reference(*call.args, **asked)
+    finally:
+        handle.remove()
+    assert bit_equal(expected, found) is None
+    assert bit_equal(expected, reference(*call.args, **asked)) is not None
+
+
+def _raised_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return (output[0] + 0.5, *output[1:]) if isinstance(output, tuple) else output + 0.5
+
+
+def _raised_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return (args[0] + 0.5, *args[1:]), kwargs
+
+
 def _halved(module: nn.Module, args: Any, output: Any) -> Any:
     return output * 0.5 if isinstance(output, Tensor) else (output[0] * 0.5, *output[1:])
 
 
-@pytest.mark.parametrize("name", ["gpt2-eager", "llama-sdpa"])
+@pytest.mark.parametrize("name", ["gpt2-eager", "llama-eager"])
 def test_a_cache_goes_from_a_patched_call_to_the_next(name: str) -> None:
     """The cache that a call fills is the user's object, and holds what the patched call put there."""
     model, reference = model_and_reference(name)
