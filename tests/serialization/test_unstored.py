@@ -11,6 +11,7 @@ from accelerate import cpu_offload
 from torch import Tensor, nn
 
 from graphpatch_notebook import (
+    AddPatch,
     ExtractionOptions,
     PatchableGraph,
     ProbePatch,
@@ -92,6 +93,32 @@ def test_the_model_runs_calls_that_the_graph_does_not_hold_for(tmp_path: Path) -
     assert torch.equal(loaded(x(100, 4)), pg(x(100, 4)))
     with pytest.raises(StoredFormError, match="'mask' is Tensor"), loaded.patch({"hidden": ZeroPatch()}):
         loaded(x(), 0.0, mask)
+
+
+class Vmapped(nn.Module):
+    """Makes its mask with `torch.vmap`, as transformers 4 does: what comes out of it no seen call made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[-1])
+        is_before = torch.vmap(torch.vmap(lambda i, j: j <= i, (None, 0)), (0, None))(positions, positions)
+        scores = self.linear(x)[..., None] * is_before
+        return scores.sum(-1)
+
+
+def test_what_comes_out_of_vmap_needs_the_model(tmp_path: Path) -> None:
+    model = Vmapped()
+    pg, file = saved(model, tmp_path, match="uses a tensor that neither it nor its module holds, and that is gone")
+    with pytest.raises(UnstoredFrameError, match=r"load\(file, model=model\)"):
+        PatchableGraph.load(file)(x())
+    loaded = PatchableGraph.load(file, model=model)
+    for graph in (pg, loaded):
+        assert torch.equal(graph(x()), model(x()))
+        with graph.patch({"linear.output": AddPatch(value=1.0)}):
+            torch.testing.assert_close(graph(x()), model(x()) + torch.arange(1.0, 5.0))
 
 
 def test_modules_that_were_replaced_since(tmp_path: Path) -> None:
