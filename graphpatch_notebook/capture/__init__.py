@@ -16,6 +16,7 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
@@ -61,6 +62,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         swaps.let_go()
         for reached in modules:
             _drop_sizes(reached)
+            _put_back_tensors(reached, recorder)
 
     try:
         try:
@@ -120,6 +122,14 @@ def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions
             f"the example inputs do not reach these submodules: {', '.join(sorted(unused))}; give inputs that do, or "
             "set allow_unused_submodules=True"
         )
+
+
+def _put_back_tensors(module: Module, recorder: Recorder) -> None:
+    """Puts the model's own tensors in place of the aliases of them that it kept for itself."""
+    for held in (module.__dict__, module._buffers):
+        for name, value in held.items():
+            if isinstance(value, Tensor) and (original := recorder.original(value)) is not value:
+                held[name] = original
 
 
 def _drop_sizes(module: Module) -> None:

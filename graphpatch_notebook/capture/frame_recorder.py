@@ -28,6 +28,7 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, Module,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
 )  # fmt: skip
+_OF_THE_MODEL = ("parameter", "buffer", "attribute")
 _EMPTY = inspect.Parameter.empty
 
 
@@ -79,6 +80,15 @@ class FrameRecorder:
     def knows(self, value: Any) -> bool:
         """Whether this very object is the value of a node."""
         return self._lookup(value) is not None
+
+    def alias_of(self, value: Tensor) -> Tensor:
+        """Returns an alias of a tensor that was given and handed back, so that the two can be told apart."""
+        result, original = alias(value), self.recorder.original(value)
+        node = self.node_of(value)
+        # The model may put the alias where it had the tensor: `self.table = self.table.to(device)`. Both live anyway.
+        if (node is not None and node.kind in _OF_THE_MODEL) or original is not value:
+            self.recorder.held[id(result)] = (result, original)
+        return result
 
     def node_of(self, value: Any) -> Node | None:
         """Returns the node whose whole value this very object is."""
@@ -292,7 +302,7 @@ class FrameRecorder:
             return self._add_in_place(node, result, wrote[0])
         if isinstance(result, Tensor):
             if self.knows(result):
-                result = alias(result)
+                result = self.alias_of(result)
             node.spec = describe(result)
             self._append(node, result)
             return result

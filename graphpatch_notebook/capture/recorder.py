@@ -19,7 +19,6 @@ from graphpatch_notebook.capture.decompositions import Decomposition, chosen
 from graphpatch_notebook.capture.frame_count import frame_count
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
-from graphpatch_notebook.capture.identity import alias
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.packed_weights import packing_of
@@ -47,6 +46,7 @@ class Recorder(TorchFunctionMode):
         self.has_opened = False
         self.unopened: dict[tuple[str, str], Frame] = {}
         self.failures: list[tuple[Frame, BaseException]] = []
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
         self.muted = 0
         self.depth = 0
         self.count = frame_count.get()
@@ -55,6 +55,11 @@ class Recorder(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self.depth = function_mode_depth()
         return self
+
+    def original(self, value: Any) -> Any:
+        """Returns the tensor of the model that `value` is an alias of, or else `value` itself."""
+        known = self.held.get(id(value))
+        return known[1] if known is not None and known[0] is value else value
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -336,7 +341,7 @@ def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
     if isinstance(output, Tensor):
         is_told = id(output) not in seen and not parent.knows(output)
         seen.add(id(output))
-        return output if is_told else alias(output)
+        return output if is_told else parent.alias_of(output)
     is_theirs = isinstance(output, (list, dict)) and parent.knows(output)
     if is_theirs or not isinstance(output, (tuple, list, dict)):
         return output

@@ -41,11 +41,17 @@ def children_of(value: Any) -> Children | None:
             entries += _fields_unlike_items(value, dict(items))
         return entries
     if dataclasses.is_dataclass(value):
-        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [(f".{field.name}", _field(value, field.name)) for field in dataclasses.fields(value)]
     has_own_equality = type(value).__eq__ is not object.__eq__
     if has_own_equality or isinstance(value, Iterator) or not hasattr(value, "__dict__"):
         return None
     return [(f".{name}", part) for name, part in vars(value).items()]
+
+
+def _field(value: Any, name: str) -> Any:
+    """What a dataclass holds: some configs refuse to be asked for a field that differs between layers."""
+    held = getattr(value, "__dict__", {})
+    return held[name] if name in held else getattr(value, name)
 
 
 def _fields_unlike_items(value: Any, items: Mapping[Any, Any]) -> Children:

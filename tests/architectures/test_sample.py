@@ -1,0 +1,89 @@
+"""A sample of the architectures, another one each week; `python -m tests.architectures` runs all of them.
+
+`ARCHITECTURES_SEED=2026-W47` runs the sample of that week again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.architectures.families import FAMILIES, Architecture, architectures
+from tests.architectures.findings import Finding
+from tests.architectures.isolation import examined
+from tests.architectures.sample import SEED, sample
+from tests.architectures.shrinking import small_config
+from tests.architectures.special import SPECIAL
+from tests.architectures.table import totals
+
+GPT2 = Architecture("causal", "gpt2", "GPT2LMHeadModel")
+
+
+def test_there_are_over_a_hundred_in_all_families() -> None:
+    found = architectures()
+    assert len(found) > 100
+    assert {each.family for each in found} == set(FAMILIES)
+    assert len({each.model for each in found}) == len(found)
+
+
+def test_each_seed_has_a_sample_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = architectures()
+    assert sample(everything, 12, "2026-W47") == sample(everything, 12, "2026-W47")
+    assert sample(everything, 12, "2026-W47") != sample(everything, 12, "2026-W48")
+    monkeypatch.setenv(SEED, "2026-W47")
+    assert sample(everything, 12) == sample(everything, 12, "2026-W47")
+
+
+def test_what_is_special_is_of_an_architecture() -> None:
+    assert set(SPECIAL) <= {each.model_type for each in architectures()}
+
+
+def test_nested_configs_are_shrunk_too() -> None:
+    import transformers
+
+    config = small_config(transformers.CLIPConfig, {"text_config": {"num_hidden_layers": 3}})
+    assert (config.text_config.num_hidden_layers, config.text_config.hidden_size) == (3, 64)
+    assert (config.vision_config.num_hidden_layers, config.vision_config.image_size) == (2, 64)
+
+
+def _dies(architecture: Architecture) -> Finding:
+    os._exit(3)
+
+
+def _sleeps(architecture: Architecture) -> Finding:
+    time.sleep(60)
+    return Finding.of(architecture)
+
+
+def _raises(architecture: Architecture) -> Finding:
+    raise ValueError("of its own")
+
+
+@pytest.mark.parametrize(
+    ("look", "why"),
+    [
+        (_dies, "its process died (exit code 3)"),
+        (_sleeps, "did not end within 1 s"),
+        (_raises, "fails: ValueError of its own at test_sample.py:"),
+    ],
+)
+def test_one_that_fails_takes_no_other_down(look: Callable[[Architecture], Finding], why: str) -> None:
+    findings = list(examined([GPT2, GPT2], processes=2, seconds=1, look=look))
+    assert len(findings) == 2
+    assert all((each.missing or "").startswith(why) for each in findings)
+
+
+def test_totals_count_what_ran() -> None:
+    ran = Finding("causal-gpt2", "causal", "GPT2LMHeadModel", compiled=9, opaque=1, equal=8, laws=7)
+    ran.broken = {"2": ["a bit"]}
+    missing = Finding("vision-timm", "vision", "Timm", missing="needs a library that is not installed: timm")
+    counted = "architectures; 9 of 10 frames compiled (90.0%); 8 of 9 graphs verified (88.9%); 6 of 7 laws held"
+    assert totals([ran, missing]) == [
+        f"causal: 1 of 1 {counted}",
+        "vision: 0 of 1 architectures; 0 of 0 frames compiled; 0 of 0 graphs verified; 0 of 0 laws held",
+        f"all: 1 of 2 {counted}",
+        "not run: 1 needs a library that is not installed",
+    ]
