@@ -38,10 +38,14 @@ class FrameStack(Protocol):
     Attributes:
         stack: The frames that run at this moment, innermost last.
         owners: The nodes whose values lie in the same memory, by its address: of what lies there now.
+        held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
     """
 
     stack: list[FrameRecorder]
     owners: dict[int, list[Node]]
+    held: dict[int, tuple[Tensor, Tensor]]
+
+    def original(self, value: Any) -> Any: ...
 
 
 class FrameRecorder:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -14,12 +15,25 @@ import pytest
 from tests.architectures.families import FAMILIES, Architecture, architectures
 from tests.architectures.findings import Finding
 from tests.architectures.isolation import examined
-from tests.architectures.sample import SEED, sample
+from tests.architectures.sample import SEED, sample, seed_of_now
 from tests.architectures.shrinking import small_config
 from tests.architectures.special import SPECIAL
 from tests.architectures.table import totals
 
 GPT2 = Architecture("causal", "gpt2", "GPT2LMHeadModel")
+
+
+@pytest.mark.slow
+def test_no_law_is_broken_by_the_sample_of_the_week() -> None:
+    seed = seed_of_now()
+    chosen = sample(architectures(), 12, seed)
+    print(f"{SEED}={seed}: {', '.join(each.name for each in chosen)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        findings = list(examined(chosen))
+    print("\n".join(totals(findings)))
+    assert {each.name: each.broken for each in findings if each.broken} == {}
+    assert sum(each.laws for each in findings) > 0
 
 
 def test_there_are_over_a_hundred_in_all_families() -> None:
