@@ -15,7 +15,7 @@ from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.graph_modules.verification import VerificationReport
 from tests.architectures.building import NotSmall, case_of
 from tests.architectures.families import Architecture
-from tests.architectures.law_table import LAWS, broken_laws, changes_the_model, is_random
+from tests.architectures.law_table import LAWS, broken_laws, changes_the_model, interrupts_change_the_model, is_random
 from tests.laws.captures import run
 from tests.zoo import Case
 from tests.zoo.values import copy_call, scalar_loss
@@ -94,7 +94,10 @@ def _try(case: Case, finding: Finding) -> None:
         finding.notes.append(f"cannot be backpropagated, without the package either: {refusal}")
     case = dataclasses.replace(case, mutates_state=changed is not None, tolerance=tolerance, grad=refusal is None)
     _look_at_frames(case, finding)
-    laws = [law for law in LAWS if case.grad or not law.needs_gradients]
+    kept = interrupts_change_the_model(case)
+    if kept:
+        finding.notes.append(f"keeps what an interrupted run leaves, without the package too ({kept}): not interrupted")
+    laws = [law for law in LAWS if (case.grad or not law.needs_gradients) and not (kept and law.needs_tidiness)]
     finding.broken = broken_laws(case, laws)
     finding.laws = len(laws)
 

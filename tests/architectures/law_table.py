@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 import graphpatch_notebook
 from graphpatch_notebook import GraphPatchWarning
@@ -33,6 +38,7 @@ class Law:
         tests: Functions of a case that raise where it does not hold.
         only_without_state: More of them, which mean nothing where a run changes the model.
         needs_gradients: Whether it says something only of models that can be backpropagated.
+        needs_tidiness: Whether it says something only of models that an interrupted run leaves as they were.
     """
 
     number: int
@@ -40,6 +46,7 @@ class Law:
     tests: tuple[CaseTest, ...]
     only_without_state: tuple[CaseTest, ...] = ()
     needs_gradients: bool = False
+    needs_tidiness: bool = False
 
     def broken_by(self, case: Case) -> list[str]:
         """Returns in words how the law is broken by a case; nothing if it holds."""
@@ -81,11 +88,13 @@ LAWS = (
         "the model is left as it was",
         (),
         (law_05.test_after_errors_and_interrupts_at_any_point, law_05.test_after_an_error_of_capture),
+        needs_tidiness=True,
     ),
     Law(6, "gradients are those of hooks", (), (law_06.test_gradients_equal_those_of_hooks,), needs_gradients=True),
     Law(11, "no weight is copied", (law_11.test_parameters_are_shared,), (law_11.test_records_hold_no_tensors,)),
 )
 
+_MOST_INTERRUPTS = 12
 _IGNORED: dict[int, tuple[type[Warning], ...]] = {
     3: (graphpatch_notebook.AliasedPatchWarning, graphpatch_notebook.RepeatedCallWarning),
     4: (graphpatch_notebook.LiveFallbackWarning,),
@@ -143,3 +152,28 @@ def changes_the_model(case: Case) -> str | None:
     seed_all(5)
     second = case.example().run(model)
     return same_state(model, before) or bit_equal(first, second)
+
+
+def interrupts_change_the_model(case: Case) -> str | None:
+    """Returns what a model of its own keeps of a run that ends with an error in one of its modules, if anything."""
+    model = case.build()
+    seed_all(5)
+    case.example().run(model)
+    before = snapshot(model)
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    for module in modules[:: 1 + len(modules) // _MOST_INTERRUPTS]:
+        handle = module.register_forward_pre_hook(_interrupt)
+        with contextlib.suppress(_Interrupted):
+            case.example().run(model)
+        handle.remove()
+        if (changed := same_state(model, before)) is not None:
+            return changed
+    return None
+
+
+class _Interrupted(BaseException):
+    """Stands in for an interrupt from the keyboard."""
+
+
+def _interrupt(module: nn.Module, args: Any) -> None:
+    raise _Interrupted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -264,8 +265,11 @@ def _at_boundary(capture: Capture, frame: Frame, rng: random.Random) -> Iterator
 def tensor_edits(capture: Capture, count: int) -> Iterator[Edit]:
     """Edits of parameters and buffers that are used in one frame only, and that it does not hand out."""
     rng = capture.random("tensors")
-    nodes = [(frame, node) for frame in capture.pg._root_frame.walk() for node in frame.nodes if node.kind in _HELD]
+    every = [(frame, node) for frame in capture.pg._root_frame.walk() for node in frame.nodes]
+    nodes = [(frame, node) for frame, node in every if node.kind in _HELD]
     uses = Counter(id(_held(frame.module, node)) for frame, node in nodes)
+    # Some modules are given another one, and read its parameters: they use them, too, and have no node for them.
+    uses.update(id(node.target()) for _, node in every if isinstance(node.target, weakref.ref))
     once = [
         (frame, node)
         for frame, node in nodes
