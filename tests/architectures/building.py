@@ -29,7 +29,7 @@ def case_of(architecture: Architecture) -> Case:
     Raises:
         NotSmall: There is no such case.
     """
-    special = special_of(architecture.model_type)
+    special = special_of(architecture)
     config = _config(architecture)
 
     def build_new() -> nn.Module:
@@ -56,7 +56,7 @@ def case_of(architecture: Architecture) -> Case:
 
 
 def _config(architecture: Architecture) -> Any:
-    special = special_of(architecture.model_type)
+    special = special_of(architecture)
     config = _tried("has no small config", lambda: small_config(architecture.config_class, special.settings))
     with torch.device("meta"):
         model = _tried("cannot be built", lambda: architecture.model_class(copy.deepcopy(config)))

@@ -37,7 +37,7 @@ def variants(architecture: Architecture, config: Any, special: Special) -> dict[
     flags = {"output_hidden_states": True, "return_dict": False}
     calls["flags"] = Call.of(**example(architecture, config, special).kwargs, **flags)
     if "use_cache" in parameters:
-        calls["no_cache"] = Call.of(**example(architecture, config, special).kwargs, use_cache=False)
+        calls["no_cache"] = Call.of(**{**example(architecture, config, special).kwargs, "use_cache": False})
     return calls
 
 

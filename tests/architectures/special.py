@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.architectures.families import Architecture
 from tests.zoo.case import floats, tokens
 
 
@@ -71,6 +72,10 @@ def _language(config: Any, batch: int, length: int) -> dict[str, Any]:
     return {"lang_ids": torch.zeros(batch, dtype=torch.long)}
 
 
+def _no_cache(config: Any, batch: int, length: int) -> dict[str, Any]:
+    return {"use_cache": False}
+
+
 def _video(frames: int) -> Callable[[Any], tuple[int, ...]]:
     return lambda config: (_found(config, "num_frames", frames), *_pixels(config))
 
@@ -118,6 +123,15 @@ SPECIAL: dict[str, Special] = {
     ),
     "bamba": Special(why="has attention where this says so", settings={"attn_layer_indices": [1]}),
     "bit": Special(why="widths must be multiples of the groups", settings={"num_groups": 4}),
+    "blt": Special(
+        why="hashes groups of bytes; a cache asks its config for what it does not have",
+        settings={"encoder_hash_byte_group_vocab": 128},
+        inputs=_no_cache,
+    ),
+    "causal-reformer": Special(
+        why="axial positions multiply to the length, and their widths add up; a decoder when asked",
+        settings={"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 48], "is_decoder": True},
+    ),
     "canary": Special(why="takes frames before bins", features=_frames_first),
     "cohere_asr": Special(why="takes frames before bins", features=_frames_first),
     "cohere_compass_text": Special(
@@ -144,6 +158,18 @@ SPECIAL: dict[str, Special] = {
             "out_channels": (16, 24, 40, 80, 112, 192, 320),
         },
     ),
+    "dots3_note_text": Special(
+        why="has sizes of its own for sliding attention, which are no fields",
+        settings={
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 16,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 24,
+            "swa_qk_nope_head_dim": 16,
+            "swa_v_head_dim": 16,
+        },
+    ),
     "dots1": Special(why="has no experts by default", settings={"n_shared_experts": 1, "n_routed_experts": 4}),
     "esm": Special(why="has no padding by default", settings={"vocab_size": 128, "pad_token_id": 1}),
     "esmc": Special(why="a vocabulary of 64", settings={"vocab_size": 128}),
@@ -167,12 +193,26 @@ SPECIAL: dict[str, Special] = {
     "llama4": Special(why="the class for pictures says tokens", main_input="pixel_values"),
     "longcat_flash": Special(why="rotary tables as wide as the rotary part", settings={"head_dim": 8}),
     "mamba2": Special(why="heads times their width is twice the width", settings={"num_heads": 8, "head_dim": 16}),
-    "mllama": Special(why="takes tiles of pictures", main_input="pixel_values", inputs=_tiles),
-    "mpnet": Special(why="adds special tokens to the vocabulary", settings={"vocab_size": 130}),
+    "vision-mllama": Special(why="takes tiles of pictures", main_input="pixel_values", inputs=_tiles),
+    "mpnet": Special(
+        why="adds special tokens to the vocabulary, and counts on 32 buckets",
+        settings={"vocab_size": 130, "relative_attention_num_buckets": 32},
+    ),
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
     "parakeet_ctc": Special(why="takes frames before bins", features=_frames_first),
-    "perceiver": Special(why="the classifier takes pictures", main_input="inputs"),
+    "masked-perceiver": Special(why="the classifier has another input", main_input="inputs"),
+    "vision-perceiver": Special(why="the main input says tokens", main_input="pixel_values"),
+    "qwen4_exp_text": Special(
+        why="has no sizes of the indexer by default",
+        settings={
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+        },
+    ),
     "reformer": Special(
         why="axial positions multiply to the length, and their widths add up",
         settings={"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 48]},
@@ -205,5 +245,5 @@ SPECIAL: dict[str, Special] = {
 }
 
 
-def special_of(model_type: str) -> Special:
-    return SPECIAL.get(model_type, ORDINARY)
+def special_of(architecture: Architecture) -> Special:
+    return SPECIAL.get(architecture.name) or SPECIAL.get(architecture.model_type, ORDINARY)
