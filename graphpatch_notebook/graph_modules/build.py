@@ -46,6 +46,8 @@ _PRINTABLE = (
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
+_LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis))
+
 
 class Targets(Protocol):
     """How the code of a frame's graph module reaches what lies outside the graph."""
@@ -100,6 +102,7 @@ class _Builder:
         self.values: dict[tuple[Node, tuple[Key, ...]], fx.Node] = {}
         self.digs = _digs(frame)
         self.objects: dict[int, fx.Node] = {}
+        self.parameter_names = {parameter.name for parameter in frame.parameters}
 
     def build(self) -> BuiltGraph:
         by_name = {node.target: node for node in self.frame.nodes if node.kind == "input"}
@@ -209,12 +212,17 @@ class _Builder:
             return self._container(value.type, [k for k, _ in value.children], [v for _, v in value.children])
         if type(value) is torch.Size:
             return tuple(value)
-        if type(value) in _PRINTABLE:
+        if type(value) in _PRINTABLE and not self._is_hidden(value):
             return value
         known = self.objects.get(id(value))
         if known is None:
             known = self.objects[id(value)] = self.graph.create_node("get_attr", self._constant(lambda: value))
         return known
+
+    def _is_hidden(self, value: Any) -> bool:
+        """Whether a parameter of `forward` has a name that the code of `value` needs, as in `device(type='cpu')`."""
+        is_literal = type(value) in _LITERALS
+        return not is_literal and not self.parameter_names.isdisjoint(re.findall(r"[^\W\d]\w*", repr(value)))
 
     def _container(self, kind: type, keys: Sequence[Key], items: Sequence[Any]) -> fx.Node:
         make = Container(kind, tuple(keys))

@@ -65,7 +65,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="as many, chosen by the seed")
     parser.add_argument("--seed", help="of the sample; by default that of CI")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seconds", type=int, default=120, help="for one architecture, at most")
+    parser.add_argument("--seconds", type=int, default=600, help="for one architecture, at most")
     parser.add_argument("--json", type=Path, help="a file that gets all findings, as they come")
     parser.add_argument("--resume", action="store_true", help="leave out what that file has already")
     return parser.parse_args(arguments)

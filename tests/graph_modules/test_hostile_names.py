@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -38,3 +39,19 @@ def test_a_graph_runs_and_is_shown_whatever_its_modules_are_called(name: str) ->
     assert details(pg, skeleton, 0)["code"] == code.strip("\n")
     for row in range(len(skeleton)):
         details(pg, skeleton, row)
+
+
+class Shadowing(nn.Module):
+    """Has parameters that are called as what their graph's code needs to print other values."""
+
+    def forward(self, x: Tensor, device: int, inf: float, nan: float) -> Tensor:
+        filled = torch.ones(3, device=x.device).masked_fill(x > 0, -math.inf).clamp(min=-2.0, max=math.inf)
+        return torch.nan_to_num(x / 0, nan=math.nan) + filled * device + inf + nan
+
+
+def test_parameters_do_not_stand_in_for_what_the_code_prints() -> None:
+    model, x = Shadowing(), torch.tensor([0.0, 1.0, -1.0])
+    pg = PatchableGraph(model, x, 2, 3.0, nan=4.0)
+    expected = model(x, 2, 3.0, 4.0)
+    assert pg.verify(x, 2, 3.0, nan=4.0).equal
+    torch.testing.assert_close(pg._graph_module(x, 2, 3.0, nan=4.0), expected, rtol=0, atol=0, equal_nan=True)
