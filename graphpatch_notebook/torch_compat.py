@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import CodeType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 import torch._compile
@@ -146,22 +148,74 @@ def pop_function_modes(depth: int) -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` runs code of `torch.compile`: a wrapper made by it, or compiled in place.
+    """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is.
 
-    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13. Told by:
-    tests/integrations/test_torch_compile.py.
+    `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
+    functions: torch 2.0 to 2.13. Told by: tests/integrations/test_torch_compile.py.
     """
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    state = module.__dict__  # none of these is on a class, and this is asked of every module
+    if state.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
+        return True
+    return _is_compiled_function(state.get("forward")) or _has_compiled_forward(type(module))
 
 
-def compiled_code_runs_eagerly() -> AbstractContextManager[None]:
-    """Returns a context in which what `torch.compile` compiled runs as it was written.
+def _is_compiled_function(function: object) -> bool:
+    return function is not None and hasattr(function, "_torchdynamo_orig_callable")
+
+
+def _has_compiled_forward(owner: type) -> bool:
+    return _is_compiled_function(getattr(owner, "forward", None))
+
+
+def has_compiled_parts(root: torch.nn.Module) -> bool:
+    """Whether `torch.compile` compiled `root`, or any module in it, so far.
+
+    Asked by each patch context. Compiling imports `torch._dynamo`: torch 2.0 to 2.15. Told by: the same tests.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    ahead, seen, classes = [root], {id(root)}, set()
+    for module in ahead:
+        state = module.__dict__
+        if state.get("_compiled_call_impl") is not None or _is_compiled_function(state.get("forward")):
+            return True
+        classes.add(type(module))
+        children = module._modules
+        if children:
+            if "_orig_mod" in children:
+                return True
+            ahead += [child for child in children.values() if child is not None and id(child) not in seen]
+            seen.update(map(id, children.values()))
+    return any(map(_has_compiled_forward, classes))
+
+
+class EagerCode:
+    """Has all that `torch.compile` compiled run as it was written, from `hold` until `let_go`, which may come twice.
+
+    This is one switch for all threads, so it is turned back when nobody holds it any more.
 
     `torch.compiler.set_stance` (public): torch 2.6 and later. Before, there is no way, and compiled parts fail in
     dynamo while they are looked into. Told by: tests/integrations/test_torch_compile.py.
     """
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    return nullcontext() if set_stance is None else set_stance("force_eager")
+
+    _lock = threading.RLock()
+    _holders: ClassVar[set[EagerCode]] = set()
+    _stance: ClassVar[Any] = None
+
+    def hold(self) -> None:
+        set_stance = getattr(torch.compiler, "set_stance", None)
+        with self._lock:
+            self._holders.add(self)
+            if EagerCode._stance is None and set_stance is not None:
+                EagerCode._stance = set_stance("force_eager")
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._holders.discard(self)
+            stance = EagerCode._stance
+            if stance is not None and not self._holders:
+                stance.__exit__(None, None, None)
+                EagerCode._stance = None
 
 
 def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:

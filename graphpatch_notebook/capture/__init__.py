@@ -13,7 +13,6 @@ packed_weights.py   weights that modules hold quantized, and what they stand for
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +28,7 @@ from graphpatch_notebook.errors import CaptureError, CompilationWarning, Decompo
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import (
-    compiled_code_runs_eagerly,
+    EagerCode,
     function_mode_depth,
     is_compiled,
     pop_function_modes,
@@ -52,7 +51,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     options.check()
     modules = reachable_modules(module)
     recorder = Recorder(module, options)
-    swaps = Swaps()
+    swaps, eager = Swaps(), EagerCode()
     observed, applied, modes = observer.get(), apply_observer.get(), function_mode_depth()
 
     def take_back() -> None:
@@ -60,6 +59,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         observer.set(observed)
         pop_function_modes(modes)
         swaps.let_go()
+        eager.let_go()
         for reached in modules:
             _drop_sizes(reached)
             _put_back_tensors(reached, recorder)
@@ -69,8 +69,9 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
             swaps.hold(modules)
             observer.set(recorder)
             apply_observer.set(recorder)
-            is_plain = not any(map(is_compiled, modules))
-            with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply(), recorder:
+            if any(map(is_compiled, modules)):
+                eager.hold()
+            with visible_apply(), recorder:
                 module(*args, **kwargs)
         finally:
             take_back()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ from graphpatch_notebook.execution.unfired import unfired_entries
 from graphpatch_notebook.execution.with_blocks import WithBlock
 from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.torch_compat import (
-    compiled_code_runs_eagerly,
+    EagerCode,
     function_mode_depth,
     is_in_backward,
     pop_function_modes,
@@ -103,6 +102,7 @@ class ActiveContext:
         self.has_runs = False
         self.has_direct_calls = False
         self.is_used = False
+        self.has_compiled_parts = callers.has_compiled_parts
         self.called_itself: Module | None = None
         self.block: WithBlock | None = None
         self.awaits_backward = False
@@ -250,14 +250,15 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     context.has_runs = context.is_used = True
     outer, applied = observer.get(), apply_observer.get()
     is_inside = isinstance(outer, Run) and outer.root is context.root  # of another call of the same object
-    modes = function_mode_depth()
+    modes, eager = function_mode_depth(), EagerCode()
     try:
-        result = _observed(run, function, args, kwargs)
+        result = _observed(context, run, function, args, kwargs, eager)
     except BaseException:
         # An interrupt may come between any two instructions, also between those that take things back.
         observer.set(outer)
         apply_observer.set(applied)
         pop_function_modes(modes)
+        eager.let_go()
         raise
     if context.is_left:
         raise GraphPatchError(
@@ -276,15 +277,24 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     return result
 
 
-def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _observed(
+    context: ActiveContext,
+    run: Run,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    eager: EagerCode,
+) -> Any:
     __tracebackhide__ = True
     token = observer.set(run)
     try:
         # A method may compile the model at its own discretion, as `generate` does with a static cache.
-        is_plain = function is run.root and not run.callers.has_compiled_parts
+        is_plain = function is run.root and not context.has_compiled_parts
         if is_plain and not run.plan.sees_ops:
             return function(*args, **kwargs)
-        with nullcontext() if is_plain else compiled_code_runs_eagerly(), visible_apply():
+        if not is_plain:
+            eager.hold()
+        with visible_apply():
             return function(*args, **kwargs)
     except Exception as error:
         hide_way_to(error)
@@ -293,6 +303,7 @@ def _observed(run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwa
         raise
     finally:
         observer.reset(token)
+        eager.let_go()
 
 
 def _patches(unfired: Sequence[object]) -> str:

@@ -23,7 +23,7 @@ from graphpatch_notebook.graph_modules import CompiledGraphModule
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.torch_compat import is_compiled
+from graphpatch_notebook.torch_compat import has_compiled_parts
 from graphpatch_notebook.values import TensorSpec
 
 
@@ -289,17 +289,18 @@ def _attach(plan: FramePlan, plans: dict[int, FramePlan]) -> None:
 
 
 class Callers:
-    """Which frames call which module, in a whole capture.
-
-    Attributes:
-        has_compiled_parts: Whether `torch.compile` compiled any of the modules.
-    """
+    """Which frames call which module, in a whole capture."""
 
     def __init__(self, root: Frame) -> None:
         self._frames: dict[int, list[Frame]] = {}
         for frame in root.walk():
             self._frames.setdefault(id(frame.module), []).append(frame)
-        self.has_compiled_parts = any(is_compiled(frames[0].module) for frames in self._frames.values())
+        self._root = root.module
+
+    @property
+    def has_compiled_parts(self) -> bool:
+        """Whether `torch.compile` compiled any of the modules that are now in the model, be it since the capture."""
+        return has_compiled_parts(self._root)
 
     def frames_of(self, module: Module) -> list[Frame]:
         """Returns the frames of `module`, in order of execution."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import transformers
 from torch import Tensor, nn
 
@@ -434,3 +437,67 @@ def test_awkward_models_are_written_or_refused(case: Case) -> None:
     with contextlib.suppress(GraphError):
         plain = pg.to_fx(example.args, example.kwargs, allow_doubts=True)
     assert plain is None or isinstance(plain, torch.fx.GraphModule)
+
+
+# -- compiled since the capture, and by threads at once ----------------------------------------------------------------
+
+
+def compile_in_place(model: Outer) -> None:
+    model.inner.compile(backend="eager")
+
+
+def compile_by_wrapper(model: Outer) -> None:
+    model.inner = torch.compile(model.inner, backend="eager")
+
+
+def compile_by_attribute(model: Outer) -> None:
+    model.inner.forward = torch.compile(model.inner.forward, backend="eager")
+
+
+@pytest.mark.parametrize("is_patched_before", [False, True])
+@pytest.mark.parametrize("compile_inner", [compile_in_place, compile_by_wrapper])
+def test_parts_compiled_since_the_capture_are_patched(
+    compile_inner: Callable[[Outer], None], is_patched_before: bool
+) -> None:
+    model, plain = Outer(), Outer()
+    pg = PatchableGraph(model, X)
+    context = pg.patch({"inner.relu": ZeroPatch()}, strict=True)
+    if is_patched_before:
+        with context:
+            pg(X)
+    compile_inner(model)
+    with context:
+        assert torch.equal(pg(X), plain.last(torch.zeros(2, 3)))
+    assert torch.equal(pg(X), plain(X))
+
+
+def test_a_compiled_forward_is_captured_as_it_was_written() -> None:
+    model, plain = Outer(), Outer()
+    compile_by_attribute(model)
+    pg = PatchableGraph(model, X)
+    assert list(pg.nodes) == list(PatchableGraph(plain, X).nodes)
+    with pg.patch({"inner.relu": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(X), plain.last(torch.zeros(2, 3)))
+
+
+def test_the_compiler_is_as_it_was_after_patched_calls_of_several_threads() -> None:
+    graphs = [PatchableGraph(in_place(), X) for _ in range(2)]
+    inside, go_on = threading.Barrier(2), threading.Event()
+
+    def patched(number: int) -> None:
+        def op(value: Tensor) -> Tensor:
+            inside.wait()
+            if number:
+                go_on.wait()
+            return value
+
+        with graphs[number].patch({"inner.relu": CustomPatch(op)}, strict=True):
+            graphs[number](X)
+        go_on.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(patched, range(2)))
+    counter = torch._dynamo.testing.CompileCounter()
+    torch._dynamo.reset()
+    torch.compile(lambda t: t * 2, backend=counter)(X)
+    assert counter.frame_count == 1
