@@ -57,10 +57,12 @@ class Refusal:
     Attributes:
         text: The reason in words.
         is_difference: Whether both were run, and differ (or only the graph raises); else they cannot be compared.
+        may_pass: Whether it may be another time: a lack of memory, say, is no property of the call.
     """
 
     text: str
     is_difference: bool = False
+    may_pass: bool = False
 
 
 @dataclass(slots=True)

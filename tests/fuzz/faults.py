@@ -56,7 +56,11 @@ class Fault:
 
 
 def faults(
-    make_action: Callable[[], Callable[[], object]], count: int, seed: int, files: tuple[str, ...] = ()
+    make_action: Callable[[], Callable[[], object]],
+    count: int,
+    seed: int,
+    files: tuple[str, ...] = (),
+    error: type[BaseException] = KeyboardInterrupt,
 ) -> Iterator[tuple[Fault, Callable[[], None]]]:
     """Yields faults at random points of an action, each with what runs it; all points where there are no more.
 
@@ -67,5 +71,5 @@ def faults(
     rng = random.Random(seed)
     points = range(whole.lines) if whole.lines <= count else sorted(rng.sample(range(whole.lines), count))
     for at in points:
-        fault, action = Fault(at, files=files), make_action()
+        fault, action = Fault(at, error, files), make_action()
         yield fault, lambda fault=fault, action=action: fault.run(action)  # type: ignore[misc]

@@ -145,7 +145,12 @@ ACTIONS = [capture_, live_run, backward, verify, to_fx, save_and_load, interpret
 
 
 def strain(
-    now: Setting, action: Callable[[Setting], object], count: int, seed: int = 0, files: tuple[str, ...] = ()
+    now: Setting,
+    action: Callable[[Setting], object],
+    count: int,
+    seed: int = 0,
+    files: tuple[str, ...] = (),
+    error: type[BaseException] = KeyboardInterrupt,
 ) -> int:
     """Interrupts an action at `count` random points, and looks after each; returns how many came.
 
@@ -157,7 +162,7 @@ def strain(
         return functools.partial(action, now)
 
     came = 0
-    for fault, act in faults(make_action, count, seed, files):
+    for fault, act in faults(make_action, count, seed, files, error):
         act()
         came += fault.came
         now.check(f"{fault.where}, line {fault.at}")
