@@ -1,4 +1,4 @@
-"""Faults at chosen points: an interrupt at the n-th line of Python that runs in some files."""
+"""Faults at chosen points: an interrupt, or an error, at the n-th line of Python that runs in some files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from graphpatch_notebook.errors import GraphPatchError
 from tests.laws.test_law_05_interrupts import PACKAGE, is_beyond_reach
 
 NEVER = -1
@@ -35,7 +36,7 @@ class Fault:
         sys.settrace(self._trace)
         try:
             action()
-        except self.error:
+        except (self.error, GraphPatchError):  # ours say what was raised
             if not self.came:
                 raise
         finally:

@@ -17,6 +17,7 @@ from graphpatch_notebook.capture.forward_swap import is_swapped, observer
 from graphpatch_notebook.execution.context import innermost
 from graphpatch_notebook.torch_compat import function_mode_depth
 from tests.fuzz.faults import faults
+from tests.fuzz.mishaps import nothing_changes_in_the_process
 from tests.fuzz.programs import Steep
 from tests.fuzz.test_programs import FIRST_SEED
 from tests.laws.captures import (
@@ -163,7 +164,8 @@ def strain(
 
     came = 0
     for fault, act in faults(make_action, count, seed, files, error):
-        act()
+        with nothing_changes_in_the_process():
+            act()
         came += fault.came
         now.check(f"{fault.where}, line {fault.at}")
     return came
@@ -174,6 +176,14 @@ def strain(
 @pytest.mark.parametrize("action", ACTIONS)
 def test_interrupts_of_what_a_graph_does(action: Callable[[Setting], None]) -> None:
     assert strain(setting(Model()), action, 12, files=(__file__,)) > 3
+
+
+@quietly
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("action", ACTIONS)
+def test_lack_of_memory(action: Callable[[Setting], None]) -> None:
+    """Errors that may come anywhere, and that code which handles errors of the model handles, too."""
+    assert strain(setting(Model()), action, 6, files=(__file__,), error=MemoryError) > 1
 
 
 @quietly
@@ -211,6 +221,14 @@ def test_interrupts_of_generation() -> None:
 @pytest.mark.parametrize("action", [*ACTIONS, Setting.run_patched])
 def test_many_interrupts(action: Callable[[Setting], None]) -> None:
     strain(setting(Model()), action, 1000, FIRST_SEED, (__file__,))
+
+
+@quietly
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("action", ACTIONS)
+def test_lack_of_memory_at_many_points(action: Callable[[Setting], None]) -> None:
+    strain(setting(Model()), action, 300, FIRST_SEED, (__file__,), MemoryError)
 
 
 @quietly
