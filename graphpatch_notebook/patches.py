@@ -39,7 +39,7 @@ class _SetOnce:
                 f"{self._name} of a {type(patch).__name__} cannot be changed; make a new patch: "
                 f"dataclasses.replace(patch, {self._name}=...)"
             )
-        patch.__dict__[self._name] = _frozen(value)
+        patch.__dict__[self._name] = None if value is None else _frozen(value)
 
 
 def _frozen(value: Any) -> Any:

@@ -57,7 +57,7 @@ class Prepared:
 
     entries: Sequence[Entry]
     plan: FramePlan
-    watched: list[Module]
+    watched: Sequence[Module]
     watched_ids: set[int]
     with_patched_inputs: list[Module]
     with_patched_output: list[Module]
@@ -68,11 +68,10 @@ def prepare(
 ) -> Prepared:
     """Returns what it takes to activate `entries`."""
     plan = make_plan(frame, entries, callers, own_graphs)
-    watched = callers.modules_to_watch(plan)
     plans = [p for p in plan.walk() if takes_hooks(p.frame.module)]
     with_inputs = [p.frame.module for p in plans if p.inputs]
     with_output = [p.frame.module for p in plans if p.output and not p.inputs]
-    return Prepared(entries, plan, watched, {id(module) for module in watched}, with_inputs, with_output)
+    return Prepared(entries, plan, plan.watched, set(map(id, plan.watched)), with_inputs, with_output)
 
 
 class ActiveContext:

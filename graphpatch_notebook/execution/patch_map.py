@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
-from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.values import TensorSpec
 
@@ -36,7 +36,7 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
     is_unknown = False
     entries: list[Entry] = []
     for path, patches in patch_map.items():
-        text = str(path)
+        text = path if type(path) is str else str(path)
         target = known.get(text)
         if target is None:
             try:
@@ -45,6 +45,9 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
                 problems.append(error.message)
                 is_unknown |= error.is_unknown
                 continue
+        if type(patches) in _PROBES and _is_plain(patches):
+            entries.append(Entry(target, (patches,)))
+            continue
         listed = [patches] if isinstance(patches, Patch) else patches
         found = _problems(target, listed)
         problems += found
@@ -53,6 +56,16 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
     if problems:
         raise _error(problems, is_unknown)
     return entries
+
+
+_PROBES = (ProbePatch, RecordPatch)
+
+
+def _is_plain(probe: Patch[Any]) -> bool:
+    """Whether nothing can be wrong with a probe, on any node: a whole model may be probed at once."""
+    fields = probe.__dict__
+    has_places = any(fields.get(name) is not None for name in ("steps", "positions", "position_dim"))
+    return not has_places and type(probe.any_shape) is bool
 
 
 def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problems: list[str]) -> list[Entry]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,6 +25,8 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.torch_compat import has_compiled_parts
 from graphpatch_notebook.values import TensorSpec
+
+_PROBES = (ProbePatch, RecordPatch)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +51,16 @@ class Entry:
 
     def __post_init__(self) -> None:
         # The most common patch by far, on many nodes at once: entries that only look at a tensor take a short way.
-        spec = self.target.spec
-        is_plain = not self.target.dig and not self.target.node.is_mutated_later
-        only_looks = all(type(patch) in (ProbePatch, RecordPatch) for patch in self.patches) and not self.restriction
-        if isinstance(spec, TensorSpec) and is_plain and only_looks:
+        node, spec, patches = self.target.node, self.target.spec, self.patches
+        self.is_special = node.is_in_place or node.position is not None
+        if self.restriction is not None or self.target.dig or node.is_mutated_later or not isinstance(spec, TensorSpec):
+            return
+        if len(patches) == 1 and type(patches[0]) in _PROBES:
             self.observed_shape = spec.shape
-        self.is_special = self.target.node.is_in_place or self.target.node.position is not None
-        if self.observed_shape is not None and not self.is_special and len(self.patches) == 1:
-            self.watch = self.patches[0].op
+            if not self.is_special:
+                self.watch = patches[0].op
+        elif all(type(patch) in _PROBES for patch in patches):
+            self.observed_shape = spec.shape
 
 
 # Without gradients, in eval mode, these do not call what is in them, but for where a function mode is on.
@@ -105,6 +109,8 @@ class FramePlan:
         custom: Custom graphs by the id of the module that each *is*, in all calls of it (of the root's plan only).
         graph_names: The keys of `graph`.
         restricted: Those of all entries that are for some steps or positions only (of the root's plan only).
+        watched: The modules whose calls must be seen (of the root's plan only).
+        sees_ops: Whether ops are patched, here or below (of the root's plan only).
     """
 
     frame: Frame
@@ -123,11 +129,8 @@ class FramePlan:
     custom: dict[int, FramePlan] = field(default_factory=dict)
     graph_names: frozenset[str] = frozenset()
     restricted: Sequence[Entry] = ()
-
-    @property
-    def sees_ops(self) -> bool:
-        """Whether ops are patched, here or below."""
-        return any(plan.leaves for plan in self.walk())
+    watched: Sequence[Module] = ()
+    sees_ops: bool = False
 
     @property
     def is_needed(self) -> bool:
@@ -154,10 +157,13 @@ class FramePlan:
 
     def walk(self) -> Iterator[FramePlan]:
         """Yields this plan and all below it."""
-        yield self
-        for by_index in self.calls.values():
-            for plan in by_index.values():
-                yield from plan.walk()
+        waiting = [self]
+        while waiting:
+            plan = waiting.pop()
+            yield plan
+            if plan.calls:
+                below = [inner for by_index in plan.calls.values() for inner in by_index.values()]
+                waiting += reversed(below)
 
     def add(self, entry: Entry) -> None:
         """Adds an entry of this frame."""
@@ -219,27 +225,45 @@ def make_plan(
     root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
 ) -> FramePlan:
     """Returns the plan of the root frame for `entries`, in their order, and for `own_graphs`."""
-    plans: dict[int, FramePlan] = {id(root): FramePlan(root)}
-    for frame in (*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in entries)):
-        _keep(frame, plans, callers)
-    for frame in callers.calling_frames(plans):
-        _keep(frame, plans, callers)
+    wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in entries)]
+    layout = callers.layout(root, wanted)
+    listed = [FramePlan(frame) for frame in layout.frames]
+    plans = {id(plan.frame): plan for plan in listed}
     for graph in own_graphs:
         plans[id(graph.frame)].own_graph = graph
-    for plan in list(plans.values())[1:]:
-        _attach(plan, plans)
+    for plan, above in zip(listed[1:], layout.above, strict=True):
+        assert plan.frame.call is not None
+        calls = listed[above].calls.setdefault(id(plan.frame.module), {})
+        calls[plan.frame.call.call_index] = plan
     for entry in entries:
-        _refuse_before_hooks(entry, plans)
+        if own_graphs:
+            _refuse_before_hooks(entry, plans)
         plans[id(entry.target.frame)].add(entry)
-    for plan in plans.values():
+    for plan in listed:
         plan.settle()
-    result = plans[id(root)]
+    result = listed[0]
     for graph in own_graphs:
         if graph.frame.custom_graph is not None:
             result.custom.setdefault(id(graph.frame.module), FramePlan(graph.frame, own_graph=graph))
     result.count = len(entries)
     result.restricted = [entry for entry in entries if entry.restriction is not None]
+    result.watched, result.sees_ops = layout.watched, any(plan.leaves for plan in listed)
     return result
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which frames are planned where certain ones are wanted.
+
+    Attributes:
+        frames: The frames, the root first.
+        above: For each but the root, the number of the frame whose plan has its own.
+        watched: The modules whose calls must be seen to tell these frames from all others.
+    """
+
+    frames: Sequence[Frame]
+    above: Sequence[int]
+    watched: Sequence[Module]
 
 
 def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
@@ -261,14 +285,14 @@ def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
         )
 
 
-def _keep(frame: Frame, plans: dict[int, FramePlan], callers: Callers) -> None:
-    """Plans `frame`, and the frames above it as far as they are needed to tell it.
+def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
+    """Has `frame` planned, and the frames above it as far as they are needed to tell it.
 
     A module that is called once in the whole capture is told by the call itself. Should it come up more often in a
     run, it counts as called again, whichever of the modules above it was. Modules that may run fused are always kept.
     """
-    while id(frame) not in plans:
-        plans[id(frame)] = FramePlan(frame)
+    while id(frame) not in frames:
+        frames[id(frame)] = frame
         is_told = callers.has_one_frame(frame.module)
         above = frame.parent
         while above is not None and is_told and not isinstance(above.module, _FUSED):
@@ -278,14 +302,13 @@ def _keep(frame: Frame, plans: dict[int, FramePlan], callers: Callers) -> None:
         frame = above
 
 
-def _attach(plan: FramePlan, plans: dict[int, FramePlan]) -> None:
-    above = plan.frame.parent
-    while above is not None and id(above) not in plans:
+def _nearest_above(frame: Frame, numbers: Mapping[int, int]) -> int:
+    """Returns the number of the innermost frame around `frame` among those that are planned."""
+    above = frame.parent
+    while above is not None and id(above) not in numbers:
         above = above.parent
     assert above is not None
-    assert plan.frame.call is not None
-    calls = plans[id(above)].calls.setdefault(id(plan.frame.module), {})
-    calls[plan.frame.call.call_index] = plan
+    return numbers[id(above)]
 
 
 class Callers:
@@ -296,6 +319,7 @@ class Callers:
         for frame in root.walk():
             self._frames.setdefault(id(frame.module), []).append(frame)
         self._root = root.module
+        self._layouts: dict[tuple[int, ...], Layout] = {}
 
     @property
     def has_compiled_parts(self) -> bool:
@@ -310,32 +334,55 @@ class Callers:
         """Whether `module` is called once in the whole capture."""
         return len(self.frames_of(module)) == 1
 
-    def calling_frames(self, plans: Mapping[int, FramePlan]) -> Iterator[Frame]:
-        """Yields the frames in which modules of `plans` are called that have several frames.
+    def layout(self, root: Frame, wanted: Iterable[Frame]) -> Layout:
+        """Returns which frames are planned where patches stand in those that are `wanted`."""
+        distinct = {id(frame): frame for frame in wanted}
+        key = (id(root), *distinct)
+        known = self._layouts.get(key)
+        if known is None:
+            if len(self._layouts) >= _FEW:
+                self._layouts.clear()
+            known = self._layouts[key] = self._laid_out(root, distinct.values())
+        return known
+
+    def _laid_out(self, root: Frame, wanted: Iterable[Frame]) -> Layout:
+        found = {id(root): root}
+        for frame in wanted:
+            _keep(frame, found, self)
+        for frame in self._calling_frames(found):
+            _keep(frame, found, self)
+        numbers = {key: number for number, key in enumerate(found)}
+        frames = list(found.values())
+        above = [_nearest_above(frame, numbers) for frame in frames[1:]]
+        return Layout(frames, above, self._modules_to_watch(frames))
+
+    def _calling_frames(self, planned: Mapping[int, Frame]) -> Iterator[Frame]:
+        """Yields the frames in which modules are called that have several frames, one of which is planned.
 
         Also those of what is planned meanwhile. Their modules are watched, so that a call in one of them is not taken
         for one in a frame above it.
         """
         seen: set[int] = set()
-        while new := [plan.frame.module for plan in plans.values() if id(plan.frame.module) not in seen]:
+        while new := [frame.module for frame in planned.values() if id(frame.module) not in seen]:
             for module in new:
                 if id(module) not in seen:
                     seen.add(id(module))
                     frames = self.frames_of(module)
                     yield from (f.parent for f in frames if len(frames) > 1 and f.parent is not None)
 
-    def modules_to_watch(self, plan: FramePlan) -> list[Module]:
-        """Returns the modules whose frames must be seen to tell the frames of `plan` from all others.
+    def _modules_to_watch(self, planned: Iterable[Frame]) -> list[Module]:
+        """Returns the modules whose frames must be seen to tell those that are planned from all others.
 
         These are the modules of its frames, and whatever else calls one of these: otherwise a call from elsewhere
         would be taken for one of the calls that the plan counts.
         """
-        watched: dict[int, Module] = {}
-        for planned in plan.walk():
-            watched[id(planned.frame.module)] = planned.frame.module
+        watched = {id(frame.module): frame.module for frame in planned}
         for module in list(watched.values()):
             frames = self.frames_of(module)
             for frame in frames if len(frames) > 1 else ():
                 if frame.parent is not None:
                     watched.setdefault(id(frame.parent.module), frame.parent.module)
         return list(watched.values())
+
+
+_FEW = 16
