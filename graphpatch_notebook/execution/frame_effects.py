@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -191,6 +191,17 @@ def leaves_of(value: Any) -> Iterator[Any]:
         return
     for _, child in inside:
         yield from leaves_of(child)
+
+
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """Returns the tensors among values and in those that are containers: for each call of torch, in little time."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif not isinstance(value, PLAIN):
+            found += [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 def storage_of(tensor: Tensor) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, raw_name, writes_in_place
-from graphpatch_notebook.execution.frame_effects import leaves_of
+from graphpatch_notebook.execution.frame_effects import leaves_of, tensors_among
 from graphpatch_notebook.execution.frame_results import FrameNode, FrameTree
 from graphpatch_notebook.experiments.steps import Steps
 from graphpatch_notebook.experiments.value_reads import ValueReads
@@ -117,35 +117,34 @@ class PositionFlow(ValueReads):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.steps.note(func, args, kwargs)
-        result = super().__torch_function__(func, types, args, kwargs)
-        given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_among((*args, *kwargs.values()))
+        result = self._watched(func, args, kwargs, given)
         # What nobody has seen come up was made where no mode sees it: who knows of what.
         self._is_lost = self._is_lost or not all(self._is_fixed(t) or _holds(self._seen, t) for t in given)
-        for leaf in leaves_of(result):
-            if isinstance(leaf, Tensor):
-                self._seen[id(leaf)] = weakref.ref(leaf)
-        if all(map(self._is_fixed, given)):
-            for leaf in leaves_of(result):
-                if isinstance(leaf, Tensor):
-                    self._fixed[id(leaf)] = weakref.ref(leaf)
+        made = tensors_among((result,))
+        for tensor in made:
+            self._seen[id(tensor)] = weakref.ref(tensor)
+        moving = [tensor for tensor in given if not self._is_fixed(tensor)]
+        if not moving:
+            for tensor in made:
+                self._fixed[id(tensor)] = weakref.ref(tensor)
         else:
             name = raw_name(func)
             if name not in _READS:
-                self._follow(name, args, kwargs, given, result)
+                self._follow(name, args, kwargs, moving, result)
         return result
 
     def _follow(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor], result: Any
     ) -> None:
         written = args[0] if writes_in_place(name, kwargs) and args else None
         # What was the same in each run is so no more, and others may share its memory.
         self._is_lost = self._is_lost or "out" in kwargs or (isinstance(written, Tensor) and self._is_fixed(written))
-        moving = [tensor for tensor in given if not self._is_fixed(tensor)]
         tags = [self._tag(tensor) for tensor in moving]
         known = [tag for tag in tags if tag is not None]
         if not known:
-            for leaf in leaves_of(result):
-                self._tags.pop(id(leaf), None)
+            for tensor in tensors_among((result,)):
+                self._tags.pop(id(tensor), None)
             return
         all_given, all_returned, shared = 0, 0, -1
         for tag in known:
@@ -160,15 +159,14 @@ class PositionFlow(ValueReads):
         if is_joined and keeps_vectors(name, args, kwargs, moving, result):
             # A running frame is given all that it makes its result of: nothing from elsewhere has these positions.
             self._mixing |= all_given & ~shared & self._running
-            for leaf in leaves_of(result):
-                if isinstance(leaf, Tensor):
-                    self._set(leaf, _Tag(all_given, all_returned, known[0].lead))
+            for tensor in tensors_among((result,)):
+                self._set(tensor, _Tag(all_given, all_returned, known[0].lead))
             return
         self._mixing |= all_given & self._running
         if not (is_joined and picks_last(name, args, known[0].lead)):
             self._read |= all_returned
-        for leaf in leaves_of(result):
-            self._tags.pop(id(leaf), None)
+        for tensor in tensors_among((result,)):
+            self._tags.pop(id(tensor), None)
 
     def _is_fixed(self, tensor: Tensor) -> bool:
         return _holds(self._fixed, tensor)

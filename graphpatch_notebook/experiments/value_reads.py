@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name, writes_in_place
-from graphpatch_notebook.execution.frame_effects import leaves_of
+from graphpatch_notebook.execution.frame_effects import leaves_of, tensors_among
 from graphpatch_notebook.execution.frame_results import FrameTree
 from graphpatch_notebook.torch_compat import without_torch_functions
 
@@ -54,19 +54,22 @@ class ValueReads(TorchFunctionMode):
                 self._clean.pop(id(leaf), None)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self._watched(func, args, kwargs, tensors_among((*args, *kwargs.values())))
+
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+        """Makes the call, which is given these tensors, and returns its result."""
         name = raw_name(func)
         is_read = _may_hand_out_values(func) and _hands_out_values(name, args)
-        given = [leaf for leaf in leaves_of((args, kwargs or {})) if isinstance(leaf, Tensor)]
         is_clean = not self._is_mixed and all(map(self._is_clean, given))
         if is_read:
             self.last_of_all = self._tree.tick()
             self.last = self.last if is_clean else self.last_of_all
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if is_clean:
-            for leaf in leaves_of(result):
-                if isinstance(leaf, Tensor):
-                    self._add(leaf)
-        elif writes_in_place(name, kwargs or {}) and given and self._is_clean(given[0]):
+            for tensor in tensors_among((result,)):
+                self._add(tensor)
+        elif writes_in_place(name, kwargs) and given and self._is_clean(given[0]):
             self._is_mixed = True  # other tensors may share its memory
         return result
 
