@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ def registered_modules(module: Module) -> Iterator[tuple[str, Module]]:
 def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """Yields the modules that `module` holds in plain attributes, and lists, tuples and dicts of these."""
     for name, value in module.__dict__.items():
-        if name == "_modules":
+        if type(value) in _WITHOUT_MODULES or name == "_modules" or (type(value) in _DICTS and not value):
             continue
         if isinstance(value, Module):
             yield name, value
@@ -98,6 +98,10 @@ def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
             yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Module))
         elif isinstance(value, dict):
             yield from ((f"{name}.{key}", item) for key, item in value.items() if isinstance(item, Module))
+
+
+_WITHOUT_MODULES = frozenset({bool, int, float, str, type(None)})
+_DICTS = frozenset({dict, OrderedDict})  # most of what a module holds are registries of hooks, without any
 
 
 class AttributePaths:
@@ -133,13 +137,19 @@ def tensor_flags(value: Any) -> tuple[tuple[bool, bool], ...]:
         return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in plain_tensors(value))
 
 
-def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a value and in the tuples, lists and dicts that it is made of."""
+def plain_tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors in a value and in the tuples, lists and dicts that it is made of."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from plain_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from plain_tensors(item)
+        return [value]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            _collect(item, found)

@@ -75,7 +75,7 @@ class Ours(Tool):
         with self.pg.patch(probes):
             self.pg(self.subject.other)
         self.values = {path: probe.activation for path, probe in probes.items()}
-        xarray.DataArray(torch.zeros(1).numpy())  # imports what the others have imported already
+        xarray.DataArray(torch.zeros(1).numpy(), {"path": ["text"]}, ["path"])  # imports what others have imported
 
     def sweep(self) -> Tensor:
         def patches(path: str, position: int) -> dict[str, ReplacePatch]:
