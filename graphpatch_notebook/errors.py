@@ -22,7 +22,7 @@ GraphPatchError
 
 GraphPatchWarning(UserWarning)
 ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
-├── PatchNotFiredWarning                  a patch never fired during a call
+├── PatchNotFiredWarning                  a patch never fired during a call, or in a block
 ├── RepeatedCallWarning                   a patched module or op came up more often than when it was captured
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
@@ -176,7 +176,7 @@ class CompilationWarning(GraphPatchWarning):
 
 
 class PatchNotFiredWarning(GraphPatchWarning):
-    """A patch never fired during a call of the `PatchableGraph` inside its context."""
+    """A patch never fired: during a call of the `PatchableGraph` inside its context, or since nothing ran in that."""
 
 
 class RepeatedCallWarning(GraphPatchWarning):

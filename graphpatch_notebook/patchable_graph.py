@@ -527,6 +527,9 @@ class PatchableGraph(ModuleDelegate):
             self, self._module, self._root_frame, prepared, derived.callers, derived.own_graphs, is_strict, origin
         )
 
+    def _enter_without_patches(self, origin: PatchContext) -> ActiveContext:
+        return self._enter(self._current().without_patches, origin=origin)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model, with the active patches if there are any."""
         __tracebackhide__ = True
@@ -539,11 +542,8 @@ class PatchableGraph(ModuleDelegate):
             return contexts.call(context, function, args, kwargs)
         if not self._has_own_graphs():
             return function(*args, **kwargs)
-        context = self._enter(self._current().without_patches)
-        try:
-            return contexts.call(context, function, args, kwargs)
-        finally:
-            contexts.leave(context)
+        with PatchContext(self._enter_without_patches).quiet():
+            return self._call(function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
 

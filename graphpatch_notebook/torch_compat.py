@@ -189,6 +189,16 @@ def has_compiled_parts(root: torch.nn.Module) -> bool:
     return any(map(_has_compiled_forward, classes))
 
 
+def restore_gradients(were_enabled: bool, error: BaseException) -> None:
+    """Switches gradients as they were before a run that an interrupt broke off.
+
+    `torch.no_grad` switches them back by a call that function modes see: an interrupt may come while ours looks at it.
+    Other errors leave them as the model's own code does.
+    """
+    if not isinstance(error, Exception):
+        torch.set_grad_enabled(were_enabled)
+
+
 class EagerCode:
     """Has all that `torch.compile` compiled run as it was written, from `hold` until `let_go`, which may come twice.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -32,6 +33,7 @@ from graphpatch_notebook.torch_compat import (
     function_mode_depth,
     is_compiled,
     pop_function_modes,
+    restore_gradients,
 )
 
 __all__ = ["Frame", "capture"]
@@ -52,6 +54,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     modules = reachable_modules(module)
     recorder = Recorder(module, options)
     swaps, eager = Swaps(), EagerCode()
+    has_grad = torch.is_grad_enabled()
     observed, applied, modes = observer.get(), apply_observer.get(), function_mode_depth()
 
     def take_back() -> None:
@@ -75,8 +78,10 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
                 module(*args, **kwargs)
         finally:
             take_back()
-    finally:
+    except BaseException as error:
         take_back()  # once more, if an interrupt came in between
+        restore_gradients(has_grad, error)
+        raise
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
     _report_failures(recorder)

@@ -37,6 +37,7 @@ from graphpatch_notebook.torch_compat import (
     function_mode_depth,
     is_in_backward,
     pop_function_modes,
+    restore_gradients,
     runs_hooks,
 )
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
@@ -249,15 +250,16 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     context.has_runs = context.is_used = True
     outer, applied = observer.get(), apply_observer.get()
     is_inside = isinstance(outer, Run) and outer.root is context.root  # of another call of the same object
-    modes, eager = function_mode_depth(), EagerCode()
+    modes, has_grad, eager = function_mode_depth(), torch.is_grad_enabled(), EagerCode()
     try:
         result = _observed(context, run, function, args, kwargs, eager)
-    except BaseException:
+    except BaseException as error:
         # An interrupt may come between any two instructions, also between those that take things back.
         observer.set(outer)
         apply_observer.set(applied)
         pop_function_modes(modes)
         eager.let_go()
+        restore_gradients(has_grad, error)
         raise
     if context.is_left:
         raise GraphPatchError(

@@ -37,7 +37,7 @@ ERRORS: list[Any] = [
     lambda: StopIteration("a mishap"),
     lambda: AssertionError("a mishap"),
     lambda: MemoryError("a mishap"),
-    lambda: torch.OutOfMemoryError("a mishap"),
+    lambda: torch.cuda.OutOfMemoryError("a mishap"),
     lambda: OwnError(1, 2),
     lambda: KeyboardInterrupt("a mishap"),
     lambda: SystemExit("a mishap"),

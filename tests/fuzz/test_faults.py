@@ -11,9 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, CustomPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExtractionOptions,
+    PatchableGraph,
+    ProbePatch,
+    ZeroPatch,
+    patchable_graph,
+)
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.forward_swap import is_swapped, observer
+from graphpatch_notebook.execution import context as execution_context
 from graphpatch_notebook.execution.context import innermost
 from graphpatch_notebook.torch_compat import function_mode_depth
 from tests.fuzz.faults import faults
@@ -28,6 +37,7 @@ from tests.laws.captures import (
     runs_the_same_code_again,
     without_recomputing,
 )
+from tests.laws.test_law_05_interrupts import interrupted
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import bit_equal, same_state, snapshot
 
@@ -99,7 +109,6 @@ class Setting:
         assert apply_observer.get() is None, where
         assert function_mode_depth() == 0, where
         assert torch.autograd.Function.__dict__["apply"] is APPLY, where
-        assert torch.is_grad_enabled(), where
         assert not any(is_swapped(module) for module in self.model.modules()), where
         assert innermost(self.pg) is None, where
         assert bit_equal(self.run(self.model), self.unpatched) is None, where
@@ -192,6 +201,19 @@ def test_interrupts_of_graph_runs() -> None:
     model.inner.linear._forward_hooks.clear()
     now = setting(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing))
     assert strain(now, live_run, 15, files=(__file__,)) > 3
+
+
+@quietly
+@pytest.mark.parametrize("file", [patchable_graph.__file__, execution_context.__file__])
+def test_interrupts_wherever_an_unpatched_run_of_graphs_begins_and_ends(file: str) -> None:
+    model = Model()
+    model.inner.linear._forward_hooks.clear()
+    now = setting(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing))
+    at = 0
+    while interrupted(lambda: now.pg(X), at, file):
+        now.check(str(at))
+        at += 1
+    assert at > 20
 
 
 def generating() -> Setting:

@@ -37,7 +37,9 @@ class Model(nn.Module):
         self.linear.register_forward_hook(lambda module, args, output: output + 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.linear(x)) * 2
+        with torch.no_grad():
+            scale = x.abs().max()
+        return torch.relu(self.linear(x)) * 2 * scale
 
 
 def interrupted(action: Callable[[], object], at: int, in_files: str = PACKAGE) -> bool:
@@ -92,6 +94,7 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_comes() -> None:
         assert observer.get() is None, at
         assert autograd_functions.apply_observer.get() is None, at
         assert function_mode_depth() == 0, at
+        assert torch.is_grad_enabled(), at
         assert torch.autograd.Function.__dict__["apply"] is apply, at
         assert not any(is_swapped(module) for module in model.modules()), at
         assert torch.equal(pg(X), expected), at
@@ -125,6 +128,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_in_its_context() -> None:
         while interrupted(lambda: pg(X), at):
             assert observer.get() is None, at
             assert function_mode_depth() == 0, at
+            assert torch.is_grad_enabled(), at
             assert torch.equal(model(X), expected), at
             assert torch.equal(pg(X), changed), at
             at += 1
@@ -146,6 +150,7 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_of_a_capture_comes() -> No
             assert observer.get() is None, at
             assert autograd_functions.apply_observer.get() is None, at
             assert function_mode_depth() == 0, at
+            assert torch.is_grad_enabled(), at
             assert torch.autograd.Function.__dict__["apply"] is apply, at
             at += 1
         assert at > 20
