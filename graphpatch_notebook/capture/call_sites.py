@@ -119,7 +119,7 @@ def is_offloading_code(code: CodeType) -> bool:
 
 
 def is_collecting_code(code: CodeType) -> bool:
-    """Whether this is what transformers 4 puts around the forwards of layers, for a run that collects their outputs."""
+    """Whether this is what transformers (before 5.2) puts around the forwards of layers, to collect their outputs."""
     return _known(code).is_collecting
 
 

@@ -22,6 +22,7 @@ from graphpatch_notebook.capture.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
+from graphpatch_notebook.capture.value_sizes import part_count_by_values
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
 
 _PLAIN = (
@@ -319,6 +320,8 @@ class FrameRecorder:
             return result
         node.spec = describe(result)
         node.is_plumbing = result is None
+        if part_count_by_values(node) is not None:
+            self.doubt(f"reads a value into Python ({node.op}: it goes on with as many parts as values say)")
         self._append(node, result)
         if isinstance(node.spec, ContainerSpec) and isinstance(variable, tuple):
             self._add_elements(node, result, variable)

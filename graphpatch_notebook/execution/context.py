@@ -191,9 +191,9 @@ def enter(
 def _to_hook(prepared: Prepared) -> list[Module]:
     """Returns the modules of which inputs or output are patched by hooks, rather than in their swapped `forward`.
 
-    Inputs, always: a model may hang hooks on its modules in the middle of a run (transformers 5 does, to collect hidden
-    states), and these are to see patched inputs. It is too late then for a hook that comes first; not for one on
-    outputs, which is to come last.
+    Inputs, always: a model may hang hooks on its modules in the middle of a run (transformers does since 5.2, to
+    collect hidden states), and these are to see patched inputs. It is too late then for a hook that comes first; not
+    for one on outputs, which is to come last.
     """
     wraps = forwards_may_be_wrapped()
     return prepared.with_patched_inputs + [m for m in prepared.with_patched_output if wraps or runs_hooks(m)]

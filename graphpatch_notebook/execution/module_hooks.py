@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from graphpatch_notebook.capture.forward_swap import observer
+from graphpatch_notebook.execution.stand_in import original_of
 
 _lock = threading.Lock()
 _hooks: dict[int, _Hooks] = {}
@@ -79,10 +80,10 @@ class ModuleHooks:
 def _on_inputs(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     __tracebackhide__ = True
     on_inputs = getattr(observer.get(), "on_inputs", None)
-    return None if on_inputs is None else on_inputs(module, args, kwargs)
+    return None if on_inputs is None else on_inputs(original_of(module), args, kwargs)
 
 
 def _on_output(module: Module, _args: Any, output: Any) -> Any:
     __tracebackhide__ = True
     on_output = getattr(observer.get(), "on_output", None)
-    return output if on_output is None else on_output(module, output)
+    return output if on_output is None else on_output(original_of(module), output)

@@ -31,9 +31,9 @@ def is_called_by_module_call() -> bool:
 def forwards_may_be_wrapped() -> bool:
     """Whether models may put something around the forwards of their modules for a run, which hooks lie outside of.
 
-    Transformers 4 does, to collect hidden states: they must not hold what a patch makes of them afterwards.
+    Transformers does before 5.2, to collect hidden states: they must not hold what a patch makes of them afterwards.
     """
-    return str(getattr(sys.modules.get("transformers"), "__version__", "")).startswith("4.")
+    return hasattr(sys.modules.get("transformers.utils.generic"), "OutputRecorder")
 
 
 def is_in_checkpoint() -> bool:

@@ -18,6 +18,7 @@ from graphpatch_notebook.capture.packed_weights import Packing, held_by
 from graphpatch_notebook.errors import PatchValueError
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_ORIGINAL = "_graphpatch_original"
 
 
 class StandIn:
@@ -41,6 +42,7 @@ class StandIn:
             state[registry] = type(state[registry])(state[registry])
         self.module.__dict__.update(state)
         self.module.__dict__.update(attributes or {})
+        self.module.__dict__[_ORIGINAL] = module
         self._put(replacements)
         self._remember()
 
@@ -132,6 +134,13 @@ class StandIn:
         _hand_on({name: self._before[name] for name in self._before if name not in but}, after, self._original.__dict__)
         for name, before in self._registered_before.items():
             _hand_on(before, self.module.__dict__[name], self._original.__dict__[name])
+
+
+def original_of(module: Module) -> Module:
+    """Returns the user's module that `module` stands in for; `module` itself where it is that."""
+    while (original := module.__dict__.get(_ORIGINAL)) is not None:
+        module = original
+    return module
 
 
 def tensor_at(module: Module, path: str) -> Any:

@@ -228,3 +228,33 @@ def test_recomputation_after_the_block_takes_no_patches(pg: PatchableGraph) -> N
         loss = copied.run(pg, x).sum()
         found = copied.run(torch.autograd.grad, loss, x)[0]
     assert torch.equal(found, expected)
+
+
+# -- patched tensors of a module that is called, too -------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Reads a parameter of a module that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x * self.child.weight.sum())
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_tensor_of_a_child_is_patched_beside_the_boundary_of_the_child(has_hook: bool) -> None:
+    model = Reader()
+    if has_hook:
+        model.child.register_forward_hook(lambda module, args, output: output * 2 + args[0])
+    pg = PatchableGraph(model, X)
+    patches = {"child_weight": AddPatch(1.0), "child.input": AddPatch(0.5), "child.output": AddPatch(0.25)}
+    assert set(patches) <= set(pg.nodes)
+    with pg.patch(patches, strict=True):
+        found = pg(X)
+    given = X * (model.child.weight + 1).sum() + 0.5
+    returned = nn.functional.linear(given, model.child.weight, model.child.bias)
+    expected = (returned * 2 + given if has_hook else returned) + 0.25
+    assert torch.equal(found, expected)

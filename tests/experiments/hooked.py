@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.zoo import installed
-
 Edit = Callable[[Tensor], Tensor]
-
-GPT2_OUTPUT = "output" if installed.TRANSFORMERS >= (5, 0) else "output|sub_0"
-"""What a layer of GPT-2 hands on: before transformers 5, the one value of a tuple."""
 
 
 class Mixer(nn.Module):
@@ -38,6 +33,11 @@ def gpt2(layers: int = 3) -> GPT2LMHeadModel:
         n_embd=16, n_head=4, n_layer=layers, vocab_size=23, n_positions=32, use_cache=False, initializer_range=0.5
     )
     return GPT2LMHeadModel(config).eval()
+
+
+_LAYER = gpt2(1).transformer.h[0]
+GPT2_OUTPUT = "output" if isinstance(_LAYER(torch.zeros(1, 1, 16)), Tensor) else "output|sub_0"
+"""What a layer of GPT-2 hands on: in older transformers, the one value of a tuple."""
 
 
 def llama() -> LlamaForCausalLM:

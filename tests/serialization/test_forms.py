@@ -140,6 +140,30 @@ def test_inputs_that_cannot_be_made_up(tmp_path: Path) -> None:
         loaded(-torch.ones(3))
 
 
+class Experts(nn.Module):
+    """Goes over the rows that some input is greatest in, as mixtures of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = nn.functional.one_hot(x.argmax(-1), x.shape[-1])
+        result = torch.zeros_like(x)
+        for expert in (chosen.sum(0) > 0).nonzero():
+            result = result + x * chosen[:, expert[0]].unsqueeze(-1) * (expert + 1)
+        return result
+
+
+def test_a_loop_over_as_many_parts_as_values_say(tmp_path: Path) -> None:
+    two, other_two, one, three = (torch.eye(4)[list(rows)] for rows in ((0, 1, 1), (3, 2, 2), (1, 1, 1), (0, 1, 2)))
+    pg = PatchableGraph(Experts(), two)
+    loaded = reloaded(pg, tmp_path, check=[((two,), {})])
+    for given in (two, other_two):
+        assert torch.equal(loaded(given), pg(given))
+    for given, count in ((one, 1), (three, 3)):
+        with pytest.raises(StoredFormError, match=f"reads a value into Python here, which is {count} now and was 2"):
+            loaded(given)
+    with pytest.raises(StoredFormError, match="is 1 now and was 2"), loaded.patch({"x": ZeroPatch()}):
+        loaded(two)
+
+
 def test_the_same_tensor_twice(tmp_path: Path) -> None:
     class Same(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ and 5, lengths of 1, 7, 11 and 13, sliding windows of 9 (longer than the example
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -301,14 +302,16 @@ def _mamba_variants(model: Any, _: bool) -> dict[str, Call]:
         "no_cache": Call.of(input_ids=tokens(3, 7), use_cache=False),
         "last_logits": Call.of(input_ids=tokens(3, 11), logits_to_keep=1),
         **_common_variants(False, lambda: Call.of(input_ids=tokens(5, 11))),
-        **({} if _IS_TRANSFORMERS_4 else _mamba_cache_variants(model)),
+        **_mamba_cache_variants(model),
     }
 
 
 def _mamba_cache_variants(model: Any) -> dict[str, Call]:
-    """Before transformers 5 these caches were of another class, which wants to be told positions."""
+    """None in older transformers: these caches want to be told positions there, and were of another class."""
     from transformers import DynamicCache
 
+    if "cache_position" in inspect.signature(model.forward).parameters:
+        return {}
     past = _prefill(model, input_ids=tokens(3, 7, seed=1))
     return {
         "cache_empty": Call.of(input_ids=tokens(3, 11), cache_params=DynamicCache(config=model.config), use_cache=True),
