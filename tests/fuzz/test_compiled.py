@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -22,7 +23,8 @@ from tests.fuzz.test_programs import COMMON, FIRST_SEED
 
 BACKENDS = ["eager", "aot_eager"]
 PHASES = [Phase.generate]  # no shrinking: each step of it compiles
-MOMENTS = ["before capture", "after capture", "after a patched call"]
+MOMENTS = ["before capture", "after capture", "after a patched call", "wrapped whole"]
+PREFIX = "_orig_mod."  # of the paths in a model that `torch.compile` wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,12 @@ def unpatched(case: FuzzCase, run: Callable[..., Any], inputs: Inputs) -> Outcom
 def patched_as_written(case: FuzzCase, interpreter: Interpreter, pg: PatchableGraph, inputs: Inputs) -> str | None:
     """Returns where a patched call differs from the oracle: compiled parts run as they are written."""
     expected = by_oracle(case, interpreter, inputs.call(case.program), case.choices)
-    return difference(expected, by_patches(case, pg, pg, inputs.call(case.program), case.choices))
+    prefix = PREFIX if any(path.startswith(PREFIX) for path in pg.nodes) else ""
+    choices = [replace(choice, path=prefix + choice.path) for choice in case.choices]
+    found = by_patches(case, pg, pg, inputs.call(case.program), choices)
+    found.fired = {text.removeprefix(prefix) for text in found.fired or ()}
+    found.seen = {(text.removeprefix(prefix), n): value for (text, n), value in found.seen.items()}
+    return difference(expected, found)
 
 
 def check(case: FuzzCase, which: list[int], backend: str, moment: str) -> None:
@@ -61,19 +68,21 @@ def check(case: FuzzCase, which: list[int], backend: str, moment: str) -> None:
     calls = [case.example, *case.others]
     for inputs in calls:  # written into by nothing that is compiled: the oracle is right, and the compiler can do it
         assume(by_oracle(case, interpreter, inputs.call(case.program), []).error is None)
-    compile_parts(reference, which, backend)
+    compile_parts(reference, [0] if moment == MOMENTS[3] else which, backend)
     try:
         expected = [unpatched(case, reference, inputs) for inputs in calls]
     except Exception:  # the compiler's own, without a patch
         assume(False)
     if moment == MOMENTS[0]:
         compile_parts(model, which, backend)
+    if moment == MOMENTS[3]:
+        model = torch.compile(model, backend=backend)  # type: ignore[assignment]
     call = case.example.call(case.program)
     with torch.set_grad_enabled(case.has_grad):
         pg = PatchableGraph(model, *call.args, **call.kwargs)
     if moment == MOMENTS[2]:
         assert (problem := patched_as_written(case, interpreter, pg, case.example)) is None, problem
-    if moment != MOMENTS[0]:
+    if moment in MOMENTS[1:3]:
         compile_parts(model, which, backend)
     for inputs, plain in zip(calls, expected, strict=True):
         assert (problem := patched_as_written(case, interpreter, pg, inputs)) is None, f"{inputs}: {problem}"
