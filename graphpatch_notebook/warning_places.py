@@ -16,6 +16,7 @@ from contextvars import ContextVar
 import torch
 
 from graphpatch_notebook.errors import GraphPatchWarning
+from graphpatch_notebook.interrupts import holding
 
 _INSIDE = (
     os.path.dirname(__file__),
@@ -31,11 +32,8 @@ _collected: ContextVar[list[str] | None] = ContextVar("graphpatch_collected_warn
 def collected_warnings() -> Iterator[list[str]]:
     """Collects, each once, the messages of the warnings that this package gives in the block, in its thread or task."""
     messages: list[str] = []
-    token = _collected.set(messages)
-    try:
+    with holding(_collected, messages):
         yield messages
-    finally:
-        _collected.reset(token)
 
 
 def _is_collected(message: str) -> bool:

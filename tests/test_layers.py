@@ -17,6 +17,7 @@ FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts
 # From the lowest to the highest: what stands in one may import what stands before it, and its own insides.
 LAYERS = [
     "errors",
+    "interrupts",
     "warning_places",
     "torch_compat",
     "delegation",

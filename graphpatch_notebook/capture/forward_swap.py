@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch.nn import Module
 
 from graphpatch_notebook.capture.call_sites import invoke
+from graphpatch_notebook.interrupts import holding
 
 
 class Observer(Protocol):
@@ -61,11 +62,8 @@ class _SwappedForward:
             watching = unobserved(self._module)
             if watching is None:
                 return self._original(*args, **kwargs)
-            token = observer.set(watching)
-            try:
+            with holding(observer, watching):
                 return watching.on_forward(self._module, self._original, args, kwargs)
-            finally:
-                observer.reset(token)
         return watching.on_forward(self._module, self._original, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

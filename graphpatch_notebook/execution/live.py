@@ -232,13 +232,17 @@ class Run:
         if self._mode is not None or not plan.needs_mode:
             return invoke(forward, args, kwargs)
         self._mode = mode = LiveMode(self)
-        outer = apply_observer.set(mode)
+        outer = apply_observer.get()
         try:
-            with mode:
-                return invoke(forward, args, kwargs)
+            try:
+                apply_observer.set(mode)
+                with mode:
+                    return invoke(forward, args, kwargs)
+            finally:
+                apply_observer.set(outer)
+                self._mode = None
         finally:
-            apply_observer.reset(outer)
-            self._mode = None
+            apply_observer.set(outer)  # once more, if an interrupt came in between
 
     @contextmanager
     def inside_one_node(self, inside: FramePlan | None = None) -> Iterator[None]:

@@ -16,6 +16,7 @@ from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.graph_modules.forms import Form
 from graphpatch_notebook.graph_modules.plain_fx import listed_doubts, plain_fx_module
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patches import Patch
 
 
@@ -78,7 +79,7 @@ def _problem(
     """Returns how `result` differs from `run` on copies of the inputs, if it does."""
     first, second = copied((args, kwargs)), copied((args, kwargs))
     before = ModuleState(root.frame.module)
-    try:
+    with afterwards(before.restore):
         expected = run(*first[0], **first[1])
         after = {name: buffer.clone() for name, buffer in root.frame.module.named_buffers()}
         before.restore()
@@ -99,17 +100,14 @@ def _problem(
             or difference(second, first, "inputs")
             or difference({name: there[name] for name in after}, after, "buffers")
         )
-    finally:
-        before.restore()
 
 
 @contextmanager
 def _unchanged(patches: Iterable[Patch[Any]]) -> Iterator[None]:
     """Lets patches that keep what they see forget what they saw in the block."""
     saved = [(patch, {name: _contents(value) for name, value in vars(patch).items()}) for patch in patches]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for patch, attributes in saved:
             for name in vars(patch).keys() - attributes.keys():
                 delattr(patch, name)
@@ -120,6 +118,9 @@ def _unchanged(patches: Iterable[Patch[Any]]) -> Iterator[None]:
                     value.clear()
                     value.update(contents)
                 patch.__dict__[name] = value
+
+    with afterwards(put_back):
+        yield
 
 
 def _contents(value: Any) -> tuple[Any, Any]:

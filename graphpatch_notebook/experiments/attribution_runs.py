@@ -25,6 +25,7 @@ from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import noted_metric
 from graphpatch_notebook.experiments.reductions import Kept, Scores, scores_of
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import Patch
@@ -141,11 +142,9 @@ class AttributionRuns:
         context = self._context()
         with collected_warnings() as messages, torch.inference_mode(False), context:
             state = KeptState(self._pg._module)
-            try:
+            with afterwards(state.restore):
                 self._run_all(state)
-            finally:
-                state.restore()
-                self._stage.listener = _nobody
+        self._stage.listener = _nobody
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
         # What does not come up is told in the result.
         self._found.remarks = [message for message in messages if "never fired" not in message]

@@ -20,6 +20,7 @@ from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
 from graphpatch_notebook.experiments.survey import Mark, Survey, survey
 from graphpatch_notebook.experiments.trimming import reads_last_position, trims
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.torch_compat import has_global_hooks
@@ -64,10 +65,8 @@ def common_work(
     """Runs the model a few times without patches, and returns what that tells. The model's state stays as it was."""
     targets = _targets(pg, paths)
     state = KeptState(pg._module)
-    try:
+    with afterwards(state.restore):
         common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
-    finally:
-        state.restore()
     if backward and common.baseline.values.size != 1:
         raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
     return common

@@ -28,6 +28,7 @@ from graphpatch_notebook.graph_modules.equality import IncomparableError, differ
 from graphpatch_notebook.graph_modules.live_runs import Runnable, is_live_only, live_only, run_live
 from graphpatch_notebook.graph_modules.signatures import UnseenError, Watch, input_key, settings_key
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.warning_places import level_of_caller, warn
 
@@ -180,13 +181,11 @@ def examine(
             refusal = Refusal(change)
         if before is not None and refusal is None:
             after = ModuleState(graph_module.frame.module)
-            before.restore()
-            try:
+            with afterwards(after.restore):
+                before.restore()
                 with live_only() if is_alone else contextlib.nullcontext():
                     value, refusal = _trial(graph_module, copies)
                 refusal = refusal or _difference(value, result, copies, (args, kwargs), graph_module, after)
-            finally:
-                after.restore()
         _decide(graph_module, key, refusal)
         return result
 
@@ -201,11 +200,9 @@ def confirm(graph_module: RunnableGraph, key: Hashable, args: tuple[Any, ...], k
         value: Any = None
         trial: ModuleState | None = None
         if before is not None:
-            try:
+            with afterwards(before.restore):
                 value, refusal = _trial(graph_module, copies)
                 trial = ModuleState(graph_module.frame.module)
-            finally:
-                before.restore()
         result = run_live(graph_module, args, kwargs)
         if refusal is None and trial is not None:
             refusal = _difference(value, result, copies, (args, kwargs), graph_module, trial)
@@ -289,11 +286,8 @@ _refusals: ContextVar[list[str] | None] = ContextVar("graphpatch_refusals", defa
 def reporting() -> Iterator[None]:
     """Gives one warning at the end of the block for all graphs that were newly refused in it."""
     refusals: list[str] = []
-    token = _refusals.set(refusals)
-    try:
+    with holding(_refusals, refusals):
         yield
-    finally:
-        _refusals.reset(token)
     if refusals:
         graphs = "a graph was" if len(refusals) == 1 else f"{len(refusals)} graphs were"
         more = f"\n  ... and {len(refusals) - 5} more" if len(refusals) > 5 else ""
@@ -305,14 +299,9 @@ def reporting() -> Iterator[None]:
         )
 
 
-@contextlib.contextmanager
-def unreported() -> Iterator[None]:
+def unreported() -> contextlib.AbstractContextManager[None]:
     """Keeps to itself which graphs are refused in the block."""
-    token = _refusals.set([])
-    try:
-        yield
-    finally:
-        _refusals.reset(token)
+    return holding(_refusals, [])
 
 
 def _report(graph_module: RunnableGraph, reason: str) -> None:

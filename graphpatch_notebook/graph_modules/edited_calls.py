@@ -27,6 +27,7 @@ from graphpatch_notebook.graph_modules.equality import IncomparableError, differ
 from graphpatch_notebook.graph_modules.live_runs import unobserved
 from graphpatch_notebook.graph_modules.signatures import settings_key
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, children, describe, leaves
 from graphpatch_notebook.warning_places import warn
@@ -126,7 +127,7 @@ class CallCheck:
         except Exception as error:  # of the user's own objects
             return Refusal(f"its inputs cannot be copied ({type(error).__name__}: {error})")
         try:
-            with unobserved():
+            with afterwards(before.restore), unobserved():
                 result = invoke(original_forward(self._frame.module), first_args, first_kwargs)
                 after = ModuleState(self._frame.module)
                 before.restore()
@@ -134,16 +135,14 @@ class CallCheck:
                     value = recorded.run_patched(frozenset(), _unpatched, *second)
                 except Exception as error:
                     return Refusal(f"it raised {type(error).__name__}: {error}", is_difference=True, may_pass=True)
-            given = (first_args, first_kwargs)
-            text = (
-                self._difference(_opened(value), _opened(result), "output")
-                or self._difference(_opened(second), _opened(given), "inputs")
-                or ModuleState(self._frame.module).difference(after)
-            )
+                given = (first_args, first_kwargs)
+                text = (
+                    self._difference(_opened(value), _opened(result), "output")
+                    or self._difference(_opened(second), _opened(given), "inputs")
+                    or ModuleState(self._frame.module).difference(after)
+                )
         except IncomparableError as error:
             return Refusal(str(error))
-        finally:
-            before.restore()
         return None if text is None else Refusal(text, is_difference=True)
 
 

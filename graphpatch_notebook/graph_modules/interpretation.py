@@ -25,6 +25,7 @@ from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_not
 from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
 from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.build import DefaultName
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import format_path
 
 _MOST = 5
@@ -83,11 +84,8 @@ class GraphInterpreter:
         if self._before_run is not None:
             self._before_run()
         interpretation = Interpretation(self._on_node)
-        token = current.set(interpretation)
-        try:
+        with holding(current, interpretation):
             result = self._graph_module(*args, **kwargs)
-        finally:
-            current.reset(token)
         interpretation.warn()
         return result
 

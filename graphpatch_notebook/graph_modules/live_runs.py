@@ -7,8 +7,8 @@ graphs that *are* their module (edited, or from custom extraction functions) run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from graphpatch_notebook.capture.forward_swap import (
     original_forward,
 )
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.interrupts import afterwards, holding
 
 
 class Runnable(Protocol):
@@ -54,14 +55,9 @@ is_live_only: ContextVar[bool] = ContextVar("graphpatch_live_only", default=Fals
 """Whether graphs that are only records of their module do not run at present."""
 
 
-@contextmanager
-def live_only() -> Iterator[None]:
+def live_only() -> AbstractContextManager[None]:
     """Makes all modules run live, but for those whose graph is the module."""
-    token = is_live_only.set(True)
-    try:
-        yield
-    finally:
-        is_live_only.reset(token)
+    return holding(is_live_only, True)
 
 
 def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,12 +67,9 @@ def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, An
         with observed_by(_NOBODY):
             return invoke(forward, args, kwargs)
     swaps = Swaps()
-    try:
+    with afterwards(swaps.let_go), live_only(), observed_by(_Router(graph_module)):
         swaps.hold(callee.frame.module for callee in graph_module.callees())
-        with live_only(), observed_by(_Router(graph_module)):
-            return invoke(forward, args, kwargs)
-    finally:
-        swaps.let_go()
+        return invoke(forward, args, kwargs)
 
 
 def is_hooked(module: Module) -> bool:
@@ -87,22 +80,14 @@ def is_hooked(module: Module) -> bool:
 def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `run(args, kwargs)` where the hooks of accelerate run the module's own forward."""
     swaps = Swaps()
-    try:
+    with afterwards(swaps.let_go), observed_by(_Diversion(module, run)):
         swaps.hold([module])
-        with observed_by(_Diversion(module, run)):
-            return module.forward(*args, **kwargs)
-    finally:
-        swaps.let_go()
+        return module.forward(*args, **kwargs)
 
 
-@contextmanager
-def observed_by(watching: Observer) -> Iterator[None]:
+def observed_by(watching: Observer) -> AbstractContextManager[None]:
     """Makes `watching` see the swapped forwards that run in the block."""
-    token = observer.set(watching)
-    try:
-        yield
-    finally:
-        observer.reset(token)
+    return holding(observer, watching)
 
 
 def unobserved() -> AbstractContextManager[None]:

@@ -35,13 +35,21 @@ running_graph: ContextVar[RunningGraph | None] = ContextVar("graphpatch_running_
 def run_as(
     function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    token = running_graph.set(running)
-    grad_was_enabled = torch.is_grad_enabled()
+    outer, grad_was_enabled = running_graph.get(), torch.is_grad_enabled()
     try:
-        return function(owner, *args, **kwargs)
-    finally:
-        # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
-        # where torch itself does it (in `autograd.Function`), out of sight.
-        if torch.is_grad_enabled() != grad_was_enabled:
-            torch.set_grad_enabled(grad_was_enabled)
-        running_graph.reset(token)
+        try:
+            running_graph.set(running)
+            return function(owner, *args, **kwargs)
+        finally:
+            _take_back(outer, grad_was_enabled)
+    except BaseException:
+        _take_back(outer, grad_was_enabled)  # once more, if an interrupt came in between
+        raise
+
+
+def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:
+    running_graph.set(outer)
+    # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
+    # where torch itself does it (in `autograd.Function`), out of sight.
+    if torch.is_grad_enabled() != grad_was_enabled:
+        torch.set_grad_enabled(grad_was_enabled)

@@ -14,6 +14,7 @@ from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.belief import Refusal, RunnableGraph
 from graphpatch_notebook.graph_modules.live_runs import Runnable, is_hooked, observed_by, run_in_hook
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
 
 Status: TypeAlias = Literal["equal", "differing", "not comparable", "opaque", "own graph", "not reached"]
@@ -141,22 +142,16 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     state = ModuleState(root.frame.module)
     first, second = copied((args, kwargs)), copied((args, kwargs))
     swaps = Swaps()
-    try:
+    with afterwards(swaps.let_go, state.restore), observed_by(verifier):
         swaps.hold(reachable_modules(root.frame.module))
-        with observed_by(verifier):
-            root.frame.module(*first[0], **first[1])
-    finally:
-        swaps.let_go()
-        state.restore()
+        root.frame.module(*first[0], **first[1])
     refusals = verifier.refusals
     if isinstance(root, RunnableGraph) and root in refusals and refusals[root] is None:
-        try:
+        with afterwards(state.restore):
             if is_hooked(root.frame.module):  # the parameters are there only between the hooks
                 run_in_hook(root.frame.module, lambda *call: refusals.update({root: _whole(root, *call)}), *second)
             else:
                 refusals[root] = _whole(root, *second)
-        finally:
-            state.restore()
     return VerificationReport(tuple(_report(g, refusals) for g in _walk(root)))
 
 

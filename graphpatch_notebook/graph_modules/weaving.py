@@ -10,8 +10,8 @@ same nodes are patched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,19 +19,15 @@ from torch import fx
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import Node
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import codegen_of
 
 _patches: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("graphpatch_woven_patches", default=None)
 
 
-@contextmanager
-def patches_from(patched: Callable[[str, Any], Any]) -> Iterator[None]:
+def patches_from(patched: Callable[[str, Any], Any]) -> AbstractContextManager[None]:
     """Makes `patched(name, value)` answer for the patched values that come up in the block."""
-    token = _patches.set(patched)
-    try:
-        yield
-    finally:
-        _patches.reset(token)
+    return holding(_patches, patched)
 
 
 def woven_patched(value: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.notebook.labels import file_label
 from graphpatch_notebook.notebook.run_inputs import RunInputs
 from graphpatch_notebook.notebook.run_state import RunState, copied_output
@@ -111,20 +112,17 @@ class Passes:
     def _all(self, job: Job[Any], has_gradients: bool) -> Outcome:
         outcome = Outcome()
         state = RunState(self._graph)
-        try:
-            with torch.set_grad_enabled(has_gradients), collected_warnings() as outcome.warnings:
-                for position, patch_map in enumerate(self._patch_maps, 1):
-                    output = self._call(job, patch_map, outcome)
-                    is_last = position == len(self._patch_maps)
-                    outcome.outputs.append(state.separated(output) if is_last else _apart(output, outcome))
-                    self._take(self._count.done, state.separated)
-                    if (remark := state.random_numbers.remark(is_last)) is not None:
-                        outcome.warnings.append(remark)
-                    state.restore()
-                    self._count.done += 1
-                    self._note_change(state, outcome)
-        finally:
-            state.restore()
+        with afterwards(state.restore), torch.set_grad_enabled(has_gradients), collected_warnings() as outcome.warnings:
+            for position, patch_map in enumerate(self._patch_maps, 1):
+                output = self._call(job, patch_map, outcome)
+                is_last = position == len(self._patch_maps)
+                outcome.outputs.append(state.separated(output) if is_last else _apart(output, outcome))
+                self._take(self._count.done, state.separated)
+                if (remark := state.random_numbers.remark(is_last)) is not None:
+                    outcome.warnings.append(remark)
+                state.restore()
+                self._count.done += 1
+                self._note_change(state, outcome)
         return outcome
 
     def _call(self, job: Job[Any], patch_map: PatchMap, outcome: Outcome) -> Any:

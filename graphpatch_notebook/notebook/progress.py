@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from graphpatch_notebook.capture.frame_count import FrameCount, frame_count
+from graphpatch_notebook.interrupts import holding
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -44,12 +45,9 @@ def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
     """
     count = FrameCount()
     expected = sum(not isinstance(module, _NEVER_CALLED) for module in model.modules())
-    token = frame_count.set(count)
-    try:
-        with _shown(_Work(f"Capturing {type(model).__name__}", count, expected), delay):
-            yield
-    finally:
-        frame_count.reset(token)
+    work = _Work(f"Capturing {type(model).__name__}", count, expected)
+    with holding(frame_count, count), _shown(work, delay):
+        yield
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from graphpatch_notebook.capture.forward_swap import observer
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.serialization.forms import Guard
 
 CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
@@ -113,11 +114,8 @@ class LoadedRoot(LoadedModule):
             if model is None or has_edits or is_patched_run():
                 raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
             return model(*args, **kwargs)
-        token = _checked.set((*_checked.get(), self))
-        try:
+        with holding(_checked, (*_checked.get(), self)):
             return super().__call__(*args, **kwargs)
-        finally:
-            _checked.reset(token)
 
 
 _checked: ContextVar[tuple[Module, ...]] = ContextVar("graphpatch_checked_roots", default=())

@@ -18,6 +18,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.records import Frame, InputParameter
 from graphpatch_notebook.graph_modules.equality import IncomparableError, difference
 from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.serialization.values import UnstorableError
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt
 
@@ -141,7 +142,7 @@ def compared(model: Module, run: Callable[..., Any], graph: Callable[..., Any], 
     """
     state = ModuleState(model)
     first, second = copied(call), copied(call)
-    try:
+    with afterwards(state.restore):
         try:
             expected = run(*first[0], **first[1])
         except Exception as error:
@@ -158,8 +159,6 @@ def compared(model: Module, run: Callable[..., Any], graph: Callable[..., Any], 
             return _difference(found, expected, second, first) or ModuleState(model).difference(after)
         except IncomparableError as error:
             return str(error)
-    finally:
-        state.restore()
 
 
 def _summary(error: Exception) -> str:

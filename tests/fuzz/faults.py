@@ -74,3 +74,30 @@ def faults(
     for at in points:
         fault, action = Fault(at, error, files), make_action()
         yield fault, lambda fault=fault, action=action: fault.run(action)  # type: ignore[misc]
+
+
+class _Lines(Fault):
+    """Notes when each line ran."""
+
+    def __init__(self, files: tuple[str, ...]) -> None:
+        super().__init__(NEVER, files=files)
+        self.times: dict[tuple[str, int], list[int]] = {}
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        before = self.lines
+        tracing = super()._trace(frame, event, argument)
+        if self.lines > before:
+            self.times.setdefault((frame.f_code.co_filename, frame.f_lineno), []).append(before)
+        return tracing
+
+
+def faults_at_each_line(
+    make_action: Callable[[], Callable[[], object]], names: tuple[str, ...] = (), files: tuple[str, ...] = ()
+) -> Iterator[tuple[Fault, Callable[[], None]]]:
+    """As `faults`, at the first and the last time that each line runs; only in files that end in `names`, if given."""
+    lines = _Lines(files)
+    lines.run(make_action())
+    times = [times for (file, _), times in lines.times.items() if not names or file.endswith(names)]
+    for at in sorted({at for both in times for at in (both[0], both[-1])}):
+        fault, action = Fault(at, files=files), make_action()
+        yield fault, lambda fault=fault, action=action: fault.run(action)  # type: ignore[misc]

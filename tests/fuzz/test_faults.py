@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from graphpatch_notebook.capture.forward_swap import is_swapped, observer
 from graphpatch_notebook.execution import context as execution_context
 from graphpatch_notebook.execution.context import innermost
 from graphpatch_notebook.torch_compat import function_mode_depth
-from tests.fuzz.faults import faults
+from tests.fuzz.faults import Fault, faults, faults_at_each_line
 from tests.fuzz.mishaps import nothing_changes_in_the_process
 from tests.fuzz.programs import Steep
 from tests.fuzz.test_programs import FIRST_SEED
@@ -167,12 +167,20 @@ def strain(
     Each time on a new graph, whose code is not made yet.
     """
 
+    return look_after_each(now, faults(anew(now, action), count, seed, files, error))
+
+
+def anew(now: Setting, action: Callable[[Setting], object]) -> Callable[[], Callable[[], object]]:
     def make_action() -> Callable[[], object]:
         now.pg = now.capture(now.model)
         return functools.partial(action, now)
 
+    return make_action
+
+
+def look_after_each(now: Setting, all_faults: Iterator[tuple[Fault, Callable[[], None]]]) -> int:
     came = 0
-    for fault, act in faults(make_action, count, seed, files, error):
+    for fault, act in all_faults:
         with nothing_changes_in_the_process():
             act()
         came += fault.came
@@ -216,6 +224,33 @@ def test_interrupts_wherever_an_unpatched_run_of_graphs_begins_and_ends(file: st
     assert at > 20
 
 
+TAKE_BACK = ("interrupts.py", "forward_swap.py", "live_runs.py", "running.py", "interpretation.py", "verification.py")
+
+
+@quietly
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("action", [verify, interpret])
+def test_interrupts_at_each_line_of_what_takes_things_back(action: Callable[[Setting], None]) -> None:
+    patches = {"linear": ZeroPatch()}
+    now = Setting(nn.Linear(4, 4), lambda module: PatchableGraph(module, X), lambda module: module(X), patches)
+    assert look_after_each(now, faults_at_each_line(anew(now, action), TAKE_BACK)) > 20
+
+
+class Noisy(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(4)
+
+
+def test_interrupts_leave_buffers_and_random_numbers_as_they_were() -> None:
+    model = Noisy(4)
+    pg = PatchableGraph(model, X)
+    before, random_state = snapshot(model), torch.get_rng_state()
+    for fault, act in faults_at_each_line(lambda: lambda: pg.verify(X), ("forward_swap.py", "snapshots.py")):
+        act()
+        assert same_state(model, before) is None, fault.where
+        assert torch.equal(torch.get_rng_state(), random_state), fault.where
+
+
 def generating() -> Setting:
     case = case_by_name("gpt2-eager")
     call, ids = case.example(), torch.tensor([[5, 6, 7]])
@@ -243,6 +278,15 @@ def test_interrupts_of_generation() -> None:
 @pytest.mark.parametrize("action", [*ACTIONS, Setting.run_patched])
 def test_many_interrupts(action: Callable[[Setting], None]) -> None:
     strain(setting(Model()), action, 1000, FIRST_SEED, (__file__,))
+
+
+@quietly
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+@pytest.mark.parametrize("action", [capture_, live_run, backward, verify, to_fx, interpret, Setting.run_patched])
+def test_interrupts_at_each_line(action: Callable[[Setting], None]) -> None:
+    now = setting(Model())
+    look_after_each(now, faults_at_each_line(anew(now, action), files=(__file__,)))
 
 
 @quietly

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any
@@ -16,6 +15,7 @@ from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules.lazy_code import generate
 from graphpatch_notebook.integrations.exported.inputs import ProgramInputs
+from graphpatch_notebook.interrupts import holding
 
 _calls_so_far: ContextVar[dict[int, int] | None] = ContextVar("graphpatch_exported_calls", default=None)
 
@@ -106,17 +106,8 @@ class ExportedRoot(ExportedModule):
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program."""
-        with _calls_are_counted():
+        with holding(_calls_so_far, {}):
             return super().run_graph(args, kwargs)
-
-
-@contextmanager
-def _calls_are_counted() -> Iterator[None]:
-    token = _calls_so_far.set({})
-    try:
-        yield
-    finally:
-        _calls_so_far.reset(token)
 
 
 class _Forward:
