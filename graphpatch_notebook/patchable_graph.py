@@ -130,6 +130,7 @@ class PatchableGraph(ModuleDelegate):
             TypeError: It is no exported program, and no name of a file.
             FileNotFoundError: There is no such file.
             SerializationError: The file was not written by `torch.export.save`.
+            GraphError: Torch is older than 2.6.
 
         Example:
             >>> import torch

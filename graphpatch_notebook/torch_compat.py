@@ -301,15 +301,24 @@ STRUCTURE_FUNCTIONS = frozenset(
 """
 
 
+def unflattens_programs() -> bool:
+    """Whether `torch.export.unflatten` can be relied on to make modules of a program.
+
+    In torch 2.4 it stops at bare assertions where modules are called twice, loses the branches of `torch.cond`, and
+    miscounts the outputs of programs that write into inputs. Told by: tests/integrations/test_old_torch.py.
+    """
+    return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.6")
+
+
 def input_guards(program: torch.export.ExportedProgram) -> Callable[..., None] | None:
     """Returns the function in which `program.module()` asserts what the exporter relied on, of flat inputs, if any.
 
     `torch.export.unflatten` leaves it out.
 
-    `ExportedProgram._guards_code`, `_guards_fn` of its module: seen in torch 2.13; before there were none. Told by:
+    `ExportedProgram._guards_code`, `_guards_fn` of its module: seen in torch 2.13; up to 2.8 there were none. Told by:
     tests/integrations/test_exported.py.
     """
-    if not getattr(program, "_guards_code", None):
+    if not getattr(program, "_guards_code", True):
         return None
     guards: Any = getattr(program.module(), "_guards_fn", None)
     return None if guards is None else inspect.unwrap(guards.forward)  # it is wrapped for compilers

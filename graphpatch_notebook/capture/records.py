@@ -243,6 +243,7 @@ class Frame:
         custom_failure: Why such a function returned none.
         names: The nodes by name.
         following_sizes: What `execution.shapes` found out about this frame, once it was asked.
+        row_sizes: What `execution.chosen_rows` did.
     """
 
     module: Module
@@ -263,6 +264,7 @@ class Frame:
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
     following_sizes: dict[int, set[int]] | None = None
+    row_sizes: Any = None
 
     @property
     def path(self) -> tuple[str, ...]:

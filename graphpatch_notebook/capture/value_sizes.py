@@ -27,19 +27,26 @@ def part_count_by_values(node: Node) -> int | None:
     """
     if node.op not in PARTS or node.kind != "op" or not isinstance(node.spec, ContainerSpec):
         return None
-    return len(node.spec.children) if _is_sized_by_values(node) else None
+    return len(node.spec.children) if _comes_of_values(node) else None
 
 
-def _is_sized_by_values(node: Node) -> bool:
+def _comes_of_values(node: Node) -> bool:
     """Whether the tensor that `node` is made from, as its first argument, has a shape that depends on values."""
     while (ref := next(refs_in(node.args), None)) is not None and ref.node is not node:
         node = ref.node
-        if node.op in _SIZED_BY_VALUES or (node.op == "where" and len(node.args) == 1):
-            return True
-        indices = (found.node.spec for found in list(refs_in(node.args))[1:])
-        if node.op == "getitem" and any(isinstance(i, TensorSpec) and i.dtype in _BOOLS for i in indices):
+        if is_sized_by_values(node):
             return True
     return False
+
+
+def is_sized_by_values(node: Node) -> bool:
+    """Whether the function called at `node` gives as many entries as the values of its arguments say."""
+    if node.op in _SIZED_BY_VALUES or (node.op == "where" and len(node.args) == 1):
+        return True
+    if node.op != "getitem":
+        return False
+    indices = (found.node.spec for found in list(refs_in(node.args))[1:])
+    return any(isinstance(index, TensorSpec) and index.dtype in _BOOLS for index in indices)
 
 
 _BOOLS = (torch.bool, torch.uint8)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
+from graphpatch_notebook.execution.chosen_rows import sizes_without_positions
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.selections import Selection, selection
@@ -88,6 +89,12 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
     lengths = {True: encoder_length} if is_inside else {False: length, True: encoder_length}
     dims = range(len(shape)) if given is None else [given % len(shape)]
     found = [(dim, of_encoder) for dim in dims for of_encoder, size in lengths.items() if shape[dim] == size]
+    by_values = sizes_without_positions(target.frame, target.node)
+    if any(shape[dim] in by_values for dim, _ in found):
+        raise ValueError(
+            f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
+            "say), so they do not stand at positions of the sequence, however many they are; choose a part with slice="
+        )
     if len(found) == 1:
         dim, of_encoder = found[0]
         if of_encoder and dim == 0:

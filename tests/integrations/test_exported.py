@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, unflatten
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
+from tests.zoo import installed
 
 pytestmark = [
+    pytest.mark.skipif(installed.TORCH < (2, 6), reason="refused there: see test_old_torch.py"),
     pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
 ]
@@ -199,7 +201,7 @@ class Case:
         if self.known is not None:
             return self.known
         torch.manual_seed(0)
-        program = export(self.build(), self.args, self.kwargs, **self.options)
+        program = export(self.build(), self.args, self.kwargs, **{"strict": False, **self.options})
         program = program.run_decompositions() if self.is_decomposed else program
         if not program.graph_signature.buffers:  # else running it changes it
             self.known = program
@@ -582,6 +584,10 @@ def test_guards_of_the_program_are_kept(is_file: bool, tmp_path: Any) -> None:
     pg.linear.register_forward_hook(lambda *_: ran.append(1))
     for sizes, message in [((2, 5, 4), r"x.size\(\)\[1\] % 2 == 0"), ((5, 4, 4), r"more\['to'\]\[1\]")]:
         x, more = call(*sizes)
+        if installed.TORCH < (2, 9):  # there are no guards: it runs whatever the sizes
+            assert torch.equal(pg(x, more=more), program.module()(x, more=more))
+            ran.clear()
+            continue
         with pytest.raises(AssertionError, match=f"Guard failed: {message}") as theirs:
             program.module()(x, more=more)
         for patches in ({}, {"linear.linear": AddPatch(value=1.0)}):

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphpatch_notebook import (
     AliasedPatchWarning,
@@ -18,6 +18,7 @@ from graphpatch_notebook import (
     PatchMapError,
     PatchShapeError,
     RecordPatch,
+    ZeroPatch,
 )
 from graphpatch_notebook.resolution import resolve
 from tests.zoo import CASES
@@ -89,6 +90,55 @@ def test_positions_with_and_without_a_cache(name: str) -> None:
             torch.testing.assert_close(found, expected[1], rtol=1e-3, atol=1e-4, msg=f"{path}, position {LATE}")
             compared += 1
     assert compared > len(paths) / 2
+
+
+class Sorting(nn.Module):
+    """Works on the rows in the order of the tokens, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, order: Tensor) -> Tensor:
+        return self.linear(hidden[order.argsort()])[order.argsort().argsort()]
+
+
+class Routed(nn.Module):
+    """Gives some tokens to an expert, twice; each position has its effect on itself only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.expert, self.sorting = nn.Embedding(20, 4), nn.Linear(4, 4), Sorting()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        is_even = input_ids % 2 == 0
+        scattered = hidden.masked_scatter(is_even.unsqueeze(-1), self.expert(hidden[is_even]))
+        restored = self.sorting(scattered[0], input_ids[0]) + scattered
+        row, column = torch.where(is_even)
+        put = restored.index_put((row, column), self.expert(restored[row, column]))
+        return put * 2
+
+
+def test_rows_that_are_chosen_by_values_have_no_positions() -> None:
+    """As many rows as the sequence has tokens, by accident: row 1 is not the token at position 1."""
+    model = Routed()
+    ids = torch.tensor([[2, 4, 1, 3, 5, 7, 9], [1, 1, 6, 6, 6, 1, 1], [3, 8, 8, 3, 3, 3, 3]])
+    pg = PatchableGraph(model, input_ids=ids)
+    chosen = [path for path in pg.nodes if path.startswith(("expert_", "sorting.linear")) and "ias" not in path]
+    for path in [path for path in chosen if "weight" not in path]:
+        with (
+            pytest.raises(PatchMapError, match=r"shape \(7, 4\) are chosen, or sorted, by values"),
+            pg.patch({path: ZeroPatch(positions=1)}),
+        ):
+            pass
+    plain = model(ids)
+    for path in ("embedding.output", "scattered", "sorting.hidden", "sorting.output", "restored", "put", "output"):
+        with pg.patch({path: ZeroPatch(positions=1)}):
+            found = pg(ids)
+        others = [position for position in range(LENGTH) if position != 1]
+        assert bit_equal(found[:, others], plain[:, others]) is None, path
+        assert bit_equal(found[:, 1], plain[:, 1]) is not None, path
 
 
 @pytest.mark.parametrize(

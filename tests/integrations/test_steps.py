@@ -189,7 +189,7 @@ def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
     path = next(
         path
         for path, node in pg.nodes.items()
-        if "mlp" in path and node.shape is not None and len(node.shape) == 2 and node.shape[0] == LENGTH
+        if ("mlp" in path or "moe" in path) and len(node.shape or ()) == 2 and node.shape[:1] == (LENGTH,)
     )
     probe = ProbePatch(positions=1)
     with pg.patch({path: probe}):

@@ -17,11 +17,11 @@ import torch
 from torch.export import ExportedProgram
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.errors import GraphError, SerializationError
 from graphpatch_notebook.integrations.exported.conversion import Converter
 from graphpatch_notebook.integrations.exported.frames import frames_of
 from graphpatch_notebook.integrations.exported.modules import ExportedRoot
-from graphpatch_notebook.torch_compat import input_guards
+from graphpatch_notebook.torch_compat import input_guards, unflattens_programs
 
 __all__ = ["unflattened_program"]
 
@@ -37,15 +37,22 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
         TypeError: It is neither.
         FileNotFoundError: There is no such file.
         SerializationError: The file is no archive at all.
+        GraphError: This torch is too old.
         Exception: Whatever torch raises on a file that it cannot read, or a program that it cannot unflatten.
     """
-    if isinstance(program, (str, os.PathLike)):
-        program = torch.export.load(_checked_file(program))
-    if not isinstance(program, ExportedProgram):
+    file = _checked_file(program) if isinstance(program, (str, os.PathLike)) else None
+    if file is None and not isinstance(program, ExportedProgram):
         raise TypeError(
             "from_exported needs what torch.export.export returns, or a file that torch.export.save wrote, not "
             f"{type(program).__name__}; for a model, use PatchableGraph(model, *example_args)"
         )
+    if not unflattens_programs():
+        raise GraphError(
+            f"exported programs need torch 2.6 or later, and this is {torch.__version__}, whose torch.export.unflatten "
+            "fails on modules that are called twice, and on branches; upgrade torch, or use "
+            "PatchableGraph(model, *example_args) on the model that was exported"
+        )
+    program = program if file is None else torch.export.load(file)
     converter = Converter(torch.export.unflatten(program, flat_args_adapter), input_guards(program))
     return converter.root, frames_of(converter)
 

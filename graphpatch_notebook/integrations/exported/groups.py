@@ -16,7 +16,7 @@ from graphpatch_notebook.torch_compat import parts_of
 
 try:
     from torch.export.unflatten import InterpreterModuleDispatcher
-except ImportError:  # older versions of torch do not unflatten repeated calls of modules with preserved signatures
+except ImportError:  # before torch 2.6, of which no program is taken
 
     class InterpreterModuleDispatcher(Module):  # type: ignore[no-redef]
         """What these versions never make."""

@@ -1,0 +1,40 @@
+"""What needs a newer torch than the oldest that is supported says so, before anything runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
+from tests.zoo import installed
+
+
+class Twice(nn.Module):
+    """`torch.export.unflatten` of torch 2.4 stops at a bare assertion here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x) + 1)
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["program", "file"])
+def test_exported_programs(is_file: bool, tmp_path: Path) -> None:
+    model, x = Twice(), torch.ones(2, 3)
+    program = torch.export.export(model, (x,))
+    file = tmp_path / "program.pt2"
+    torch.export.save(program, file)
+    if installed.TORCH < (2, 6):
+        words = f"exported programs need torch 2.6 or later, and this is {torch.__version__}"
+        with pytest.raises(GraphError, match=re.escape(words)):
+            PatchableGraph.from_exported(file if is_file else program)
+        return
+    pg = PatchableGraph.from_exported(file if is_file else program)
+    with torch.no_grad(), pg.patch({"linear_1.weight": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(x), model.linear.bias.expand(2, 3))
