@@ -63,8 +63,8 @@ _PROBES = (ProbePatch, RecordPatch)
 
 def _is_plain(probe: Patch[Any]) -> bool:
     """Whether nothing can be wrong with a probe, on any node: a whole model may be probed at once."""
-    fields = probe.__dict__
-    has_places = any(fields.get(name) is not None for name in ("steps", "positions", "position_dim"))
+    get = probe.__dict__.get
+    has_places = get("steps") is not None or get("positions") is not None or get("position_dim") is not None
     return not has_places and type(probe.any_shape) is bool
 
 

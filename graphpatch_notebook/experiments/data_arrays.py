@@ -70,14 +70,14 @@ def data_array(
     sizes = [len(values) for values in axes.values()]
     return DataArray(
         data.reshape([*sizes, *baseline.values.shape]),
-        _coordinates(tuple((name, values, tuple(map(type, values))) for name, values in plain)),
+        _coordinates(tuple((name, values, tuple(map(repr, values))) for name, values in plain)),
         [*axes, *metric_dims(baseline, axes)],
         name=metric_name(metric),
         attrs=attrs,
     )
 
 
-def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[type, ...]], ...]) -> Coordinates:
+def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]) -> Coordinates:
     """Returns the coordinates of the dimensions, as `xarray` has them: a copy."""
     from xarray import Coordinates
 
@@ -87,8 +87,9 @@ def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[type, ...]], ..
 
 
 @functools.lru_cache(maxsize=8)
-def _known_coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[type, ...]], ...]) -> Coordinates:
+def _known_coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]) -> Coordinates:
     # To make an index takes more time than all the rest of an array, and sweeps are mostly made over the same axes.
+    # Labels are equal that are not the same: 1 and True, 0.0 and -0.0. Hence they are also given as texts.
     from xarray import Coordinates
 
     return Coordinates({name: coordinate(name, values) for name, values, _ in labels})
