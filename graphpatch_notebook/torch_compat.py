@@ -73,8 +73,7 @@ def runs_hooks(module: torch.nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or _module_globals["_global_forward_hooks"]
-        or _module_globals["_global_forward_pre_hooks"]
+        or has_global_hooks()
         or _module_globals["_global_backward_hooks"]
         or _module_globals["_global_backward_pre_hooks"]
     )

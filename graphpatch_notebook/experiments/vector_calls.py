@@ -13,7 +13,6 @@ from torch import Tensor
 class _Call:
     """A call: what it was given, which of these tensors are not the same in each run, and what it returned."""
 
-    name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     moving: Sequence[Tensor]
@@ -135,7 +134,7 @@ def keeps_vectors(
         return False
     if name not in _IN_PARTS and not isinstance(result, Tensor):
         return False
-    return rule(_Call(name, args, kwargs, moving, result))
+    return rule(_Call(args, kwargs, moving, result))
 
 
 def picks_last(name: str, args: tuple[Any, ...], lead: tuple[int, ...]) -> bool:
