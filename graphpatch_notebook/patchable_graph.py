@@ -36,7 +36,7 @@ from graphpatch_notebook.graph_modules.copies import copied_frame
 from graphpatch_notebook.graph_modules.postprocessing import postprocess
 from graphpatch_notebook.graph_modules.verification import VerificationReport, verify
 from graphpatch_notebook.integrations.generation_config import NAME as GENERATION_CONFIG
-from graphpatch_notebook.integrations.generation_config import copied_config, generating_with
+from graphpatch_notebook.integrations.generation_config import compiling_nothing, copied_config, generating_with
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions, options_among
@@ -560,6 +560,8 @@ class PatchableGraph(ModuleDelegate):
 
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
+                if name == "generate" and contexts.innermost(self) is not None:
+                    kwargs |= compiling_nothing(self._module)
                 return self._call(function, args, kwargs)
 
             return method

@@ -203,10 +203,19 @@ class EagerCode:
 
     This is one switch for all threads, so it is turned back when nobody holds it any more.
 
-    `torch.compiler.set_stance` (public): torch 2.6 and later. Before, there is no way, and compiled parts fail in
-    dynamo while they are looked into. Told by: tests/integrations/test_torch_compile.py.
+    `torch.compiler.set_stance` (public): torch 2.6 and later. Before, there is no way: dynamo would fail on what looks
+    into compiled parts, or run them without it. Told by: tests/integrations/test_torch_compile.py, test_old_torch.py.
+
+    Attributes:
+        is_possible: Whether this torch can.
+        reason: Why an older one cannot look into compiled parts, and what to do, in words.
     """
 
+    is_possible: ClassVar[bool] = hasattr(torch.compiler, "set_stance")
+    reason: ClassVar[str] = (
+        f"torch {torch.__version__} cannot be asked to run as it was written what torch.compile compiled in the model, "
+        "as 2.6 and later can; upgrade torch, or make the PatchableGraph of the model as it is without torch.compile"
+    )
     _lock = threading.RLock()
     _holders: ClassVar[set[EagerCode]] = set()
     _stance: ClassVar[Any] = None

@@ -46,12 +46,15 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
 
     Raises:
         OptionError: An option has a value that it cannot have; nothing ran.
-        CaptureError: The module never ran its `forward`.
+        CaptureError: The module never ran its `forward`, or this torch is too old for one that is compiled.
         Exception: Whatever `module` raises on these inputs.
     """
     __tracebackhide__ = True
     options.check()
     modules = reachable_modules(module)
+    has_compiled = any(map(is_compiled, modules))
+    if has_compiled and not EagerCode.is_possible:
+        raise CaptureError(EagerCode.reason)
     recorder = Recorder(module, options)
     swaps, eager = Swaps(), EagerCode()
     has_grad = torch.is_grad_enabled()
@@ -72,7 +75,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
             swaps.hold(modules)
             observer.set(recorder)
             apply_observer.set(recorder)
-            if any(map(is_compiled, modules)):
+            if has_compiled:
                 eager.hold()
             with visible_apply(), recorder:
                 module(*args, **kwargs)

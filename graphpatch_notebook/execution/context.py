@@ -20,7 +20,13 @@ from graphpatch_notebook.capture import forward_swap
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.errors import CheckpointWarning, GraphPatchError, PatchNotFiredError, PatchNotFiredWarning
+from graphpatch_notebook.errors import (
+    CheckpointWarning,
+    GraphError,
+    GraphPatchError,
+    PatchNotFiredError,
+    PatchNotFiredWarning,
+)
 from graphpatch_notebook.execution.frame_results import new_run
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
@@ -293,6 +299,8 @@ def _observed(
         is_plain = function is run.root and not context.has_compiled_parts
         if is_plain and not run.plan.sees_ops:
             return function(*args, **kwargs)
+        if context.has_compiled_parts and not EagerCode.is_possible:
+            raise GraphError(EagerCode.reason)
         if not is_plain:
             eager.hold()
         with visible_apply():

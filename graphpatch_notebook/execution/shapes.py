@@ -109,8 +109,10 @@ def _node(frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
     own = _sizes(node.spec)
     if node.kind == "input":
         return _input(frame, own)
-    if node.kind in ("parameter", "buffer", "attribute", "constant"):
+    if node.kind in ("parameter", "buffer", "attribute"):
         return set()
+    if node.kind == "constant":  # of unknown origin: what comes out of `torch.vmap` follows the inputs, say
+        return own & set().union(*sizes.values())
     if frame.opaque_reason is not None or frame.has_own_graph:  # what an op is made of is not recorded
         return own
     source = node.element[0] if node.element is not None else node

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.nn import Module
 
@@ -146,7 +147,10 @@ class _Writer:
         if self._frame.parent is None:
             self._check([copies[node] for node in self._source.graph.nodes if node.op == "placeholder"])
         self._graph.lint()
-        result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
+        try:
+            result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
+        except AssertionError as error:  # torch 2.4, of two functions that call themselves the same
+            raise GraphError(f"torch {torch.__version__} cannot write the code of {self._source.path!r}") from error
         for path in self._not_saved:
             holder, _, name = path.rpartition(".")
             result.get_submodule(holder)._non_persistent_buffers_set.add(name)

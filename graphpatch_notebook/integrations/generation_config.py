@@ -9,6 +9,7 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.execution.stand_in import StandIn
+from graphpatch_notebook.torch_compat import EagerCode
 
 NAME = "generation_config"
 # Bound to the object that `generate` runs on: a model must not keep those of a stand-in.
@@ -38,6 +39,16 @@ def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., 
             stand_in.hand_on_changes(but=_BOUND)
 
     return generate_with
+
+
+def compiling_nothing(module: Module) -> dict[str, Any]:
+    """Returns the keyword arguments that keep `generate` from compiling decoding steps, as it does with a static cache.
+
+    They are for patched runs, and empty where this torch can be asked to run what is compiled as it was written: with
+    an older one, patches of operations would be lost in all but the first step.
+    """
+    is_known = hasattr(getattr(module, NAME, None), "disable_compile")
+    return {"disable_compile": True} if is_known and not EagerCode.is_possible else {}
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphpatch_notebook import AddPatch, PatchableGraph, PatchNotFiredError, ProbePatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.errors import GraphPatchError
+from tests.experiments.hooked import GPT2_OUTPUT
 from tests.zoo import case_by_name
 
 X = torch.linspace(-1, 1, 6).view(2, 3)
@@ -44,6 +45,7 @@ def pg() -> PatchableGraph:
 def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*torch.cpu.amp.autocast", FutureWarning)  # of torch 2.4, by its own code
         yield
 
 
@@ -93,7 +95,7 @@ def test_told_once_of_a_generation() -> None:
     call = case.example()
     pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
     told: list[int] = []
-    context = pg.patch({"transformer.h_0.output": ZeroPatch()})
+    context = pg.patch({f"transformer.h_0.{GPT2_OUTPUT}": ZeroPatch()})
     context.after_call = lambda: told.append(1)
     ids = torch.tensor([[5, 6, 7]])
     with context:

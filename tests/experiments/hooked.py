@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -98,6 +99,19 @@ def outputs(model: nn.Module, names: list[str], run: Callable[[], object], *, of
     with torch.no_grad(), edited(model, {name: keeping(name) for name in names}, of_inputs=of_inputs):
         run()
     return [kept[name] for name in names]
+
+
+def attended(run: Callable[[], Any], edit: Callable[[Tensor], Tensor]) -> tuple[Any, list[Tensor]]:
+    """Returns what comes out of a run in which what attention gives is edited, and what it gave."""
+    attend, given = nn.functional.scaled_dot_product_attention, []
+
+    def edited(*args: Any, **kwargs: Any) -> Tensor:
+        given.append(attend(*args, **kwargs))
+        return edit(given[-1])
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "scaled_dot_product_attention", edited)
+        return run(), given
 
 
 def putting(value: Tensor, index: Any = ...) -> Edit:

@@ -14,7 +14,7 @@ from graphpatch_notebook.errors import LiveFallbackWarning
 from graphpatch_notebook.graph_modules import GraphModule, build_hierarchy
 from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
-from tests.zoo import CASES, Case, seed_all
+from tests.zoo import CASES, Case, installed, seed_all
 from tests.zoo.values import bit_equal
 
 pytestmark = [
@@ -74,6 +74,7 @@ def test_graphs_leave_the_same_state(case: Case) -> None:
 
 
 TRANSFORMERS_WITHOUT_CACHE = ["bert-eager", "roberta-eager", "vit-eager", "distilbert-eager"]
+LOOKS_FOR_PADDING = ["bert-eager", "roberta-eager", "distilbert-eager"]
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_WITHOUT_CACHE)
@@ -85,6 +86,11 @@ def test_whole_transformers_run_as_graphs(name: str) -> None:
     kwargs = call.kwargs
     root = build_hierarchy(capture(model, ExtractionOptions(), call.args, kwargs))
     report = verify(root, call.args, kwargs)
+    if name in LOOKS_FOR_PADDING and installed.TRANSFORMERS < (5, 0):
+        assert [frame.reason for frame in report.frames if frame.status != "equal"] == [
+            "reads a value into Python (contains: if self.config.pad_token_id in input_ids[:, [-1, 0]]:)"
+        ]
+        return
     assert report.is_equal, str(report)
     assert len(report.frames) > 20
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:

@@ -145,21 +145,31 @@ def test_the_original_model_generates_unpatched_inside_the_context() -> None:
         assert same(expected, generated(pg._module))
 
 
-def test_what_a_generation_compiles_runs_patched() -> None:
+@pytest.mark.parametrize("path", ["model.layers_0.mlp.output", "model.layers_0.mlp.mul"])
+def test_what_a_generation_compiles_runs_patched(path: str) -> None:
     """With a static cache `generate` compiles the decoding steps where it thinks that this pays off."""
     from transformers import CompileConfig
 
     model, pg = captured("llama-sdpa")
-    compile_config = CompileConfig(backend="eager", fullgraph=False)
+    compile_config = CompileConfig(backend=_as_it_is, fullgraph=False)
     compile_config._compile_all_devices = True
-    handle = model.get_submodule("model.layers.0.mlp").register_forward_hook(lambda m, a, output: output * 0.5)
+    mlp = model.get_submodule("model.layers.0.mlp")
+    if path.endswith("output"):
+        handle = mlp.register_forward_hook(lambda m, a, output: output * 0.5)
+    else:
+        handle = mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
     try:
         expected = generated(model, cache_implementation="static")
     finally:
         handle.remove()
-    with pg.patch({"model.layers_0.mlp.output": CustomPatch(custom_op=lambda t: t * 0.5)}):
+    with pg.patch({path: CustomPatch(custom_op=lambda t: t * 0.5)}):
         found = generated(pg, cache_implementation="static", compile_config=compile_config)
     assert same(expected, found)
+
+
+def _as_it_is(graph_module: torch.fx.GraphModule, _: Any, **options: Any) -> Any:
+    """A backend like "eager", which takes no options in older versions of torch."""
+    return graph_module.forward
 
 
 class WithMethods(nn.Module):

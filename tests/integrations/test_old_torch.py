@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import GraphError, PatchableGraph, ZeroPatch
+from graphpatch_notebook import CaptureError, GraphError, PatchableGraph, ZeroPatch
 from tests.zoo import installed
 
 
@@ -38,3 +38,27 @@ def test_exported_programs(is_file: bool, tmp_path: Path) -> None:
     pg = PatchableGraph.from_exported(file if is_file else program)
     with torch.no_grad(), pg.patch({"linear_1.weight": ZeroPatch()}, strict=True):
         assert torch.equal(pg(x), model.linear.bias.expand(2, 3))
+
+
+def test_models_that_are_compiled() -> None:
+    model, x = Twice(), torch.ones(2, 3)
+    model.linear = torch.compile(model.linear, backend="eager")  # type: ignore[assignment]
+    if installed.TORCH < (2, 6):
+        with pytest.raises(CaptureError, match="cannot be asked to run as it was written what torch.compile compiled"):
+            PatchableGraph(model, x)
+        return
+    pg = PatchableGraph(model, x)
+    with torch.no_grad(), pg.patch({"linear_1._orig_mod.weight": ZeroPatch()}, strict=True):
+        assert torch.equal(pg(x), model.linear.bias.expand(2, 3))
+
+
+def test_models_that_were_compiled_since() -> None:
+    model, x = Twice(), torch.ones(2, 3)
+    pg = PatchableGraph(model, x)
+    model.linear.compile(backend="eager")
+    with torch.no_grad(), pg.patch({"linear_0.linear": ZeroPatch()}, strict=True):
+        if installed.TORCH < (2, 6):
+            with pytest.raises(GraphError, match="make the PatchableGraph of the model as it is without torch.compile"):
+                pg(x)
+            return
+        assert torch.equal(pg(x), model.linear(torch.ones_like(x)))
