@@ -134,6 +134,8 @@ class _Writer:
             returned = returned[0]  # type: ignore[index]  # such a graph hands out a one-element tuple
         self._graph.set_codegen(codegen_of(self._source.graph))
         output = self._graph.output(returned)
+        placeholders = [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"]
+        self._last_input = placeholders[-1] if placeholders else output
         for old, new in copies.items():
             self._hold(old, new)
             record = old.meta.get(RECORD)
@@ -145,7 +147,7 @@ class _Writer:
                 output.args = (self._with_patched(output.args[0], dig, patches),)
         _drop_unused_reads(copies)
         if self._frame.parent is None:
-            self._check([copies[node] for node in self._source.graph.nodes if node.op == "placeholder"])
+            self._check(placeholders)
         self._graph.lint()
         try:
             result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
@@ -199,12 +201,15 @@ class _Writer:
 
     def _weave(self, node: fx.Node, record: Node) -> None:
         last = value = written_value(node, record)
+        is_input = node.op == "placeholder"
         for dig, patches in self._patched.get(record, ()):
-            with self._graph.inserting_after(node if last is value else last):
+            with self._graph.inserting_after(self._last_input if is_input else node if last is value else last):
                 patched = self._call(value if record.is_in_place else last, dig, patches, record)
             if not record.is_in_place:  # else the patched value was written into the tensor itself
                 last.replace_all_uses_with(patched, delete_user_cb=partial(operator.is_not, patched))
             last = patched
+            if is_input:
+                self._last_input = patched
 
     def _call(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]], record: Node) -> fx.Node:
         self._woven.add(record)

@@ -390,6 +390,30 @@ class Layout(nn.Module):
         return x * (2 if x.is_contiguous() else 3) + y * (5 if y.stride(0) > y.stride(1) else 7)
 
 
+def test_inputs_are_looked_at_before_any_patch_runs() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 1.0) -> Tensor:
+            return x * scale if y is None else x + y * scale
+
+    model, x = Branches(), torch.ones(2, 3)
+    seen: list[str] = []
+
+    def noted(name: str) -> CustomPatch:
+        return CustomPatch(lambda value: [seen.append(name), value * 2][1])
+
+    pg = PatchableGraph(model, x, x)
+    with pg.patch({"y": noted("y"), "x": noted("x")}):
+        written = pg.to_fx((x, x))
+    operations = [node.op for node in written.graph.nodes]
+    assert operations[:4] == ["placeholder"] * 3 + ["call_module"]
+    seen.clear()
+    assert torch.equal(written(x, x), torch.full((2, 3), 4.0))
+    assert seen == ["x", "y"]
+    with pytest.raises(GraphError, match="the input 'y' is None"):
+        written(x)
+    assert seen == ["x", "y"]
+
+
 @pytest.mark.parametrize("any_size", [False, True])
 def test_inputs_that_lie_otherwise_in_memory_are_refused(any_size: bool) -> None:
     square = torch.arange(9.0).view(3, 3)
