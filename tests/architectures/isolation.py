@@ -45,6 +45,7 @@ def examined(
     finally:
         for process in running:
             process.end()
+        gc.unfreeze()  # what is frozen, `gc.get_objects` does not find
 
 
 def _import_what_all_need() -> None:

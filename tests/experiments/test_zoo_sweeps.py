@@ -25,7 +25,7 @@ from tests.experiments.loops import (
     takes_short_cuts,
 )
 from tests.experiments.sweep_cells import cells_of, some_cases, with_probes
-from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone
+from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone, run
 from tests.zoo import CASES, Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, copy_call, same_state, snapshot
 
@@ -92,8 +92,11 @@ class Sweeps:
 
     def output(self) -> Any:
         seed_all(7)
+        capture = capture_of(self.case)
         with torch.no_grad():
-            return self.make_call().run(capture_of(self.case).pg)
+            run(capture.reference, self.make_call())  # both stay equal: for some calls transformers hangs up hooks
+            seed_all(7)
+            return self.make_call().run(capture.pg)
 
     def check(self, *batches: Any) -> None:
         """Compares the sweeps with a loop."""
