@@ -104,8 +104,15 @@ def outcome(module: Callable[..., Any], call: Call) -> Any:
         return run(module, call)
     except GraphPatchWarning:
         raise
-    except Exception:  # of whatever kind the edited model raises
+    except Exception as error:  # of whatever kind the edited model raises
+        raise_if_out_of_memory(error)
         return "raises"
+
+
+def raise_if_out_of_memory(error: Exception) -> None:
+    """Sees to it that what the machine lacks is not taken for what an edited model does."""
+    if "can't allocate memory" in str(error):
+        raise MemoryError(str(error)) from error
 
 
 def each_case(applies: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CheckpointWarning, GraphPatchError, PatchableGraph, ReplacePatch, ZeroPatch
-from tests.laws.captures import Capture, capture_of, each_case, run
+from tests.laws.captures import Capture, capture_of, each_case, raise_if_out_of_memory, run
 from tests.laws.edits import Edit, boundary_edits, returned_op_edits
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import scalar_loss
@@ -38,6 +38,7 @@ def _gradients(capture: Capture, model: nn.Module, edit: Edit, by_patch: bool) -
                 return "no gradient"
             loss.backward()
     except RuntimeError as error:
+        raise_if_out_of_memory(error)
         return "GraphPatchError" if isinstance(error, GraphPatchError) else type(error).__name__
     value = change.value
     own = [value.grad] if isinstance(value, Tensor) else []
