@@ -17,6 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -135,6 +136,7 @@ class _Writer:
         self._graph.set_codegen(codegen_of(self._source.graph))
         output = self._graph.output(returned)
         placeholders = [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"]
+        _bring_together(placeholders)
         self._last_input = placeholders[-1] if placeholders else output
         for old, new in copies.items():
             self._hold(old, new)
@@ -234,6 +236,13 @@ class _Writer:
         with self._graph.inserting_after(placeholders[-1]) if placeholders else self._graph.inserting_before():
             self._held["check_inputs"] = self._form
             self._graph.create_node("call_module", "check_inputs", tuple(placeholders), name="check_inputs")
+
+
+def _bring_together(placeholders: list[fx.Node]) -> None:
+    """Moves the reads of parts of inputs, which may stand between the parameters, behind them: patches come before."""
+    for before, placeholder in pairwise(placeholders):
+        if before.next is not placeholder:
+            before.append(placeholder)
 
 
 def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:

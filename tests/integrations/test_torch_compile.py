@@ -414,6 +414,18 @@ def test_inputs_are_looked_at_before_any_patch_runs() -> None:
     assert seen == ["x", "y"]
 
 
+def test_patches_on_parts_of_one_input_of_several() -> None:
+    class Picks(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor], x: Tensor, scale: float = 1.0) -> Tensor:
+            return pair[0] * scale + pair[1] + x
+
+    pair, x = (torch.ones(2, 3), torch.full((2, 3), 2.0)), torch.full((2, 3), 4.0)
+    pg = PatchableGraph(Picks(), pair, x)
+    with pg.patch({"pair|sub_1": AddPatch(value=8.0), "x": AddPatch(value=16.0)}):
+        written = pg.to_fx((pair, x))
+    assert torch.equal(written(pair, x), torch.full((2, 3), 31.0))
+
+
 @pytest.mark.parametrize("any_size", [False, True])
 def test_inputs_that_lie_otherwise_in_memory_are_refused(any_size: bool) -> None:
     square = torch.arange(9.0).view(3, 3)
