@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import ExperimentError, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import LogitDifference, Loss, ablate
-from tests.experiments.hooked import Edit, edited, gpt2, llama, mixer, outputs, putting
+from tests.experiments.hooked import GPT2_OUTPUT, Edit, edited, gpt2, llama, mixer, outputs, putting
 
 HOSTS = {
     "gpt2": (gpt2, "transformer.h_{}.attn.c_proj.x", "transformer.h.{}.attn.c_proj"),
@@ -106,7 +106,7 @@ def test_resample_takes_rows_of_the_reference(host: Any, seed: int | None, batch
 
 def test_resampling_from_fewer_rows_draws_some_again() -> None:
     pg = PatchableGraph(gpt2(), IDS)
-    path = ["transformer.h_0.output"]
+    path = [f"transformer.h_0.{GPT2_OUTPUT}"]
     found = ablate(
         pg, path, IDS, metric=METRIC, method="resample", reference=REFERENCE[:2], seed=0, progress=False, batch=None
     )
@@ -182,11 +182,11 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
         ({"positions": False}, "positions are whole numbers, or True for all, not False"),
         ({"heads": 6, "paths": ["transformer.wte.input"], "positions": 0}, "runs along the sequence: no heads"),
         ({"positions": 6}, "position 6 is out of range"),
-        ({"paths": "transformer.h_0.output"}, r"paths must be several"),
+        ({"paths": f"transformer.h_0.{GPT2_OUTPUT}"}, r"paths must be several"),
     ],
 )
 def test_what_cannot_be_ablated_is_said(pg: PatchableGraph, settings: dict[str, Any], message: str) -> None:
-    given = {"paths": ["transformer.h_0.output"], "metric": METRIC, "progress": False} | settings
+    given = {"paths": [f"transformer.h_0.{GPT2_OUTPUT}"], "metric": METRIC, "progress": False} | settings
     with pytest.raises(ExperimentError, match=message):
         ablate(pg, given.pop("paths"), IDS, **given)
 

@@ -23,12 +23,12 @@ from graphpatch_notebook.experiments import (
     path_patch,
     sweep,
 )
-from tests.experiments.hooked import gpt2
+from tests.experiments.hooked import GPT2_OUTPUT, gpt2
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
 METRIC = LogitDifference(4, 8)
-PATH = "transformer.h_0.output"
+PATH = f"transformer.h_0.{GPT2_OUTPUT}"
 
 
 @pytest.fixture(scope="module")

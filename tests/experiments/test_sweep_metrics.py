@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
+from tests.experiments.hooked import GPT2_OUTPUT
 from tests.experiments.loops import TOLERANCE, disagreement, looped, swept
 from tests.integrations.offloaded import gpt2, llama
 from tests.zoo import Call
@@ -27,13 +28,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
 
 def cells(pg: PatchableGraph) -> list[dict[str, Any]]:
     """Outputs of layers and what is in them, the last ones among them, at each kind of position."""
-    is_gpt2 = "transformer.h_0.output" in pg.nodes
+    is_gpt2 = "transformer.h_0.mlp.output" in pg.nodes
+    output = GPT2_OUTPUT if is_gpt2 else "output"
     layers = [f"transformer.h_{i}" if is_gpt2 else f"model.layers_{i}" for i in range(2)]
     head = "lm_head.input"
     maps: list[dict[str, Any]] = []
     for layer in layers:
         for position in (0, 3, -1):
-            maps.append({f"{layer}.output": ReplacePatch(value=floats(32), slice=(slice(None), position))})
+            maps.append({f"{layer}.{output}": ReplacePatch(value=floats(32), slice=(slice(None), position))})
             maps.append({f"{layer}.mlp.output": AddPatch(value=floats(32, seed=1), slice=(slice(None), position))})
         maps.append({f"{layer}.mlp.output": ZeroPatch()})
     maps.append({head: AddPatch(value=1.0, slice=(slice(None), -1))})

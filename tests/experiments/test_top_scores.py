@@ -18,7 +18,7 @@ from graphpatch_notebook.experiments import (
     save_result,
     top_scores,
 )
-from tests.experiments.hooked import gpt2, llama
+from tests.experiments.hooked import GPT2_OUTPUT, gpt2, llama
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
@@ -74,7 +74,7 @@ def test_a_value_takes_one_place_under_the_name_of_what_a_module_returns(host: A
 def test_what_a_norm_is_given_of_the_stream_stays_apart_from_the_stream() -> None:
     pg = PatchableGraph(gpt2(), CLEAN)
     scores = attribute(pg, METRIC, CLEAN, CORRUPTED)
-    stream, given = "transformer.h_0.output", "transformer.h_1.ln_1.input"
+    stream, given = f"transformer.h_0.{GPT2_OUTPUT}", "transformer.h_1.ln_1.input"
     assert scores.attrs["same_values"][given] == scores.attrs["same_values"][stream]
     top = top_scores(scores, 1000)
     assert stream in top.index
@@ -90,7 +90,7 @@ def test_scores_by_position_stay_apart() -> None:
     assert not top.index.duplicated().any()
     for position in range(2, 7):
         at = top.xs(position, level="position")
-        assert "transformer.h_2.output" in at.index
+        assert f"transformer.h_2.{GPT2_OUTPUT}" in at.index
         assert "transformer.ln_f.input" not in at.index
 
 
@@ -131,11 +131,11 @@ def test_dropout_that_drops_makes_another_value() -> None:
 
 def test_results_without_names_are_ranked_as_they_are() -> None:
     pg = PatchableGraph(gpt2(), CLEAN)
-    paths = ["transformer.ln_f.output", "lm_head.input", "transformer.h_0.output"]
+    paths = ["transformer.ln_f.output", "lm_head.input", f"transformer.h_0.{GPT2_OUTPUT}"]
     swept = pg.sweep({"path": paths, "unit": range(2)}, lambda path, unit: {}, CLEAN, metric=METRIC, progress=False)
     assert len(top_scores(swept, 10)) == 6
     some = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths)
-    assert top_scores(some).index.tolist() == ["transformer.ln_f.output", "transformer.h_0.output"]
+    assert top_scores(some).index.tolist() == ["transformer.ln_f.output", f"transformer.h_0.{GPT2_OUTPUT}"]
     assert len(top_scores(some.drop_attrs())) == 3
 
 
