@@ -218,8 +218,8 @@ def _deepseek_variants(model: Any, is_eager: bool) -> dict[str, Call]:
 
 
 def _bloom_variants(model: Any, is_eager: bool) -> dict[str, Call]:
-    """Transformers 4 neither gives it static caches nor lets it cut its logits."""
-    variants = _causal_variants(model, is_eager, has_static_cache=not _IS_TRANSFORMERS_4)
+    """Older transformers give it no static caches, and transformers 4 does not let it cut its logits."""
+    variants = _causal_variants(model, is_eager, has_static_cache=installed.TRANSFORMERS > (5, 0))
     return {name: call for name, call in variants.items() if not _IS_TRANSFORMERS_4 or name != "last_logits"}
 
 
