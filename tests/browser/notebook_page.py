@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -119,6 +120,14 @@ class NotebookPage:
         if found.get("status") != "ok":
             raise RuntimeError(f"{expression}: {found.get('evalue', found)}")
         return json.loads(ast.literal_eval(found["data"]["text/plain"]))
+
+    def wait_for_value(self, expression: str, value: Any) -> None:
+        """Waits until an expression has a value in the kernel: changes of a widget come there one after the other."""
+        end = time.monotonic() + TIMEOUT_SECONDS
+        while (found := self.value(expression)) != value:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{expression} is {found}, not {value}")
+            self.page.wait_for_timeout(50)
 
     def execute(self, code: str) -> None:
         """Runs code in the kernel that stands in no cell."""

@@ -41,6 +41,7 @@ def test_click_reaches_the_kernel(notebook: NotebookPage, write: Callable[..., s
     button.click()
     button.click()
     expect(button).to_have_text("count is 2")
+    notebook.wait_for_value("counter.value", 2)  # the second change waits until the kernel has answered the first
     notebook.run(1)
     assert notebook.value("seen") == notebook.value("counter.value") == 2
     assert notebook.sources()[1] == "seen = counter.value"
