@@ -100,8 +100,9 @@ class PositionFlow(ValueReads):
 
     def fails(self, node: FrameNode) -> None:
         """The frame ends in another way."""
-        self._running &= ~self._bits[node]
-        self._mixing |= self._bits[node]
+        bit = self._bits.get(node, 0)  # none yet, where an interrupt came as the frame began
+        self._running &= ~bit
+        self._mixing |= bit
 
     def read_at_last_only(self, output: Any) -> set[FrameNode]:
         """Returns the frames whose results are read at the last position only, by a model that returned `output`."""

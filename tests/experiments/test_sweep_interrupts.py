@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from graphpatch_notebook.experiments import position_flow
 from tests.experiments.loops import TOLERANCE, disagreement, looped, swept
 from tests.experiments.test_sweep_state import X, assert_nothing_is_left, captured, cells, total
 from tests.laws.test_law_05_interrupts import interrupted
@@ -32,3 +33,16 @@ def test_wherever_an_interrupt_comes(batch: Any) -> None:
     assert at > 1000
     found = swept(pg, cells(), Call.of(X), total, batch=batch)
     assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None
+
+
+def test_at_the_first_lines_of_following_positions() -> None:
+    """A frame that has not begun to be followed is one that ends, too."""
+    pg = captured()
+    unpatched, before = pg(X), snapshot(pg._module)
+
+    def action() -> None:
+        swept(pg, cells(), Call.of(X), total, batch="auto")
+
+    for at in range(80):
+        assert interrupted(action, at, in_files=position_flow.__file__)
+        assert_nothing_is_left(pg, before, unpatched)
