@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec
+from graphpatch_notebook.execution.shapes import sizes_of
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 _INTO_FIRST = frozenset(
     "index_add index_copy index_fill index_put index_reduce masked_scatter scatter scatter_add scatter_reduce".split()
@@ -111,7 +112,7 @@ def _among(known: RowSizes, values: object, node: Node) -> tuple[frozenset[int],
     """Returns the sizes of `node` that its arguments have from where rows were chosen, and sorted."""
     if not known.counted and not known.sorted:
         return _NONE, _NONE
-    own, nodes = _sizes(node.spec), [id(ref.node) for ref in refs_in(values)]
+    own, nodes = frozenset(sizes_of(node.spec)), [id(ref.node) for ref in refs_in(values)]
     counted = _NONE.union(*(known.counted.get(each, _NONE) for each in nodes))
     return own & counted, own & _NONE.union(*(known.sorted.get(each, _NONE) for each in nodes))
 
@@ -138,11 +139,3 @@ def _sorted_size(source: Node, spec: ValueSpec) -> frozenset[int]:
     dim = given if type(given) is int else -1
     is_there = isinstance(spec, TensorSpec) and -len(spec.shape) <= dim < len(spec.shape)
     return frozenset({spec.shape[dim]}) if is_there else _NONE  # type: ignore[union-attr]
-
-
-def _sizes(spec: ValueSpec) -> frozenset[int]:
-    if isinstance(spec, TensorSpec):
-        return frozenset(spec.shape)
-    if isinstance(spec, ContainerSpec):
-        return _NONE.union(*(_sizes(child) for _, _, child in spec.children))
-    return frozenset({spec.value}) if isinstance(spec, ScalarSpec) and type(spec.value) is int else _NONE

@@ -106,7 +106,7 @@ def _frame(frame: Frame) -> dict[int, set[int]]:
 
 
 def _node(frame: Frame, node: Node, sizes: dict[int, set[int]]) -> set[int]:
-    own = _sizes(node.spec)
+    own = sizes_of(node.spec)
     if node.kind == "input":
         return _input(frame, own)
     if node.kind in ("parameter", "buffer", "attribute"):
@@ -152,7 +152,7 @@ def _followed(node: Node, own: set[int], arguments: list[Ref], sizes: dict[int, 
     if node.op == "expand":  # what is written as a number stays: heads that share keys, again
         fixed = _literal_sizes(node) - following
     for ref in arguments:
-        theirs = _sizes(ref.node.spec) - following
+        theirs = sizes_of(ref.node.spec) - following
         if ref.node.kind not in ("parameter", "buffer") and node.op not in _PERMUTATIONS:
             theirs &= _aligned(ref.node.spec, node.spec)
         fixed |= theirs
@@ -161,14 +161,14 @@ def _followed(node: Node, own: set[int], arguments: list[Ref], sizes: dict[int, 
 
 def _repeated(own: set[int], following: set[int], arguments: list[Ref]) -> set[int]:
     """Returns the sizes that came of repeating what does not follow the inputs: heads that share keys, mostly."""
-    grown = own - _sizes(arguments[0].node.spec) - following
+    grown = own - sizes_of(arguments[0].node.spec) - following
     return {size for size in grown if not any(base > 1 and size % base == 0 for base in following)}
 
 
 def _aligned(argument: ValueSpec, result: ValueSpec) -> set[int]:
     """Returns the sizes that stand at the same place, from the right, in both shapes."""
     if not isinstance(argument, TensorSpec) or not isinstance(result, TensorSpec):
-        return _sizes(argument)
+        return sizes_of(argument)
     return {a for a, b in zip(reversed(argument.shape), reversed(result.shape), strict=False) if a == b}
 
 
@@ -212,10 +212,11 @@ def _refs(value: Any) -> Iterator[Ref]:
     return iter(found)
 
 
-def _sizes(spec: ValueSpec) -> set[int]:
+def sizes_of(spec: ValueSpec) -> set[int]:
+    """Returns the sizes of the dimensions of a value, and of those in it; of an integer, that."""
     if isinstance(spec, TensorSpec):
         return set(spec.shape)
     if isinstance(spec, ContainerSpec):
-        return set().union(*(_sizes(child) for _, _, child in spec.children))
+        return set().union(*(sizes_of(child) for _, _, child in spec.children))
     value = getattr(spec, "value", None)
     return {value} if type(value) is int else set()
