@@ -29,6 +29,7 @@ LAYERS = [
     "patches",
     "options",
     "capture",
+    "checks",
     "other_names",
     "resolution",
     "nodes",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
-from graphpatch_notebook.graph_modules.snapshots import MANY, NOT_STATE, is_offloaded, is_same, version_of
+from graphpatch_notebook.checks.model_state import MANY, NOT_STATE, is_offloaded, is_same, version_of
 from graphpatch_notebook.values import readable_children
 
 PLAIN = (

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
     ModuleLook,
@@ -26,7 +27,6 @@ from graphpatch_notebook.execution.frame_results import (
     own_tensors,
     tensors_in,
 )
-from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import with_own_containers
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graph_modules import GraphModule
-from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.graph_modules.forms import Form
 from graphpatch_notebook.graph_modules.plain_fx import listed_doubts, plain_fx_module
-from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patches import Patch
 

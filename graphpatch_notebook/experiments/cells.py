@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.experiments.measurements import Measurement
-from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.patches import Patch
 
 PatchMap: TypeAlias = "Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]"

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.execution.frame_effects import PLAIN, all_modules, leaves_of
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.graph_modules.snapshots import version_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _known: WeakKeyDictionary[PatchableGraph, tuple[Settings, dict[Hashable, Any]]] = WeakKeyDictionary()

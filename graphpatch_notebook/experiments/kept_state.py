@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.nn import Module
 
+from graphpatch_notebook.checks.model_state import BufferState, SharedRandomState
 from graphpatch_notebook.execution.frame_effects import all_modules
-from graphpatch_notebook.graph_modules.snapshots import BufferState, SharedRandomState
 
 
 class KeptState:

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.experiments.call_checks import check_inputs
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.graph_modules.snapshots import SharedRandomState
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import ProbePatch

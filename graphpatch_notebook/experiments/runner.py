@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution.frame_results import FrameNode, FramesSeen, Replay, own_tensors
 from graphpatch_notebook.execution.patch_map import entries_of
@@ -34,7 +35,6 @@ from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, che
 from graphpatch_notebook.experiments.row_work import row_work, shared_patches
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, parted, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
-from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import CustomPatch
 from graphpatch_notebook.resolution import Target, resolve

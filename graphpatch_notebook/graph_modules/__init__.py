@@ -5,7 +5,7 @@
     mirror.py         what they share with the modules that they stand for
     build.py          frame -> `fx.Graph`; `targets.py`: how a torch call is written in it
     lazy_code.py      `fx.Graph` -> Python code
-    belief.py         whether a graph may stand for its module (`signatures`, `snapshots`, `equality`)
+    belief.py         whether a graph may stand for its module
     verification.py   the same for all graphs of a model at once
     interpretation.py graphs node by node, where an error names the node
     live_runs.py      the module itself runs in place of its graph

@@ -1,7 +1,7 @@
 """Whether the graph of a frame may stand for its module.
 
 A graph is a record of one run: it has the example's branches and flags in it. It is believed for calls of one form (a
-*signature*: see `signatures`) once it was seen to equal the module bit for bit on such a call.
+*signature*: see `checks.call_signature`) once it was seen to equal the module bit for bit on such a call.
 
 The first call of a new form runs the module itself, whose result the caller gets; then the graph runs on copies of the
 inputs, with the buffers and the random state as they were. Both must return the same bits, write the same into inputs
@@ -23,11 +23,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from graphpatch_notebook.checks.call_signature import UnseenError, Watch, input_key, settings_key
+from graphpatch_notebook.checks.equality import IncomparableError, difference
+from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.errors import LiveFallbackWarning
-from graphpatch_notebook.graph_modules.equality import IncomparableError, difference
 from graphpatch_notebook.graph_modules.live_runs import Runnable, is_live_only, live_only, run_live
-from graphpatch_notebook.graph_modules.signatures import UnseenError, Watch, input_key, settings_key
-from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.warning_places import level_of_caller, warn

@@ -21,12 +21,12 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.recorder import ROUNDS
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.capture.tensor_sources import tensor_flags
+from graphpatch_notebook.checks.call_signature import settings_key
+from graphpatch_notebook.checks.equality import IncomparableError, difference
+from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graph_modules.belief import Refusal
-from graphpatch_notebook.graph_modules.equality import IncomparableError, difference
 from graphpatch_notebook.graph_modules.live_runs import unobserved
-from graphpatch_notebook.graph_modules.signatures import settings_key
-from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, children, describe, leaves

@@ -10,10 +10,10 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import Swaps, invoke
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.belief import Refusal, RunnableGraph
 from graphpatch_notebook.graph_modules.live_runs import Runnable, is_hooked, observed_by, run_in_hook
-from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
 

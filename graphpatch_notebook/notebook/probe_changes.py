@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.graph_modules.snapshots import copied
+from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.passes import PatchMap
 from graphpatch_notebook.notebook.run_report import Buffers, Taken, compared

@@ -14,8 +14,8 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.graph_modules.outer_values import outer_objects
-from graphpatch_notebook.graph_modules.snapshots import SharedRandomState
+from graphpatch_notebook.checks.model_state import SharedRandomState
+from graphpatch_notebook.checks.outer_values import outer_objects
 
 _DRAWING = frozenset(
     "_Dirichlet _sample_dirichlet _standard_gamma bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ "

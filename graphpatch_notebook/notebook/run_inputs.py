@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.example_inputs import ExampleInputs
-from graphpatch_notebook.graph_modules.snapshots import copied
 from graphpatch_notebook.notebook.expressions import quoted, undefined, without_syntax_warnings
 from graphpatch_notebook.notebook.input_names import changed_variables, written_arguments
 from graphpatch_notebook.notebook.session import Session

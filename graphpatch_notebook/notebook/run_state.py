@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
-from graphpatch_notebook.graph_modules.equality import difference
-from graphpatch_notebook.graph_modules.snapshots import LARGE, ModuleState, copied, version_of
+from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.checks.model_state import LARGE, ModuleState, copied, version_of
 from graphpatch_notebook.notebook.random_numbers import RandomNumbers
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.values import readable_children

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.errors import SerializationError
-from graphpatch_notebook.graph_modules.equality import difference
 from graphpatch_notebook.serialization.reading import Item
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
 from graphpatch_notebook.graph_modules import GraphModule
-from graphpatch_notebook.graph_modules.snapshots import copied
 from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path

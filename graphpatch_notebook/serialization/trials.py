@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, InputParameter
-from graphpatch_notebook.graph_modules.equality import IncomparableError, difference
-from graphpatch_notebook.graph_modules.snapshots import ModuleState, copied
+from graphpatch_notebook.checks.equality import IncomparableError, difference
+from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.serialization.values import UnstorableError
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, StoredFormError, UnstoredFrameWarning, ZeroPatch
-from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.checks.equality import difference
 from tests.serialization.files import Mlp, read, reloaded, x
 from tests.zoo import Call, case_by_name, installed, seed_all
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, SerializationError
-from graphpatch_notebook.graph_modules.equality import difference
+from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.serialization.reading import Item
 from graphpatch_notebook.serialization.tensors import StoredTensor, TensorTable, check_storable, made_tensors
 from graphpatch_notebook.serialization.values import UnstorableError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook.graph_modules.snapshots import BufferState
+from graphpatch_notebook.checks.model_state import BufferState
 
 
 def a_module() -> nn.Module:
@@ -58,7 +58,7 @@ def test_a_buffer_that_was_not_there_is_taken_away_again() -> None:
 
 
 def test_weights_among_the_buffers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphpatch_notebook.graph_modules.snapshots.LARGE", 4)
+    monkeypatch.setattr("graphpatch_notebook.checks.model_state.LARGE", 4)
     module = a_module()
     state = BufferState([module])
     write(module)

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.graph_modules.outer_values import outer_values
+from graphpatch_notebook.checks.outer_values import outer_values
 from graphpatch_notebook.values import children
 
 _PLAIN = (

@@ -16,8 +16,8 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
-from graphpatch_notebook.graph_modules.equality import difference
-from graphpatch_notebook.graph_modules.outer_values import outer_containers
+from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.checks.outer_values import outer_containers
 from graphpatch_notebook.values import children
 
 LARGE = 64 * 2**20

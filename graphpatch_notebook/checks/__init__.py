@@ -1,0 +1,7 @@
+"""Questions that the whole package asks, each answered here and nowhere else.
+
+call_signature   does this call look like that one?
+model_state      has the model changed? snapshot, compare, restore
+equality         are two values equal, bit for bit?
+outer_values     what the code of a module reads from outside of it
+"""
