@@ -43,7 +43,7 @@ _QUERY = """
 QUERY holds terms, which must all hold:
   attn              this text is in the path or the torch function
   "mlp.act"         these whole names are in the path
-  /h_[0-4]/         a regular expression finds it; /.../i ignores case
+  h_*.attn          these texts, in this order; * is any text
   op:mul            made by this torch function; * is any text: op:*norm
   shape:64          has a dimension of this size
   shape:[1,*,64]    is of this shape; * is any size, ... any number of them

@@ -51,7 +51,7 @@ _ALL = [
     Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
     Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "the tree, to patch by click", views.show),
     Command("ls", "[PATH]", "what is in a graph", views.ls, "Listing"),
-    Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find, "Searching"),
+    Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, h_*.mlp", views.find, "Searching"),
     Command("code", "PATH", "the code of a graph or a node", views.code, "Building code"),
     Command("shape", "PATH[slice]", "the recorded shape", views.shape),
     Command("zero", f"PATH[slice] {_WHEN}", "sets a value to zero", _choose("zero")),

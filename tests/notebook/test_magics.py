@@ -344,7 +344,7 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("export", r"there is no patch to export"),
         ("save", r"save takes the name of a file"),
         ("load a b", r"load takes the name of a file"),
-        ("find /(/", r".*regex|.*regular"),
+        ("find /mlp/", r".*regular expressions are not searched"),
         ("ls nope", r"the root graph has no child 'nope'"),
     ],
 )
