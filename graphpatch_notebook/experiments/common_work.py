@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.frame_effects import all_modules, has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
@@ -64,7 +64,7 @@ def common_work(
 ) -> CommonWork:
     """Runs the model a few times without patches, and returns what that tells. The model's state stays as it was."""
     targets = _targets(pg, paths)
-    state = KeptState(pg._module)
+    state = ModuleState(pg._module)
     with afterwards(state.restore):
         common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
     if backward and common.baseline.values.size != 1:
@@ -88,7 +88,7 @@ def _looked_at(
     inputs: Inputs,
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
-    state: KeptState,
+    state: ModuleState,
     batch: int | str | None,
     backward: bool,
 ) -> CommonWork:
