@@ -29,7 +29,7 @@ from torch.nn import Module, Parameter
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import ABSENT, outer_containers
+from graphpatch_notebook.checks.outer_values import ABSENT, outer_objects
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import children
 
@@ -140,6 +140,16 @@ class SharedRandomState:
         return [owner for owner in is_equal if not is_equal[owner]]
 
 
+def is_own_generator(value: Any) -> bool:
+    """Whether a value is a random generator, and none of those that all code shares."""
+    return _way(type(value)) is _Way.GENERATOR and not any(value is shared for shared in _shared_generators())
+
+
+def _shared_generators() -> list[Any]:
+    numpys = [sys.modules["numpy"].random.mtrand._rand] if "numpy" in sys.modules else []
+    return [random._inst, torch.default_generator, *torch.cuda.default_generators, *numpys]  # type: ignore[attr-defined]
+
+
 def _is_generator(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
@@ -220,7 +230,8 @@ class Walk:
         places: All containers that can be written into, attributes of modules and objects among them, but empty ones.
         empty: Those that are empty.
         tensors: The tensors, each with its module and name.
-        generators: The random generators.
+        generators: The random generators, but for those that all code shares.
+        seen: The ids of all that was found.
     """
 
     def __init__(self, start: Iterable[Any]) -> None:
@@ -271,7 +282,8 @@ class Walk:
             return
         self.seen.add(id(value))
         if way is _Way.GENERATOR:
-            self.generators.append(value)
+            if is_own_generator(value):
+                self.generators.append(value)
         elif way is _Way.ARRAY:
             if value.flags.writeable and value.dtype.kind in "biufc":
                 self.tensors.append((torch.from_numpy(value), module, name))
@@ -394,7 +406,8 @@ class ModuleState:
     def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
         self._root = root
         with without_torch_functions():
-            self._walk = Walk([*generators, root])
+            outer = {} if is_look else outer_objects(root, original_forward(root))
+            self._walk = Walk([*filter(is_own_generator, (*generators, *outer.values())), root])
             self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
             # The kernel of a batch norm does not count what it writes.
             needs_copies = not is_look or any(one.training for one in self._walk.modules())
@@ -403,8 +416,9 @@ class ModuleState:
         if is_look:
             return
         self._outer = {
-            name: (container, container.copy())
-            for name, container in outer_containers(root, original_forward(root)).items()
+            name: (value, value.copy())
+            for name, value in outer.items()
+            if type(value) in (list, dict, set, deque) and len(value) <= MANY
         }
         self._random = SharedRandomState()
 
