@@ -232,8 +232,8 @@ class PatchableGraph(ModuleDelegate):
         """Compares the graph of every frame with the model's own code on these inputs, bit for bit.
 
         Returns:
-            A report for each frame; printing it shows what is to be known. The inputs, the model's buffers and the
-            state of the random generators stay as they were.
+            A report for each frame; printing it shows what is to be known. The inputs, the model's state (buffers,
+            attributes) and that of the random generators stay as they were.
 
         Example:
             >>> import torch
@@ -247,7 +247,8 @@ class PatchableGraph(ModuleDelegate):
         """Returns what runs the graphs node by node (`torch.fx.Interpreter`), where an error names its node.
 
         It runs the graphs, not the model, and no patches: for looking into a graph, say one that `verify` says to
-        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`.
+        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`. The
+        model's state, and that of the random generators, stay as they were.
 
         Args:
             on_node: Called with the path and the value of each node, as it comes up.

@@ -15,18 +15,26 @@ import itertools
 import operator
 import random
 import sys
-import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.capture.held_values import (
+    MANY,
+    NOT_STATE,
+    PLAIN_VALUES,
+    REGISTRIES,
+    Walk,
+    is_own_generator,
+    state_attributes,
+)
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.outer_values import ABSENT, outer_objects
@@ -35,12 +43,6 @@ from graphpatch_notebook.values import children
 
 LARGE = 64 * 2**20
 """Tensors of more bytes are not copied: these are weights (of quantized models), not state."""
-
-MANY = 1000
-"""Items of larger containers are not looked into: these are data."""
-
-NOT_STATE = ("forward", "_old_forward", "_hf_hook")
-"""Forwards are swapped by this very package; the hook of accelerate keeps account of what it loaded."""
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -140,22 +142,6 @@ class SharedRandomState:
         return [owner for owner in is_equal if not is_equal[owner]]
 
 
-def is_own_generator(value: Any) -> bool:
-    """Whether a value is a random generator, and none of those that all code shares."""
-    return _way(type(value)) is _Way.GENERATOR and not any(value is shared for shared in _shared_generators())
-
-
-def _shared_generators() -> list[Any]:
-    numpys = [sys.modules["numpy"].random.mtrand._rand] if "numpy" in sys.modules else []
-    return [random._inst, torch.default_generator, *torch.cuda.default_generators, *numpys]  # type: ignore[attr-defined]
-
-
-def _is_generator(kind: type) -> bool:
-    numpy = sys.modules.get("numpy")
-    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return issubclass(kind, (torch.Generator, random.Random, *kinds)) and not issubclass(kind, random.SystemRandom)
-
-
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
@@ -169,160 +155,6 @@ def _put_generator_back(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.bit_generator.state = state
-
-
-# -- what modules hold -------------------------------------------------------------------------------------------------
-
-
-class _Way(enum.Enum):
-    """What there is to look at in values of one class."""
-
-    NOTHING, MODULE, TENSOR, ARRAY, GENERATOR, CONTAINER, FIXED, OBJECT = range(8)
-
-
-_VALUES = frozenset({bool, int, float, str, type(None)})
-_DICTS = frozenset({dict, OrderedDict})
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
-_DEEPEST = 6
-# Their insides are not for others to write into.
-_CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
-_ways: dict[type, _Way] = dict.fromkeys([*_VALUES, bytes, torch.dtype, torch.device, torch.Size], _Way.NOTHING)
-
-
-def _way(kind: type) -> _Way:
-    """Returns what there is to look at in values of a class."""
-    if kind not in _ways:
-        if issubclass(kind, Tensor):
-            way = _Way.TENSOR
-        elif issubclass(kind, Module):
-            way = _Way.MODULE
-        elif _is_generator(kind):
-            way = _Way.GENERATOR
-        elif issubclass(kind, (list, dict, set, deque)):
-            way = _Way.CONTAINER
-        elif issubclass(kind, (tuple, frozenset)):
-            way = _Way.FIXED
-        elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
-            way = _Way.ARRAY
-        elif issubclass(kind, _CLOSED) or kind.__module__.startswith("torch.fx") or _is_callable(kind):
-            way = _Way.NOTHING
-        else:
-            way = _Way.OBJECT
-        _ways[kind] = way
-    return _ways[kind]
-
-
-def _is_callable(kind: type) -> bool:
-    return any("__call__" in base.__dict__ for base in kind.__mro__)
-
-
-_Place: TypeAlias = "tuple[Any, Any, Module | None, str]"
-"""Something that holds values, a copy of it that holds the same, the module in which it is, and its name there."""
-
-
-class Walk:
-    """Finds what modules, or other values, hold: looks into attributes, containers and plain objects.
-
-    Args:
-        start: Where to begin.
-
-    Attributes:
-        places: All containers that can be written into, attributes of modules and objects among them, but empty ones.
-        empty: Those that are empty.
-        tensors: The tensors, each with its module and name.
-        generators: The random generators, but for those that all code shares.
-        seen: The ids of all that was found.
-    """
-
-    def __init__(self, start: Iterable[Any]) -> None:
-        self.places: list[_Place] = []
-        self.empty: list[Any] = []
-        self.tensors: list[tuple[Tensor, Module | None, str]] = []
-        self.generators: list[Any] = []
-        self.spans: dict[int, tuple[slice, slice, slice]] = {}
-        self.seen: set[int] = set()
-        self._modules: list[Module | None] = []
-        self._most = MANY
-        for value in start:
-            self._look("", value, None, 0)
-        while self._modules:
-            module = self._modules.pop()
-            if module is not None and id(module) not in self.seen:
-                self.seen.add(id(module))
-                self._look_at(module)
-
-    def modules(self) -> Iterator[Module]:
-        """Yields the modules that were found."""
-        return (module for _, _, module, name in self.places if not name and module is not None)
-
-    def _look_at(self, module: Module) -> None:
-        begin = len(self.places), len(self.empty), len(self.tensors)
-        held = _state_attributes(module.__dict__)
-        self.places.append((module.__dict__, held, module, ""))
-        self._most = len(self.places) + MANY
-        skipped = ("_parameters", "_buffers") if is_offloaded(module) else ()
-        for name, value in [item for item in held.items() if type(item[1]) not in _VALUES]:
-            if type(value) in _DICTS and not value:  # most are registries of hooks, without any
-                self.empty.append(value)
-            elif name == "_modules" and type(value) is dict:
-                self.places.append((value, value.copy(), module, name))
-                self._modules += value.values()
-            elif name not in skipped:
-                self._look(name, value, module, 0)
-        end = len(self.places), len(self.empty), len(self.tensors)
-        places, empty, tensors = map(slice, begin, end)
-        self.spans[id(module)] = (places, empty, tensors)
-
-    def _look(self, name: str, value: Any, module: Module | None, depth: int) -> None:
-        way = _ways.get(type(value)) or _way(type(value))
-        if way is _Way.NOTHING or id(value) in self.seen or depth > _DEEPEST:
-            return
-        if way is _Way.MODULE:
-            self._modules.append(value)
-            return
-        self.seen.add(id(value))
-        if way is _Way.GENERATOR:
-            if is_own_generator(value):
-                self.generators.append(value)
-        elif way is _Way.ARRAY:
-            if value.flags.writeable and value.dtype.kind in "biufc":
-                self.tensors.append((torch.from_numpy(value), module, name))
-        elif way is _Way.TENSOR:
-            self.tensors.append((value, module, name))
-            if attributes := _attributes_of(value):
-                self._look_into(name, attributes, module, depth)
-        else:
-            self._look_into(name, _attributes_of(value) if way is _Way.OBJECT else value, module, depth)
-
-    def _look_into(self, name: str, container: Any, module: Module | None, depth: int) -> None:
-        if not container:
-            if container is not None and not isinstance(container, (tuple, frozenset)):
-                self.empty.append(container)
-            return
-        items: Any = dict(container) if isinstance(container, dict) else list(container)
-        if not isinstance(container, (tuple, frozenset)):
-            self.places.append((container, items, module, name))
-        if name not in _REGISTRIES and (len(items) > MANY or len(self.places) > self._most):
-            return
-        for key, item in items.items() if isinstance(items, dict) else enumerate(items):
-            if type(item) not in _VALUES:
-                self._look(f"{name}.{key}", item, module, depth + 1)
-
-
-def _state_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    held = attributes.copy()  # at once: another thread may be at work
-    if "forward" in held or "_hf_hook" in held:
-        for name in NOT_STATE:
-            held.pop(name, None)
-    return held
-
-
-def _attributes_of(value: Any) -> Any:
-    try:
-        found = value.__dict__
-    except Exception:  # it has none, or stands for something that is gone
-        return None
-    return found if type(found) is dict else None
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -488,7 +320,7 @@ class ModuleState:
         if kind is ChangeKind.ATTRIBUTE and isinstance(before, Tensor) and before is after:
             kind = ChangeKind.TENSOR
         path = next((path for path, one in registered_modules(self._root) if one is module), "")
-        return Change(kind, path, type(module).__name__, inner if registry in _REGISTRIES else name, before, after)
+        return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
 
     def _outer_changes(self) -> Iterator[Change]:
         for name, (container, saved) in self._outer.items():
@@ -523,11 +355,12 @@ class ModuleState:
 
     # -- restore
 
-    def restore(self, *, has_random: bool = True) -> None:
+    def restore(self, *, has_random: bool = True, counts_writes: bool = False) -> None:
         """Puts everything back that can be. Call it again where an interrupt came in between.
 
         Args:
             has_random: Whether to put back the generators of torch, Python and numpy, too, which all code shares.
+            counts_writes: Whether autograd is to refuse to go backward through a run that used what is written over.
         """
         if has_random:
             self._random.restore()
@@ -541,7 +374,7 @@ class ModuleState:
                 container.clear()
             for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
                 if content is not None and not _is_equal(tensor, content):
-                    _write(tensor, content)
+                    _write(tensor, content, counts_writes)
 
     def separated(self, value: Any) -> Any:
         """Returns a value that stays what it is when this state is put back, or the model runs once more.
@@ -576,12 +409,11 @@ class Fingerprint:
             if not name:
                 others += [module.__class__, *map(container.get, NOT_STATE)]
             others += values
-        self._plain += [value for value in others if type(value) in _VALUES]
-        self._ids = [id(value) for value in others if type(value) not in _VALUES]
+        self._plain += [value for value in others if type(value) in PLAIN_VALUES]
+        self._ids = [id(value) for value in others if type(value) not in PLAIN_VALUES]
         # Another object may get the id of one that is gone. Functions stay, and nothing that may be large does.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
-        self._functions = [value for value in others if type(value) not in _DICTS and callable(value)]
-        self._functions = [value for value in self._functions if not isinstance(value, (Module, Tensor))]
+        self._functions = [v for v in others if not isinstance(v, (dict, Module, Tensor)) and callable(v)]
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -608,11 +440,6 @@ def is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b)
 
 
-def is_offloaded(module: Module) -> bool:
-    """Whether the weights of a module come and go: accelerate puts them in place while its forward runs."""
-    return "_hf_hook" in module.__dict__
-
-
 # -- containers
 
 
@@ -626,7 +453,7 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
         return False
     if type(saved) is not dict:
         return all(map(operator.is_, container, saved))
-    now = _state_attributes(container) if is_module else container
+    now = state_attributes(container) if is_module else container
     return (
         len(now) == len(saved)
         and all(map(operator.is_, now.values(), saved.values()))
@@ -693,11 +520,11 @@ def _is_equal(tensor: Tensor, content: Tensor) -> bool:
     return difference(tensor.detach(), content, "") is None
 
 
-def _write(tensor: Tensor, content: Tensor) -> None:
-    with torch.inference_mode(tensor.is_inference()):
+def _write(tensor: Tensor, content: Tensor, counts_writes: bool) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape == content.shape and tensor.dtype == content.dtype and tensor.device == content.device:
             # Through `data`: autograd may hold this tensor, as it was left by the run that counts.
-            tensor.data.copy_(content)
+            (tensor if counts_writes else tensor.data).copy_(content)
         else:
             tensor.data = content.clone()
 
