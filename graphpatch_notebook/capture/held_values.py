@@ -28,7 +28,7 @@ class _Way(enum.Enum):
     NOTHING, MODULE, TENSOR, ARRAY, GENERATOR, CONTAINER, FIXED, OBJECT = range(8)
 
 
-PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
+PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 _DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 6
@@ -185,7 +185,7 @@ def is_own_generator(value: Any) -> bool:
 
 def _shared_generators() -> list[Any]:
     numpys = [sys.modules["numpy"].random.mtrand._rand] if "numpy" in sys.modules else []
-    return [random._inst, torch.default_generator, *torch.cuda.default_generators, *numpys]  # type: ignore[attr-defined]
+    return [random._inst, torch.default_generator, *torch.cuda.default_generators, *numpys]
 
 
 def _is_generator(kind: type) -> bool:

@@ -72,7 +72,7 @@ class GraphInterpreter:
         on_node: Callable[[str, Any], object] | None = None,
         before_run: Callable[[], None] | None = None,
     ) -> None:
-        self._graph_module = graph_module
+        self._graph_module: Any = graph_module
         self._on_node = on_node
         self._before_run = before_run
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .case import Call, Case, floats, simple_case
+
+
+class _Settings:
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
 
 
 class LowersItsWindow(nn.Module):
@@ -64,12 +69,11 @@ class FillsACache(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.tables: OrderedDict[int, Tensor] = OrderedDict()
-        self.memory = SimpleNamespace(last=None, total=torch.zeros(6))
+        self.memory = _Settings(last=None, total=torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
-        if length not in self.tables:
-            self.tables[length] = torch.arange(length, dtype=x.dtype)[:, None] / 10
+        self.tables[length] = torch.arange(length, dtype=x.dtype)[:, None] / 10
         self.tables.move_to_end(length)
         out = self.linear(x) + self.tables[length]
         self.memory.last = out.detach()
@@ -107,7 +111,7 @@ class ChangesItsConfig(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(length=0, lengths={"longest": 0}, runs=[0])
+        self.config = _Settings(length=0, lengths={"longest": 0}, runs=[0])
         self.child = _Configured(self.config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ class ChangesItsConfig(nn.Module):
 
 
 class _Configured(nn.Module):
-    def __init__(self, config: SimpleNamespace) -> None:
+    def __init__(self, config: _Settings) -> None:
         super().__init__()
         self.config, self.linear = config, nn.Linear(6, 6)
 
