@@ -49,7 +49,7 @@ class Recording:
         tree: Where it is written to; the frames that are open must be so already.
         model: The model that runs.
         flow: Says of which frames that are given one tensor and return one both are kept, wherever they are.
-        looks_at_modules: Whether to look for what modules change in themselves.
+        state: The model as it was before: to see what modules change in themselves. `None`: nobody wants to know.
 
     Attributes:
         state_change: What the run changes in the model, in words; `None` for nothing.
@@ -60,13 +60,12 @@ class Recording:
         tree: FrameTree,
         model: Module,
         flow: FrameFlow | None = None,
-        *,
-        looks_at_modules: bool = True,
+        state: ModuleState | None = None,
     ) -> None:
         self._tree = tree
         self._model = model
         self._flow = flow
-        self._state = ModuleState(model, is_look=True) if looks_at_modules else None
+        self._state = state
         self._stack = FrameStack(tree)
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
         self._given: list[tuple[FrameNode, Tensor, int]] = []

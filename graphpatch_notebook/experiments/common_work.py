@@ -96,7 +96,7 @@ def _looked_at(
     if batch is not None and (alone := _why_alone(pg, metric)) is not None:
         common.remarks.append(f"cells ran one by one: {alone}")
         batch = None
-    reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch, backward) or state.change()
+    reason = _why_plain(pg) or _survey(pg, common, metric, targets, state, batch, backward) or state.change()
     if reason is not None:
         state.restore()
         common.inputs, common.keeps_last_logits, common.survey = inputs, False, None
@@ -152,6 +152,7 @@ def _survey(
     common: CommonWork,
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
+    state: ModuleState,
     batch: int | str | None,
     backward: bool,
 ) -> str | None:
@@ -165,7 +166,8 @@ def _survey(
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         # Torch's fused kernels are not used under a mode: their numbers would be others.
         notes_reads = batch is not None and not holds_fused
-        found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=notes_reads and not backward)
+        keeps_pairs = notes_reads and not backward
+        found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=keeps_pairs, state=state)
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
         if keeps_last := "logits_to_keep" in extra:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import Fingerprint
+from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
 from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -16,9 +16,14 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 _known: WeakKeyDictionary[PatchableGraph, tuple[Fingerprint, dict[Hashable, Any]]] = WeakKeyDictionary()
 
 
-def shown_earlier(pg: PatchableGraph) -> dict[Hashable, Any]:
-    """Returns what is known of a graph, by what was asked; all is forgotten when its model is changed."""
-    fingerprint = Fingerprint(pg._module)
+def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]:
+    """Returns what is known of a graph, by what was asked; all is forgotten when its model is changed.
+
+    Args:
+        pg: The graph.
+        state: Its model as it is.
+    """
+    fingerprint = Fingerprint(state)
     known = _known.get(pg)
     if known is None or known[0] != fingerprint:
         known = _known[pg] = (fingerprint, {})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution.frame_effects import all_modules, tensors_among
 from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.rows import Rows, parted, taken
@@ -32,10 +33,10 @@ class Held(nn.Module):
 def test_what_is_known_is_forgotten_with_a_change() -> None:
     model = Held()
     pg = PatchableGraph(model, torch.ones(1, 2))
-    shown_earlier(pg)["test"] = True
-    assert "test" in shown_earlier(pg)
+    shown_earlier(pg, ModuleState(model))["test"] = True
+    assert "test" in shown_earlier(pg, ModuleState(model))
     model.options["scale"] = 3.0
-    assert "test" not in shown_earlier(pg)
+    assert "test" not in shown_earlier(pg, ModuleState(model))
 
 
 def test_all_modules_are_those_of_torch_in_their_order() -> None:
