@@ -29,7 +29,7 @@ class _Way(enum.Enum):
 
 
 PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
-_DICTS = frozenset({dict, OrderedDict})
+DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 6
 # Their insides are not for others to write into.
@@ -109,10 +109,13 @@ class Walk:
         self.places.append((module.__dict__, held, module, ""))
         self._most = len(self.places) + MANY
         skipped = ("_parameters", "_buffers") if is_offloaded(module) else ()
-        for name, value in [item for item in held.items() if type(item[1]) not in PLAIN_VALUES]:
-            if type(value) in _DICTS and not value:  # most are registries of hooks, without any
+        for name, value in held.items():
+            kind = type(value)
+            if kind in PLAIN_VALUES:
+                continue
+            if kind in DICTS and not value:  # most are registries of hooks, without any
                 self.empty.append(value)
-            elif name == "_modules" and type(value) is dict:
+            elif name == "_modules" and kind is dict:
                 self.places.append((value, value.copy(), module, name))
                 self._modules += value.values()
             elif name not in skipped:

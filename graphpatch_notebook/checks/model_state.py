@@ -27,6 +27,7 @@ from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.held_values import (
+    DICTS,
     MANY,
     NOT_STATE,
     PLAIN_VALUES,
@@ -399,28 +400,30 @@ class Fingerprint:
         with without_torch_functions():
             walk = model._walk if isinstance(model, ModuleState) else Walk([model])
             self._versions = [version_of(tensor) for tensor, _, _ in walk.tensors]
-        self._plain: list[Any] = []  # what they hold by name, and plain values among it
-        others: list[Any] = []
+        self._names: list[Any] = []
+        held: list[Any] = []
         for container, saved, module, name in walk.places:
-            values = saved
             if type(saved) is dict:
-                self._plain += saved
-                values = saved.values()
+                self._names += saved
+                held += saved.values()
+            else:
+                held += saved
             if not name:
-                others += [module.__class__, *map(container.get, NOT_STATE)]
-            others += values
-        self._plain += [value for value in others if type(value) in PLAIN_VALUES]
-        self._ids = [id(value) for value in others if type(value) not in PLAIN_VALUES]
-        # Another object may get the id of one that is gone. Functions stay, and nothing that may be large does.
+                held += (module.__class__, *map(container.get, NOT_STATE))
+        self._ids = list(map(id, held))
+        # Another object may get the id of one that is gone. So what is small stays, and the tensors are asked.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
-        self._functions = [v for v in others if not isinstance(v, (dict, Module, Tensor)) and callable(v)]
+        kept = [value for value in held if type(value) not in DICTS]
+        self._kept = [
+            v for v in kept if type(v) in PLAIN_VALUES or (callable(v) and not isinstance(v, (Module, Tensor)))
+        ]
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Fingerprint)
             and self._ids == other._ids
             and self._versions == other._versions
-            and self._plain == other._plain
+            and self._names == other._names
             and all(tensor() is not None for tensor in self._tensors)
         )
 
@@ -453,7 +456,7 @@ def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
         return False
     if type(saved) is not dict:
         return all(map(operator.is_, container, saved))
-    now = state_attributes(container) if is_module else container
+    now = state_attributes(container) if is_module and len(container) != len(saved) else container
     return (
         len(now) == len(saved)
         and all(map(operator.is_, now.values(), saved.values()))
