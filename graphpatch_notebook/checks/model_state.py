@@ -430,6 +430,10 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
 
 
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (Module, Tensor))
+
+
 def version_of(tensor: Tensor) -> int:
     """Returns how often a tensor was written into."""
     try:
