@@ -23,6 +23,7 @@ LAYERS = [
     "delegation",
     "paths",
     "values",
+    "doubts",
     "example_inputs",
     "selections",
     "tensor_indices",

@@ -21,10 +21,12 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
+from graphpatch_notebook.checks.comparison import Comparison
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
 from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
-from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.build import DefaultName
+from graphpatch_notebook.graph_modules.live_runs import Runnable
 from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.paths import format_path
 
@@ -32,8 +34,12 @@ _MOST = 5
 _STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
 
 
-class InterpretableGraph(belief.RunnableGraph, Protocol):
+class InterpretableGraph(Runnable, Protocol):
     """What this needs of a graph module, which is an `nn.Module` too."""
+
+    @property
+    def last_comparison(self) -> tuple[CallSignature, Comparison] | None:
+        """What `verify` found last, and for which inputs."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -99,7 +105,7 @@ class Interpretation:
 
     def run_graph(self, graph_module: InterpretableGraph, *args: Any, **kwargs: Any) -> Any:
         """Runs one graph, and returns what its generated code would."""
-        if not graph_module.has_own_graph and (doubt := belief.doubt_of(graph_module, args, kwargs)) is not None:
+        if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
             frame = graph_module.frame
             path = format_path(frame.path) or "<root>"
             self._unverified.append(f"{path} ({type(frame.module).__name__}): {doubt}")
@@ -122,6 +128,14 @@ class Interpretation:
 
 current: ContextVar[Interpretation | None] = ContextVar("graphpatch_interpretation", default=None)
 """The interpreted run that is under way."""
+
+
+def _doubt(graph_module: InterpretableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Returns why the graph is not known to equal the module in calls that look like this one."""
+    last = graph_module.last_comparison
+    if last is None or last[0].differences(list(inputs_of_call(graph_module.frame, args, kwargs).values())):
+        return "it was not compared on such inputs"
+    return None if last[1].is_equal else str(last[1])
 
 
 class _FrameInterpreter(fx.Interpreter):

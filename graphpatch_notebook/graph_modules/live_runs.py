@@ -1,13 +1,13 @@
 """Live runs of a frame: the module's own code runs in place of its graph, and so does that of all it calls.
 
-Graphs below it do not run, even where they are believed: code may hand something on behind the back of the graphs, by
-a global, a context variable or a hook (transformers collects hidden states so), and only other code picks it up. But
-graphs that *are* their module (edited, or from custom extraction functions) run where the code calls the module.
+Graphs below it do not run: code may hand something on that no graph holds, by a global, a context variable or a hook
+(transformers collects hidden states so), and only other code picks it up. But graphs that *are* their module (edited,
+or from custom extraction functions) run where the code calls the module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -51,13 +51,8 @@ class Runnable(Protocol):
         """Runs what lies inside of all hooks."""
 
 
-is_live_only: ContextVar[bool] = ContextVar("graphpatch_live_only", default=False)
-"""Whether graphs that are only records of their module do not run at present."""
-
-
-def live_only() -> AbstractContextManager[None]:
-    """Makes all modules run live, but for those whose graph is the module."""
-    return holding(is_live_only, True)
+trusted: ContextVar[Collection[Runnable]] = ContextVar("graphpatch_trusted_graphs", default=())
+"""The graphs that run in place of their modules at present although they are only records of these."""
 
 
 def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +62,7 @@ def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, An
         with observed_by(_NOBODY):
             return invoke(forward, args, kwargs)
     swaps = Swaps()
-    with afterwards(swaps.let_go), live_only(), observed_by(_Router(graph_module)):
+    with afterwards(swaps.let_go), observed_by(_Router(graph_module)):
         swaps.hold(callee.frame.module for callee in graph_module.callees())
         return invoke(forward, args, kwargs)
 

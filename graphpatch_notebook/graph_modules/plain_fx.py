@@ -293,5 +293,5 @@ def _safe_name(name: str) -> str:
 
 def listed_doubts(root: GraphModule) -> str:
     """Returns what speaks against the graphs on other inputs, frame by frame; empty where nothing does."""
-    found = ((graph.path or "<root>", doubt) for graph in _walk(root) for doubt in graph.frame.doubts)
+    found = ((graph.path or "<root>", str(doubt)) for graph in _walk(root) for doubt in graph.frame.doubts)
     return "; ".join(f"{path!r} {doubt}" for path, doubt in found)

@@ -143,7 +143,7 @@ def test_the_text_says_what_is_to_be_known_and_no_more() -> None:
     pg = PatchableGraph(Parent().eval(), OPTIONS, X)
     assert str(pg.verify(X[:2], is_short=True)).splitlines() == [
         "15 frames: 5 equal, 4 differing, 2 opaque, 1 own graph, 3 not reached",
-        "differing: differ from their modules: the modules run instead",
+        "differing: differ from their modules",
         "  <root> (Parent): output: 8 of 8 values differ",
         "  layers_0 and 2 more (Calls): output: 8 of 8 values differ",
         "opaque: have no graph",
