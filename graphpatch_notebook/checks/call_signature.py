@@ -37,10 +37,11 @@ from graphpatch_notebook.values import (
 Dimension: TypeAlias = "int | str"
 """A size, or the name of a symbolic one, which is the same wherever it has this name."""
 
-Layout: TypeAlias = "tuple[int, ...] | bool | None"
-"""How a tensor lies in memory: `True`, contiguous; `False`, not contiguous; its strides; `None`, not known."""
+Layout: TypeAlias = "tuple[int, ...] | str | None"
+"""How a tensor lies in memory: contiguous, not contiguous, its strides, or not known."""
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
+CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
+ABSENT = "absent"
 
 
 class Aspect(enum.Enum):
@@ -52,13 +53,16 @@ class Aspect(enum.Enum):
     DTYPE = "dtype"
     DEVICE = "device"
     SIZE = "size"
-    LAYOUT = "layout"
+    LAYOUT = "layout in memory"
     REQUIRES_GRAD = "requires_grad"
     SPLIT = "split"
     """Two inputs were one tensor, and are two."""
     JOINED = "joined"
     """Two inputs were two tensors, and are one."""
-    SETTING = "setting"
+    GRAD_MODE = "grad mode"
+    INFERENCE_MODE = "inference mode"
+    DEFAULT_DTYPE = "default dtype"
+    AUTOCAST = "autocast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,83 +71,53 @@ class Difference:
 
     Attributes:
         aspect: What differs.
-        name: The input, or the setting.
         was: What the signature says.
         now: What the call has.
+        name: The input; empty where it is a setting of torch.
         position: The dimension, if it is a size.
     """
 
     aspect: Aspect
-    name: str
     was: Any
     now: Any
+    name: str = ""
     position: int = 0
 
-    def __str__(self) -> str:
-        name = repr(self.name)
+    @property
+    def subject(self) -> str:
+        """What differs, in words."""
         if self.aspect is Aspect.SIZE:
-            return f"dimension {self.position} of {name} is {self.now}, and was {self.was} in the example"
+            return f"dimension {self.position} of {self.name!r}"
+        if self.aspect is Aspect.VALUE:
+            return f"the input {self.name!r}"
+        return f"the {self.aspect.value} of the input {self.name!r}" if self.name else f"the {self.aspect.value}"
+
+    def __str__(self) -> str:
         if self.aspect in (Aspect.SPLIT, Aspect.JOINED):
             is_or_not = "is not" if self.aspect is Aspect.SPLIT else "is"
-            return f"{name} {is_or_not} the same tensor as {self.was!r}, unlike in the example"
-        if self.aspect is Aspect.LAYOUT:
-            return f"the input {name} {_layout_text(self.now)}, and {_layout_text(self.was)} in the example"
-        if self.aspect is Aspect.SETTING:
-            return f"{self.name} is {self.now}, and was {self.was} in the example"
-        if self.aspect is Aspect.VALUE:
-            return f"the input {name} is {_value_text(self.now)}, and was {_value_text(self.was)} in the example"
-        return f"the {self.aspect.value} of the input {name} is {self.now}, and was {self.was} in the example"
+            return f"{self.name!r} {is_or_not} the same tensor as {self.was!r}, unlike in the example"
+        return f"{self.subject} is {_shown(self.now)}, and was {_shown(self.was)} in the example"
 
 
-def _layout_text(layout: Layout) -> str:
-    if isinstance(layout, tuple):
-        return f"has the strides {layout}"
-    return "is contiguous in memory" if layout else "is not contiguous in memory"
+def _shown(what: Any) -> str:
+    if isinstance(what, TensorSpec):
+        return f"{what} of {str(what.dtype).removeprefix('torch.')}"
+    return repr(what.value) if isinstance(what, ScalarSpec) else str(what)
 
 
-def _value_text(spec: ValueSpec | None) -> str:
-    if spec is None:
-        return "absent"
-    if isinstance(spec, TensorSpec):
-        return f"{spec} of {str(spec.dtype).removeprefix('torch.')}"
-    return repr(spec.value) if isinstance(spec, ScalarSpec) else str(spec)
+Settings: TypeAlias = "tuple[tuple[Aspect, Any], ...]"
+"""The settings of torch that code may ask for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of torch that code may ask for; `None` where any will do."""
-
-    gradients: bool | None = None
-    inference_mode: bool | None = None
-    default_dtype: torch.dtype | None = None
-    autocast: tuple[torch.dtype | None, ...] = (None,) * len(_AUTOCAST_DEVICES)
-
-    @classmethod
-    def now(cls) -> Settings:
-        """Returns the settings as they are."""
-        autocast = tuple(
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            for device in _AUTOCAST_DEVICES
-        )
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast)
-
-    def differences(self) -> list[Difference]:
-        """Returns in what the settings differ now."""
-        now = Settings.now()
-        pairs = [
-            ("whether gradients are on", self.gradients, now.gradients),
-            ("whether inference mode is on", self.inference_mode, now.inference_mode),
-            ("the default dtype", self.default_dtype, now.default_dtype),
-        ]
-        found = [Difference(Aspect.SETTING, name, a, b) for name, a, b in pairs if a is not None and a != b]
-        if self.autocast != now.autocast:
-            found.append(Difference(Aspect.SETTING, "autocast", _autocast_text(self), _autocast_text(now)))
-        return found
-
-
-def _autocast_text(settings: Settings) -> str:
-    pairs = zip(_AUTOCAST_DEVICES, settings.autocast, strict=True)
-    return ", ".join(f"{dtype} on {device}" for device, dtype in pairs if dtype is not None) or "off"
+def current_settings() -> Settings:
+    """Returns the settings as they are now."""
+    autocast = [(name, torch.get_autocast_dtype(name)) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+    return (
+        (Aspect.GRAD_MODE, torch.is_grad_enabled()),
+        (Aspect.INFERENCE_MODE, torch.is_inference_mode_enabled()),
+        (Aspect.DEFAULT_DTYPE, torch.get_default_dtype()),
+        (Aspect.AUTOCAST, tuple(autocast) or None),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +145,7 @@ class CallSignature:
         inputs: The inputs by name: structure and plain values.
         tensors: What else is known of each tensor in them, in order.
         same: For each tensor which of them, the first, is the same object.
-        settings: The settings of torch; `None` where they are not known.
+        settings: The settings of torch, as far as they are known.
         ranges: The smallest and the largest that a symbolic size may be.
         ignored: In what calls may differ: with `Aspect.SIZE` tensors may have any size.
 
@@ -186,7 +160,7 @@ class CallSignature:
     inputs: tuple[tuple[str, ValueSpec], ...]
     tensors: tuple[TensorForm, ...]
     same: tuple[int, ...]
-    settings: Settings | None = None
+    settings: Settings = ()
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
     ignored: frozenset[Aspect] = frozenset()
 
@@ -198,7 +172,7 @@ class CallSignature:
         for (name, spec), value in zip(inputs, values.values(), strict=True):
             _compare_values(name, spec, value, tensors, [])
         forms = tuple(TensorForm(tuple(t.shape), t.device, layout_of(t), t.requires_grad) for _, t in tensors)
-        return cls(inputs, forms, _first_same(tensors), Settings.now())
+        return cls(inputs, forms, _first_same(tensors), current_settings())
 
     @classmethod
     def of_frame(cls, frame: Frame) -> CallSignature:
@@ -208,23 +182,22 @@ class CallSignature:
         tensors = [leaf for name, spec in inputs for leaf in tensor_leaves(name, spec)]
         forms = [TensorForm(tuple(spec.shape), spec.device) for _, spec in tensors]
         if len(frame.input_flags) == len(forms):
-            pairs = zip(forms, frame.input_flags, strict=True)
-            forms = [replace(form, requires_grad=grad, layout=is_contiguous) for form, (grad, is_contiguous) in pairs]
+            for number, (requires_grad, is_contiguous) in enumerate(frame.input_flags):
+                layout = CONTIGUOUS if is_contiguous else NOT_CONTIGUOUS
+                forms[number] = replace(forms[number], requires_grad=requires_grad, layout=layout)
         numbers = {name: number for number, (name, _) in enumerate(tensors)}
         same = list(range(len(tensors)))
         for places in frame.same_inputs:
-            pair = sorted(numbers[name] for name in (_leaf_name(*place) for place in places) if name in numbers)
-            if len(pair) == len(places):
-                same[pair[1]] = same[pair[0]]
+            names = [functools.reduce(_below, map(key_text, dig), parameter) for parameter, dig in places]
+            one, other = sorted(numbers.get(name, 0) for name in names)
+            same[other] = same[one]
         return cls(inputs, tuple(forms), tuple(same))
 
     @property
     def objects(self) -> list[str]:
         """The classes of the objects among the inputs, of which nothing else is known."""
-        found: list[str] = []
-        for _, spec in self.inputs:
-            _collect_objects(spec, found)
-        return found
+        leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
+        return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
     def differences(self, values: Sequence[Any]) -> list[Difference]:
         """Returns in what a call with these inputs, in order, differs. `torch.compile` can trace it.
@@ -237,37 +210,41 @@ class CallSignature:
             _compare_values(name, spec, values[number], tensors, found)
         if found and any(difference.aspect is Aspect.VALUE for difference in found):
             return found
-        is_sized = Aspect.SIZE not in self.ignored
         for number, (name, tensor) in enumerate(tensors):
-            _compare_tensors(name, self.tensors[number], tensor, is_sized, found)
-        if is_sized:
-            self._compare_symbolic_sizes(tensors, found)
-        self._compare_objects(tensors, found)
-        if self.settings is not None:
-            found.extend(self.settings.differences())
+            self._compare_tensor(name, self.tensors[number], tensor, found)
+        if Aspect.SIZE not in self.ignored:
+            self._compare_sizes(tensors, found)
+        same = _first_same(tensors)
+        for number, now in enumerate(same):
+            if (was := self.same[number]) != now:
+                aspect = Aspect.SPLIT if now == number else Aspect.JOINED
+                found.append(Difference(aspect, tensors[min(was, now)][0], None, tensors[number][0]))
+        if self.settings:
+            settings = dict(current_settings())
+            found += [Difference(key, was, settings[key]) for key, was in self.settings if settings[key] != was]
         return [difference for difference in found if difference.aspect not in self.ignored]
 
-    def _compare_symbolic_sizes(self, tensors: list[tuple[str, Tensor]], found: list[Difference]) -> None:
-        sizes: dict[str, int] = {}
-        for (name, tensor), form in zip(tensors, self.tensors, strict=True):
-            for position, dimension in enumerate(form.sizes):
-                if not isinstance(dimension, str):
-                    continue
-                size = tensor.shape[position]
-                least, most = self.ranges.get(dimension, (size, size))
-                if sizes.setdefault(dimension, size) != size:
-                    was: Any = f"the same as a size that is {sizes[dimension]} now"
-                    found.append(Difference(Aspect.SIZE, name, was, size, position))
-                elif not least <= size <= most:
-                    found.append(Difference(Aspect.SIZE, name, range(least, most), size, position))
+    def _compare_tensor(self, name: str, form: TensorForm, tensor: Tensor, found: list[Difference]) -> None:
+        if tensor.device != form.device:
+            found.append(Difference(Aspect.DEVICE, form.device, tensor.device, name))
+        if form.requires_grad is not None and tensor.requires_grad is not form.requires_grad:
+            found.append(Difference(Aspect.REQUIRES_GRAD, form.requires_grad, tensor.requires_grad, name))
+        layout = layout_of(tensor)
+        if form.layout is not None and not _is_same_layout(form.layout, layout, Aspect.SIZE not in self.ignored):
+            found.append(Difference(Aspect.LAYOUT, form.layout, layout, name))
 
-    def _compare_objects(self, tensors: list[tuple[str, Tensor]], found: list[Difference]) -> None:
-        same = _first_same(tensors)
-        for number, (name, _) in enumerate(tensors):
-            was, now = self.same[number], same[number]
-            if was != now:
-                aspect = Aspect.SPLIT if now == number else Aspect.JOINED
-                found.append(Difference(aspect, name, tensors[min(was, now)][0], None))
+    def _compare_sizes(self, tensors: list[tuple[str, Tensor]], found: list[Difference]) -> None:
+        sizes: dict[str, int] = {}
+        for number, (name, tensor) in enumerate(tensors):
+            for position, dimension in enumerate(self.tensors[number].sizes):
+                size, was = tensor.shape[position], dimension
+                if isinstance(dimension, str):
+                    was = sizes.setdefault(dimension, size)
+                    least, most = self.ranges.get(dimension, (size, size))
+                    if not least <= size <= most:
+                        found.append(Difference(Aspect.SIZE, range(least, most), size, name, position))
+                if size != was:
+                    found.append(Difference(Aspect.SIZE, was, size, name, position))
 
 
 def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -277,27 +254,19 @@ def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:
     """Yields the tensors in an input, each with what it is called in messages."""
-    if isinstance(spec, TensorSpec):
-        yield name, spec
-    elif isinstance(spec, ContainerSpec):
+    return ((leaf_name, leaf) for leaf_name, leaf in _leaves(name, spec) if isinstance(leaf, TensorSpec))
+
+
+def _leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, ValueSpec]]:
+    if isinstance(spec, ContainerSpec):
         for text, _, child in spec.children:
-            yield from tensor_leaves(_below(name, text), child)
+            yield from _leaves(_below(name, text), child)
+    else:
+        yield name, spec
 
 
 def _below(name: str, text: str) -> str:
     return f"{name}.{text}" if "|" in name else f"{name}|{text}"
-
-
-def _leaf_name(parameter: str, dig: Sequence[Any]) -> str:
-    return functools.reduce(_below, map(key_text, dig), parameter)
-
-
-def _collect_objects(spec: ValueSpec, found: list[str]) -> None:
-    if isinstance(spec, (ObjectSpec, UnknownSpec)):
-        found.append(str(spec))
-    elif isinstance(spec, ContainerSpec):
-        for _, _, child in spec.children:
-            _collect_objects(child, found)
 
 
 def _first_same(tensors: list[tuple[str, Tensor]]) -> tuple[int, ...]:
@@ -321,11 +290,11 @@ def _compare_values(
         tensors.append((name, value))
         kind = "Tensor" if type(value) is torch.nn.Parameter else type(value).__name__
         if kind != spec.type_name:
-            found.append(Difference(Aspect.CLASS, name, spec.type_name, kind))
+            found.append(Difference(Aspect.CLASS, spec.type_name, kind, name))
         if value.dtype != spec.dtype:
-            found.append(Difference(Aspect.DTYPE, name, spec.dtype, value.dtype))
+            found.append(Difference(Aspect.DTYPE, spec.dtype, value.dtype, name))
     elif not _is_known_to_fit(spec, value):
-        found.append(Difference(Aspect.VALUE, name, spec, describe(value)))
+        found.append(Difference(Aspect.VALUE, spec, describe(value), name))
 
 
 def _is_known_to_fit(spec: ValueSpec, value: Any) -> bool:
@@ -344,12 +313,12 @@ def _compare_children(
             count += 1
             _compare_values(_below(name, text), child, take(value, key), tensors, found)
         else:
-            found.append(Difference(Aspect.VALUE, _below(name, text), child, None))
+            found.append(Difference(Aspect.VALUE, child, ABSENT, _below(name, text)))
     if isinstance(value, (tuple, list, Mapping)) and len(value) > count:
         known = {text for text, _, _ in spec.children}
         for key, item in children(value) or ():
             if key_text(key) not in known:
-                found.append(Difference(Aspect.VALUE, _below(name, key_text(key)), None, describe(item)))
+                found.append(Difference(Aspect.VALUE, ABSENT, describe(item), _below(name, key_text(key))))
 
 
 def _has(value: Any, key: Any) -> bool:
@@ -369,32 +338,18 @@ def _is_of_class(spec: ContainerSpec, value: Any) -> bool:
 _OF_SIZES = (tuple, torch.Size)
 
 
-def _compare_tensors(name: str, form: TensorForm, tensor: Tensor, is_sized: bool, found: list[Difference]) -> None:
-    for position, size in enumerate(form.sizes):
-        if is_sized and isinstance(size, int) and tensor.shape[position] != size:
-            found.append(Difference(Aspect.SIZE, name, size, tensor.shape[position], position))
-    if tensor.device != form.device:
-        found.append(Difference(Aspect.DEVICE, name, form.device, tensor.device))
-    if form.requires_grad is not None and tensor.requires_grad is not form.requires_grad:
-        found.append(Difference(Aspect.REQUIRES_GRAD, name, form.requires_grad, tensor.requires_grad))
-    if form.layout is not None:
-        layout = layout_of(tensor)
-        if not _is_same_layout(form.layout, layout, is_sized):
-            found.append(Difference(Aspect.LAYOUT, name, form.layout, layout))
-
-
 def layout_of(tensor: Tensor) -> Layout:
     """Returns how a tensor lies in memory; strides are 0 where they make no difference."""
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
+        return NOT_CONTIGUOUS
     if tensor.is_contiguous():
-        return True
+        return CONTIGUOUS
     return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_same_layout(was: Layout, now: Layout, is_sized: bool) -> bool:
-    if was is False:
-        return now is not True
+    if was == NOT_CONTIGUOUS:
+        return now != CONTIGUOUS
     if is_sized or not isinstance(was, tuple) or not isinstance(now, tuple):
         return was == now
     return _order(was) == _order(now)

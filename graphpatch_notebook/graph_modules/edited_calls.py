@@ -20,7 +20,14 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.forward_swap import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Difference, Settings, inputs_of_call
+from graphpatch_notebook.checks.call_signature import (
+    ABSENT,
+    Aspect,
+    CallSignature,
+    Difference,
+    current_settings,
+    inputs_of_call,
+)
 from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared
 from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
@@ -57,7 +64,7 @@ class EditedCalls:
     def __init__(self, frame: Frame, graph: fx.Graph, recorded: RunnableAsRecorded | None) -> None:
         self._frame = frame
         self.recorded = recorded
-        self._example = replace(CallSignature.of_frame(frame), settings=Settings.now())
+        self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
         records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
         self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
         doubts = {doubt.reason for doubt in frame.doubts}
@@ -108,7 +115,7 @@ class EditedCalls:
         """Whether the graph has what differs in it as it was, however the call compares on these numbers."""
         if difference.aspect is Aspect.SPLIT:
             return True
-        if difference.aspect is not Aspect.VALUE or (difference.was is None and difference.now == ScalarSpec(None)):
+        if difference.aspect is not Aspect.VALUE or (difference.was, difference.now) == (ABSENT, ScalarSpec(None)):
             return False
         is_used = difference.name.partition("|")[0] not in self._unused
         return not (is_used and _is_size(difference.was) and _is_size(difference.now))

@@ -10,8 +10,10 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, Difference
+from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference
 from graphpatch_notebook.errors import GraphError
+
+_IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.LAYOUT})
 
 
 class Form(Module):
@@ -26,10 +28,8 @@ class Form(Module):
 
     def __init__(self, frame: Frame, *, any_size: bool) -> None:
         super().__init__()
-        ignored = {Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.LAYOUT} | (
-            {Aspect.SIZE} if any_size else set()
-        )
-        self.signature = replace(CallSignature.of_frame(frame), ignored=frozenset(ignored))
+        ignored = _IGNORED | {Aspect.SIZE} if any_size else _IGNORED
+        self.signature = replace(CallSignature.of_frame(frame), ignored=ignored)
         # Compilers know this module, but not the one whose graph calls it; `train()` and `eval()` reach both.
         self.training = self.was_training = frame.training
         self.modules_below: list[tuple[str, Module, bool]] = []
@@ -77,7 +77,7 @@ class Form(Module):
         if difference.aspect is Aspect.SIZE:
             return "pg.to_fx(..., any_size=True) makes a graph for inputs of other sizes"
         if difference.aspect is Aspect.LAYOUT:
-            contiguous = f"give {difference.name}.contiguous(), or " if difference.was is True else ""
+            contiguous = f"give {difference.name}.contiguous(), or " if difference.was == CONTIGUOUS else ""
             another = "make another graph, with pg.to_fx(...) on inputs like this one"
             return f"the model may ask for that; {contiguous}{another}"
         return "make another graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"

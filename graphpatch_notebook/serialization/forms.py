@@ -17,11 +17,11 @@ from torch.nn import Module
 from graphpatch_notebook.capture.inputs import bind
 from graphpatch_notebook.capture.records import Frame, InputParameter
 from graphpatch_notebook.checks.call_signature import (
+    CONTIGUOUS,
     Aspect,
     CallSignature,
     Difference,
     Dimension,
-    Settings,
     TensorForm,
     tensor_leaves,
 )
@@ -102,14 +102,14 @@ class Form:
     def _signature(self) -> CallSignature:
         tensors = [spec for name, spec in self.specs for _, spec in tensor_leaves(name, spec)]
         forms = [
-            TensorForm(tuple(dims), spec.device, layout=True if self.is_contiguous else None)
+            TensorForm(tuple(dims), spec.device, layout=CONTIGUOUS if self.is_contiguous else None)
             for spec, dims in zip(tensors, self.dims, strict=True)
         ]
-        settings = Settings(default_dtype=self.default_dtype)
+        settings = ((Aspect.DEFAULT_DTYPE, self.default_dtype), (Aspect.AUTOCAST, None))
         return CallSignature(tuple(self.specs), tuple(forms), tuple(self.same), settings, self.ranges)
 
     def _text(self, difference: Difference) -> str:
-        where = f"dimension {difference.position} of {difference.name!r} is {difference.now}"
+        where = f"{difference.subject} is {difference.now}"
         if difference.aspect is Aspect.SIZE and isinstance(difference.was, int):
             return f"{where}, and the graph holds for {difference.was} only ({self.note or 'fixed'})"
         if difference.aspect is Aspect.SIZE and isinstance(difference.was, range):

@@ -10,8 +10,8 @@ from torch import nn
 
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.graph_modules import GraphModule, build_hierarchy
-from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.graph_modules.interpretation import GraphInterpreter
+from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from tests.zoo import CASES, Case, installed, seed_all
 from tests.zoo.values import bit_equal

@@ -382,7 +382,7 @@ def test_other_inputs_than_the_examples_are_refused() -> None:
     assert torch.equal(outer.to_fx((longer,), any_size=True)(longer), outer(longer))
     with pytest.raises(
         GraphError,
-        match="do not do what the model does on these inputs: its graph raises GraphError: dimension 0 of 'x'",
+        match="on these inputs: its graph raises GraphError: dimension 0 of 'x'",
     ):
         pg.to_fx((longer,))
 
@@ -454,13 +454,11 @@ def test_inputs_that_lie_otherwise_in_memory_are_refused(any_size: bool) -> None
     for module in copies:
         assert torch.equal(module(square + 1, {"y": (square + 1).T}), pg(square + 1, {"y": (square + 1).T}))
     for module in copies[:2]:
-        with pytest.raises(
-            GraphError, match=r"'x' has the strides \(1, 3\), and is contiguous .*give x.contiguous\(\)"
-        ):
+        with pytest.raises(GraphError, match=r"layout .* 'x' is \(1, 3\), and was contiguous .*give x.contiguous\(\)"):
             module(square.T, {"y": square.T})
-        with pytest.raises(GraphError, match=r"'more.y' is contiguous in memory, and has the strides \(1, 3\) in"):
+        with pytest.raises(GraphError, match=r"'more.y' is contiguous, and was \(1, 3\) in"):
             module(square, {"y": square})
-        with pytest.raises(GraphError, match=r"'more.y' has the strides \(6, 1\), and has the strides \(1, 3\) in"):
+        with pytest.raises(GraphError, match=r"'more.y' is \(6, 1\), and was \(1, 3\) in"):
             module(square, {"y": torch.ones(3, 6)[:, :3]})
     if any_size:
         large = torch.arange(16.0).view(4, 4)

@@ -72,7 +72,7 @@ def test_other_modes(tmp_path: Path) -> None:
             loaded(x().float())
     finally:
         torch.set_default_dtype(torch.float32)
-    with torch.autocast("cpu"), pytest.raises(StoredFormError, match="autocast is torch.bfloat16 on cpu, and was off"):
+    with torch.autocast("cpu"), pytest.raises(StoredFormError, match="the autocast is .*bfloat16.*, and was None"):
         loaded(x())
 
 
@@ -191,9 +191,7 @@ def test_inputs_that_are_not_contiguous(tmp_path: Path) -> None:
             return x * 2 if x.is_contiguous() else x * 3
 
     loaded = reloaded(PatchableGraph(Strided(), x(4, 4)), tmp_path)
-    with pytest.raises(
-        StoredFormError, match=r"'x' has the strides \(1, 4\), and is contiguous in memory in the example"
-    ):
+    with pytest.raises(StoredFormError, match=r"layout in memory of the input 'x' is \(1, 4\), and was contiguous"):
         loaded(x(4, 4).T)
     assert torch.equal(loaded(x(4, 4)), x(4, 4) * 2)
 
