@@ -13,6 +13,8 @@ class Reason(enum.Enum):
     COUNTS_PARTS = "reads a value into Python ({what}: it goes on with as many parts as values say)"
     USES_OBJECT = "uses an object ({what}) that is none of its inputs"
     IS_GIVEN_OBJECT = "it is given an object ({what}), and what is in that cannot be seen"
+    HOOKS_ARE_LEFT_OUT = "hooks on a {what} that it calls would not run"
+    HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is neither made in it nor held by its module or its code"
     SWITCHES_MODES = "switches autocast or inference mode, of which a graph knows nothing"
     HANDLES_ERROR = "a call of {what!r} raised, and was handled"
     WRITES_PARAMETER = "writes into a parameter ({what})"

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ def compared(
             return _not_copied(error)
         had_gradients = torch.is_grad_enabled()
         with afterwards(state.restore, lambda: torch.set_grad_enabled(had_gradients)):
-            return run_and_compare(model, expected, found, own_args, own_kwargs, within_rounding=within_rounding)[1]
+            runs = partial(run_and_compare, model, expected, found, own_args, own_kwargs)
+            return copy_context().run(runs, within_rounding=within_rounding)[1]
 
 
 def run_and_compare(

@@ -7,9 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 ABSENT = object()
+
+
+def outer_tensors(module: Module, forward: Callable[..., Any]) -> Iterator[Tensor]:
+    """Yields the tensors that the module's own functions read from outside: globals, closures."""
+    for function in _functions(module, forward):
+        values = [function.__globals__.get(name) for name in function.__code__.co_names]
+        values += map(_content, function.__closure__ or ())
+        yield from (value for value in values if isinstance(value, Tensor))
 
 
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:

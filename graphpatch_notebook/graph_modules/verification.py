@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import Swaps, invoke
+from graphpatch_notebook.capture.forward_swap import Swaps, invoke, original_forward
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
 from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared, run_and_compare
 from graphpatch_notebook.checks.model_state import ModuleState, copied
+from graphpatch_notebook.checks.outer_values import outer_tensors
 from graphpatch_notebook.doubts import Doubt, Reason, listed
 from graphpatch_notebook.graph_modules.live_runs import (
     Runnable,
@@ -25,6 +28,7 @@ from graphpatch_notebook.graph_modules.live_runs import (
 )
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import children
 
 Status: TypeAlias = Literal["equal", "differing", "not comparable", "opaque", "own graph", "not reached"]
 _IN_WORDS: dict[Status, str] = {
@@ -162,7 +166,7 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     swaps = Swaps()
     with afterwards(swaps.let_go, state.restore), observed_by(verifier):
         swaps.hold(reachable_modules(root.frame.module))
-        root.frame.module(*first[0], **first[1])
+        copy_context().run(root.frame.module, *first[0], **first[1])
     found = verifier.found
     if isinstance(root, VerifiableGraph) and root in found and found[root].is_equal:
         # Submodules may hand things on that no graph holds: once more, with all graphs that are equal running.
@@ -202,7 +206,7 @@ class _Verifier:
         frame = graph_module.frame
         signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
         doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
-        if doubts:
+        if doubts := doubts or [*_hooks_left_out(frame), *_unknown_values(frame)][:1]:
             result, comparison = run(*args, **kwargs), Comparison(Outcome.NOT_COMPARABLE, listed(doubts))
         else:
             result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
@@ -239,6 +243,32 @@ def _graph_of(graph_module: VerifiableGraph) -> Callable[..., Any]:
             return graph_module.run_graph(args, kwargs)
 
     return run
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What these hooks do is either done to tensors, and so part of the graph, or only meant for the module's own run.
+_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
+
+
+def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
+    """Yields doubts where a run of the graph would leave out what hooks of the modules that it calls do."""
+    for module in (node.frame.module for node in frame.calls() if node.frame is not None):
+        if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
+            yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
+        hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
+        if not all(str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS) for hook in hooks):
+            yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
+
+
+def _unknown_values(frame: Frame) -> Iterator[Doubt]:
+    """Yields doubts where the graph holds on to a tensor that may be another one in the next run."""
+    constants = [node for node in frame.nodes if node.kind == "constant"]
+    if not constants:
+        return
+    held = set(map(id, outer_tensors(frame.module, original_forward(frame.module))))
+    for value in frame.module.__dict__.values():
+        held.update(id(item) for _, item in children(value) or ())
+    yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)
 
 
 def _walk(graph_module: Runnable) -> Iterator[Runnable]:
