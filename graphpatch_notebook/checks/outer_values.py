@@ -5,20 +5,29 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 ABSENT = object()
 
 
-def outer_tensors(module: Module, forward: Callable[..., Any]) -> Iterator[Tensor]:
-    """Yields the tensors that the module's own functions read from outside: globals, closures."""
+def outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Yields the plain values and tensors that the module's own functions read from outside: globals, closures."""
     for function in _functions(module, forward):
-        values = [function.__globals__.get(name) for name in function.__code__.co_names]
-        values += map(_content, function.__closure__ or ())
-        yield from (value for value in values if isinstance(value, Tensor))
+        where = function.__globals__
+        for name in function.__code__.co_names:
+            if type(value := where.get(name, ABSENT)) in _OUTER:
+                yield partial(where.get, name), value
+        for cell in function.__closure__ or ():
+            if type(value := _content(cell)) in _OUTER:
+                yield partial(_content, cell), value
+
+
+_OUTER = (bool, int, float, str, type(None), Tensor, torch.nn.Parameter)
 
 
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.call_signature import tensor_leaves
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.doubts import Reason, listed
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
@@ -33,7 +34,7 @@ from graphpatch_notebook.serialization.document import (
     note_unstorable,
     with_form,
 )
-from graphpatch_notebook.serialization.forms import Form, given_values, tensor_leaves
+from graphpatch_notebook.serialization.forms import Form, given_values
 from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
 from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
 from graphpatch_notebook.serialization.value_reads import has_only_reads
