@@ -29,8 +29,10 @@ class Outcome(enum.Enum):
     DIFFERENT = enum.auto()
     RAISES = enum.auto()
     """Only the second one raises."""
+    UNREPEATABLE = enum.auto()
+    """The first one changes what a second run cannot repeat."""
     NOT_COMPARABLE = enum.auto()
-    """The runs change what a second run cannot repeat, or there are values that cannot be compared."""
+    """There are values that cannot be copied, or not be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def run_and_compare(
         context = copy_context()  # what `expected` puts into context variables is not for `found`, nor the reverse
         result = expected(*args, **kwargs)
         if (change := before.unrepeatable_change()) is not None:
-            return result, Comparison(Outcome.NOT_COMPARABLE, change)
+            return result, Comparison(Outcome.UNREPEATABLE, change)
         after, has_gradients = ModuleState(model), torch.is_grad_enabled()
         with afterwards(after.restore, lambda: torch.set_grad_enabled(has_gradients)):
             before.restore()

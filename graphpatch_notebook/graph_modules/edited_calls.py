@@ -151,6 +151,8 @@ class EditedCalls:
                 f"before it was edited, it did something else than the module ({comparison}), for it has sizes, flags "
                 "or branches of the example in it"
             )
+        if comparison.outcome is Outcome.UNREPEATABLE:
+            raise self._error(f"it is unlike the example's, and cannot be compared with the module ({comparison})")
         if not comparison.is_equal and not self._has_warned:
             self._has_warned = True
             warn(

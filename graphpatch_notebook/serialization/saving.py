@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.call_signature import tensor_leaves
+from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.doubts import Reason, listed
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
@@ -39,7 +38,7 @@ from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, g
 from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
 from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.serialization.values import UnstorableError
-from graphpatch_notebook.values import ObjectSpec, children
+from graphpatch_notebook.values import ObjectSpec
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | No
             problem = f"{type(model).__name__} raises {error}"
     form = Form.of_example(source.root)
     # Made-up inputs are all different objects: the caller's are the example's form if some of them are the same.
-    if check and (found is None or _same_objects(form, check[0]) != form.same):
+    if check and (found is None or list(_signature_of(form, check[0]).same) != form.same):
         return check[0], found[1] if found is not None else None
     if found is None:
         raise SerializationError(
@@ -205,7 +204,7 @@ class _Trial:
 
     def find_modes(self, form: Form, call: Call) -> str | None:
         """Notes in the form for which memory and gradient modes the graph holds; returns why for none, if so."""
-        form.same = _same_objects(form, call)
+        form.same = list(_signature_of(form, call).same)
         problem: str | None = None
         for mode in (True, False):
             with torch.set_grad_enabled(mode):
@@ -252,33 +251,16 @@ class _Trial:
             return str(error)
 
 
-def _tensors(form: Form, call: Call) -> list[Tensor]:
+def _signature_of(form: Form, call: Call) -> CallSignature:
     values = given_values(form.parameters, *call) or {}
-    found: list[Tensor] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.append(value)
-        else:
-            for _, child in children(value) or ():
-                look(child)
-
-    for name, _ in form.specs:
-        look(values.get(name))
-    return found
-
-
-def _same_objects(form: Form, call: Call) -> list[int]:
-    objects = [id(tensor) for tensor in _tensors(form, call)]
-    return [objects.index(one) for one in objects]
+    return CallSignature.of({name: values.get(name) for name, _ in form.specs})
 
 
 def _shapes(form: Form, call: Call) -> list[list[int]]:
-    tensors = _tensors(form, call)
-    expected = [spec for name, spec in form.specs for _, spec in tensor_leaves(name, spec)]
-    if [len(spec.shape) for spec in expected] != [tensor.dim() for tensor in tensors]:
+    shapes = [[int(size) for size in tensor.sizes] for tensor in _signature_of(form, call).tensors]
+    if [len(dims) for dims in form.dims] != [len(shape) for shape in shapes]:
         raise SerializationError(f"check: {form.problem(*call) or 'the inputs are not those of the example'}")
-    return [list(tensor.shape) for tensor in tensors]
+    return shapes
 
 
 def _settle(source: Source, reasons: Reasons) -> None:

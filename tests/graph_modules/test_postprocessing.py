@@ -574,6 +574,24 @@ def test_what_the_graph_has_in_it_and_changes_is_noticed(change: Any) -> None:
         pg(X)
 
 
+def test_a_module_that_changes_itself_is_refused_at_other_sizes() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            for i in range(len(x)):
+                x = x + i
+            return x
+
+    pg = PatchableGraph(Counts(), ExtractionOptions(postprocessing_function=double), X)
+    assert torch.equal(pg(X), (X + 3) * 2)
+    with pytest.raises(GraphError, match=r"cannot be compared with the module \(Counts changes its 'calls'"):
+        pg(X[:2])
+
+
 def test_numbers_that_a_submodule_returns_are_compared() -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, bool]:
