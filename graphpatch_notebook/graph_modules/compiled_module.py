@@ -22,8 +22,7 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import interpretation, live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import PackedGraph
-from graphpatch_notebook.graph_modules.edited_calls import EditedCalls
-from graphpatch_notebook.graph_modules.edited_checks import check_edited
+from graphpatch_notebook.graph_modules.edited_calls import EditedCalls, check_edited
 from graphpatch_notebook.graph_modules.edited_records import update_records
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.graph_modules.modules import GraphModule, Hierarchy
@@ -95,9 +94,9 @@ class CompiledGraphModule(GraphModule):
         check_edited(self.graph, self._frame, self, self.path_meant)
         self._generated.clear()
         if self._frame.custom_graph is None:
-            known = self._edited_calls
-            recorded = known.recorded if known is not None else None if self._frame.is_edited else self._as_recorded()
-            self.__dict__["_edited_calls"] = EditedCalls(self._frame, self.graph, recorded)
+            if self._edited_calls is None:
+                self.__dict__["_edited_calls"] = EditedCalls(self._frame, self._as_recorded())
+            self._edited_calls.note_unused_inputs(self.graph)
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
         self._hierarchy.has_own_graphs = True
@@ -295,7 +294,8 @@ class CompiledGraphModule(GraphModule):
             if self._frame.custom_graph is not None:
                 self._frame.custom_graph = built.graph
             else:
-                self.__dict__["_edited_calls"] = EditedCalls(self._frame, built.graph, None)
+                edited_calls = self.__dict__["_edited_calls"] = EditedCalls(self._frame, None)
+                edited_calls.note_unused_inputs(built.graph)
 
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:

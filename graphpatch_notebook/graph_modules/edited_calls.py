@@ -1,4 +1,4 @@
-"""The calls that an edited graph holds for.
+"""Edited graphs: whether they can run, and the calls that they hold for.
 
 A graph is a record of one run: flags, absent inputs, branches, and sizes that the code took for plain numbers
 (`range(n)`, a table cut to a length, `is_causal`) are in it as they were. So other structures and plain values than the
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import fx
 from torch.nn import Module
 
-from graphpatch_notebook.capture.custom_graphs import RECORD
+from graphpatch_notebook.capture.custom_graphs import MODULE_GETS_TENSOR, RECORD, output_problem, reference_problem
 from graphpatch_notebook.capture.forward_swap import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.checks.call_signature import (
@@ -57,16 +57,14 @@ class EditedCalls:
 
     Args:
         frame: The frame that the graph was a record of.
-        graph: The graph.
         recorded: The graph as it was; `None` if it is not known any more.
     """
 
-    def __init__(self, frame: Frame, graph: fx.Graph, recorded: RunnableAsRecorded | None) -> None:
+    def __init__(self, frame: Frame, recorded: RunnableAsRecorded | None) -> None:
         self._frame = frame
-        self.recorded = recorded
+        self._recorded = recorded
         self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
-        records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
-        self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
+        self._unused: set[Any] = set()
         doubts = {doubt.reason for doubt in frame.doubts}
         # Numbers that a submodule returns are in the graph as they were, too.
         self._goes_by_values = (
@@ -76,6 +74,11 @@ class EditedCalls:
         self._look = _look_of(frame)
         self._compared: dict[Hashable, Comparison] = {}
         self._has_warned = False
+
+    def note_unused_inputs(self, graph: fx.Graph) -> None:
+        """Notes which inputs the graph has in it as they were in the example."""
+        records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
+        self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
 
     def input_problem(self, node: Node) -> str | None:
         """Returns why a patch on this input would not do in the graph what it does in the module, if so."""
@@ -123,10 +126,10 @@ class EditedCalls:
     def _comparison(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
         if not self._goes_by_values and key in self._compared:
             return self._compared[key]
-        if self.recorded is None:
+        if self._recorded is None:
             return Comparison(Outcome.NOT_COMPARABLE, "what it was before it was edited is not known in a copy")
         # Without context variables: libraries collect hidden states in some, which these runs are not to add to.
-        found = Context().run(self._run_both, self.recorded, args, kwargs)
+        found = Context().run(self._run_both, self._recorded, args, kwargs)
         if len(self._compared) >= _MOST_SIGNATURES:
             self._compared.clear()
         if found.outcome is not Outcome.RAISES:  # a lack of memory, say, is not a property of the call
@@ -196,3 +199,37 @@ def _look_of(frame: Frame) -> Hashable:
 
 def _has_hook(module: Module, key: int) -> bool:
     return key in module._forward_hooks or key in module._forward_pre_hooks
+
+
+# -- whether it can run -----------------------------------------------------------------------------------------------
+
+_GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
+
+
+def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Callable[[str], str]) -> None:
+    """Makes sure that an edited graph can be written down as code, and that there is all that it refers to.
+
+    Args:
+        graph: The graph.
+        frame: Its frame.
+        owner: The graph module, which has what the graph refers to.
+        path_meant: Returns the attribute path of the user's module that the graph has as some other one.
+
+    Raises:
+        GraphError: It cannot; the message says which node it is, and how to put it right.
+    """
+    # Custom graphs are run with the user's module, which has to have what they refer to.
+    is_custom = frame.custom_graph is not None
+    owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
+    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, path_meant)]
+    problems = [output_problem(graph, is_wrapped=is_custom)]
+    problems += [reference_problem(node, owner, frame.module, put) for node in nodes]
+    for problem in filter(None, problems):
+        where = format_path(frame.path) or "<root>"
+        raise GraphError(f"the graph of {where!r} ({type(frame.module).__name__}) {problem}")
+
+
+def _reads_as_recorded(node: fx.Node, path_meant: Callable[[str], str]) -> bool:
+    """Whether a node reads what the module read: that may be there during calls only."""
+    record = node.meta.get(RECORD)
+    return node.op == "get_attr" and isinstance(record, Node) and path_meant(str(node.target)) == record.target
