@@ -19,14 +19,14 @@ from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import Comparison
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graph_modules import interpretation, live_runs
+from graphpatch_notebook.graph_modules import live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import PackedGraph
 from graphpatch_notebook.graph_modules.edited_calls import EditedCalls, check_edited
 from graphpatch_notebook.graph_modules.edited_records import update_records
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.graph_modules.modules import GraphModule, Hierarchy
-from graphpatch_notebook.graph_modules.running import RunningGraph, run_as
+from graphpatch_notebook.graph_modules.running import RunningGraph, interpreter, run_as
 from graphpatch_notebook.graph_modules.weaving import patches_from, weave
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import is_tracing, never_compiled
@@ -94,9 +94,9 @@ class CompiledGraphModule(GraphModule):
         check_edited(self.graph, self._frame, self, self.path_meant)
         self._generated.clear()
         if self._frame.custom_graph is None:
-            if self._edited_calls is None:
-                self.__dict__["_edited_calls"] = EditedCalls(self._frame, self._as_recorded())
-            self._edited_calls.note_unused_inputs(self.graph)
+            calls = self._edited_calls or EditedCalls(self._frame, self._as_recorded().run_recorded)
+            calls.note_unused_inputs(self.graph)
+            self.__dict__["_edited_calls"] = calls
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
         self._hierarchy.has_own_graphs = True
@@ -163,13 +163,13 @@ class CompiledGraphModule(GraphModule):
         if self.has_own_graph:
             self._check_call(args, kwargs)
             return self.run_graph(args, kwargs)
-        is_asked_for = interpretation.current.get() is not None or self in live_runs.trusted.get()
+        is_asked_for = interpreter.get() is not None or self in live_runs.trusted.get()
         return self.run_graph(args, kwargs) if is_asked_for else live_runs.run_live(self, args, kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph as it is now, with fresh code, or node by node in an interpreted run."""
-        interpreted = None if is_compiling() else interpretation.current.get()
-        function = self._code().function if interpreted is None else interpreted.run_graph
+        function = None if is_compiling() else interpreter.get()
+        function = function or self._code().function
         if is_compiling():
             return self._unwrapped(function(self, *args, **kwargs))
         running = RunningGraph(self._frame.custom_graph is None, is_patched_run=False)
@@ -197,6 +197,10 @@ class CompiledGraphModule(GraphModule):
         owner = self if is_record else self._original_module
         with patches_from(patched):
             return self._unwrapped(run_as(function, RunningGraph(is_record, is_patched_run=True), owner, args, kwargs))
+
+    def run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph in place of its module, without patches."""
+        return self.run_patched(frozenset(), lambda _, value: value, args, kwargs)
 
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes sure that the graph, if it was edited, holds for this call."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextvars import Context
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import fx
 from torch.nn import Module
@@ -36,20 +36,9 @@ from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ScalarSpec, leaves
 from graphpatch_notebook.warning_places import warn
 
+Recorded: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
+
 _MOST_SIGNATURES = 1000
-
-
-class RunnableAsRecorded(Protocol):
-    """What this needs of a graph module."""
-
-    def run_patched(
-        self,
-        names: frozenset[str],
-        patched: Callable[[str, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs the graph in place of its module in a call of a `PatchableGraph`."""
 
 
 class EditedCalls:
@@ -57,10 +46,10 @@ class EditedCalls:
 
     Args:
         frame: The frame that the graph was a record of.
-        recorded: The graph as it was; `None` if it is not known any more.
+        recorded: Runs the graph as it was on the arguments of a call; `None` if it is not known any more.
     """
 
-    def __init__(self, frame: Frame, recorded: RunnableAsRecorded | None) -> None:
+    def __init__(self, frame: Frame, recorded: Recorded | None) -> None:
         self._frame = frame
         self._recorded = recorded
         self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
@@ -136,14 +125,14 @@ class EditedCalls:
             self._compared[key] = found
         return found
 
-    def _run_both(self, recorded: RunnableAsRecorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
+    def _run_both(self, recorded: Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
         module = self._frame.module
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return invoke(original_forward(module), args, kwargs)
 
         def graph(*args: Any, **kwargs: Any) -> Any:
-            return recorded.run_patched(frozenset(), _unpatched, args, kwargs)
+            return recorded(args, kwargs)
 
         with unobserved():
             return compared(module, run, graph, args, kwargs, within_rounding=self._is_rounded)
@@ -173,10 +162,6 @@ class EditedCalls:
 
     def _who(self) -> str:
         return f"{format_path(self._frame.path) or '<root>'!r} ({type(self._frame.module).__name__})"
-
-
-def _unpatched(_name: str, value: Any) -> Any:
-    return value
 
 
 def _is_size(spec: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
@@ -17,8 +17,8 @@ from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared,
 from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.checks.outer_values import outer_values
 from graphpatch_notebook.doubts import Doubt, Reason, listed
+from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graph_modules.live_runs import (
-    Runnable,
     is_hooked,
     observed_by,
     run_in_hook,
@@ -26,6 +26,7 @@ from graphpatch_notebook.graph_modules.live_runs import (
     trusted,
     unobserved,
 )
+from graphpatch_notebook.graph_modules.modules import GraphModule
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import children
@@ -39,17 +40,6 @@ _IN_WORDS: dict[Status, str] = {
     "own graph": "are their module (edited or custom), so that there is nothing to compare",
     "not reached": "were not reached by these inputs",
 }
-
-
-@runtime_checkable
-class VerifiableGraph(Runnable, Protocol):
-    """What this needs of a graph module that has a graph."""
-
-    def note_comparison(self, signature: CallSignature, comparison: Comparison) -> None:
-        """Keeps how the graph compares with the module in such calls."""
-
-    def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the graph."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +139,7 @@ def _rows(reports: Sequence[FrameReport]) -> list[str]:
     return rows
 
 
-def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
+def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
     """Compares every graph with its module on the inputs that it gets when the model runs on `args`, `kwargs`.
 
     The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are put
@@ -168,7 +158,7 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
         swaps.hold(reachable_modules(root.frame.module))
         copy_context().run(root.frame.module, *first[0], **first[1])
     found = verifier.found
-    if isinstance(root, VerifiableGraph) and root in found and found[root].is_equal:
+    if isinstance(root, CompiledGraphModule) and root in found and found[root].is_equal:
         # Submodules may hand things on that no graph holds: once more, with all graphs that are equal running.
         equal = frozenset(graph_module for graph_module, comparison in found.items() if comparison.is_equal)
         with afterwards(state.restore), holding(trusted, equal):
@@ -182,10 +172,10 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
 class _Verifier:
     """Compares each graph with its module when the module call that it is a record of begins."""
 
-    def __init__(self, root: Runnable) -> None:
-        self._root: Runnable | None = root
-        self._stack: list[tuple[Runnable | None, dict[int, int]]] = []
-        self.found: dict[Runnable, Comparison] = {}
+    def __init__(self, root: GraphModule) -> None:
+        self._root: GraphModule | None = root
+        self._stack: list[tuple[GraphModule | None, dict[int, int]]] = []
+        self.found: dict[GraphModule, Comparison] = {}
 
     def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph_module = self._graph_module(module)
@@ -202,7 +192,7 @@ class _Verifier:
             return graph_module.run_frame(args, kwargs)
         if graph_module is None or graph_module.frame.opaque_reason is not None:
             return run(*args, **kwargs)
-        assert isinstance(graph_module, VerifiableGraph)
+        assert isinstance(graph_module, CompiledGraphModule)
         frame = graph_module.frame
         signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
         doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
@@ -213,7 +203,7 @@ class _Verifier:
         self._note(graph_module, signature, comparison)
         return result
 
-    def compare_as_a_whole(self, root: VerifiableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare_as_a_whole(self, root: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compares the graph of the root, and with it all that are trusted, with the model."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -222,11 +212,11 @@ class _Verifier:
         signature = CallSignature.of(inputs_of_call(root.frame, args, kwargs))
         self._note(root, signature, compared(root.frame.module, run, _graph_of(root), args, kwargs))
 
-    def _note(self, graph_module: VerifiableGraph, signature: CallSignature, comparison: Comparison) -> None:
+    def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: Comparison) -> None:
         self.found[graph_module] = comparison
         graph_module.note_comparison(signature, comparison)
 
-    def _graph_module(self, module: Module) -> Runnable | None:
+    def _graph_module(self, module: Module) -> GraphModule | None:
         """Returns the graph module of the frame that begins, if it was called during capture."""
         if not self._stack:
             root, self._root = self._root, None
@@ -237,7 +227,7 @@ class _Verifier:
         return caller.callee(module, call_index) if caller is not None else None
 
 
-def _graph_of(graph_module: VerifiableGraph) -> Callable[..., Any]:
+def _graph_of(graph_module: CompiledGraphModule) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with unobserved():
             return graph_module.run_graph(args, kwargs)
@@ -271,13 +261,13 @@ def _unknown_values(frame: Frame) -> Iterator[Doubt]:
     yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)
 
 
-def _walk(graph_module: Runnable) -> Iterator[Runnable]:
+def _walk(graph_module: GraphModule) -> Iterator[GraphModule]:
     yield graph_module
     for callee in graph_module.callees():
         yield from _walk(callee)
 
 
-def _report(graph_module: Runnable, found: dict[Runnable, Comparison]) -> FrameReport:
+def _report(graph_module: GraphModule, found: dict[GraphModule, Comparison]) -> FrameReport:
     frame = graph_module.frame
     comparison = found.get(graph_module)
     status: Status = "equal"
