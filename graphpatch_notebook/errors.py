@@ -27,7 +27,6 @@ GraphPatchWarning(UserWarning)
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
-├── LiveFallbackWarning                   a graph was refused, the original module ran instead
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
 ├── UnresolvedPatchWarning                patches in a file name values that this graph has not, and were left out
@@ -193,10 +192,6 @@ class DecompositionWarning(GraphPatchWarning):
 
 class AliasedPatchWarning(GraphPatchWarning):
     """The patched node is a view that the model fills in later: the patch cuts it off from its base."""
-
-
-class LiveFallbackWarning(GraphPatchWarning):
-    """A graph was refused for these inputs, so the original module ran instead."""
 
 
 class EditedGraphWarning(GraphPatchWarning):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import graphpatch_notebook
+from graphpatch_notebook.doubts import Reason
 
 ROOT = Path(graphpatch_notebook.__file__).parent
 FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts)
@@ -24,6 +25,7 @@ LAYERS = [
     "delegation",
     "paths",
     "values",
+    "doubts",
     "example_inputs",
     "selections",
     "tensor_indices",
@@ -199,6 +201,33 @@ fx.graph._z
         "torch.nn.Module._call_impl",
         "torch.fx.graph._z",
     }
+
+
+# What tells whether two calls look alike, or whether two runs do the same. Other modules ask `checks`.
+ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
+SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
+COMPARE_TENSORS = {"experiments/runner.py", "notebook/run_state.py", "serialization/reattaching.py"}
+
+
+@each_file
+def test_calls_and_runs_are_compared_in_checks_only(file: Path) -> None:
+    name = file.relative_to(ROOT).as_posix()
+    if layer_of(file) in ("checks", "notebook") or name == SEES_SWITCHES:  # *Run* hands settings to its thread
+        return
+    tree = parse(file)
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = imported_names(ast.walk(tree), file)
+    assert not ANSWERS & (asked | {full.rpartition(".")[2] for full in imported})
+    assert f"{ROOT.name}.checks.equality.difference" not in imported or name in COMPARE_TENSORS
+
+
+@each_file
+def test_texts_of_doubts_are_made_in_one_place(file: Path) -> None:
+    if layer_of(file) == "doubts":
+        return
+    beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
+    texts = [node.value for node in ast.walk(parse(file)) if isinstance(node, ast.Constant)]
+    assert not [text for text in texts if isinstance(text, str) and text.startswith(beginnings)]
 
 
 def test_no_import_cycles() -> None:

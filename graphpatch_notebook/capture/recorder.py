@@ -24,6 +24,7 @@ from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
+from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload
@@ -95,7 +96,7 @@ class Recorder(TorchFunctionMode):
         call = CompositeCall(decomposition.name, site, frame.count(site), frame.composite)
         self.has_opened = True
         if not decomposition.is_exact:
-            frame.doubt(ROUNDS.format(name=decomposition.name))
+            frame.doubt(Reason.ROUNDS, decomposition.name)
         with frame.inside(call), self:  # the mode is off in its own handler
             result = decomposition.make_steps()(*args, **kwargs)
         try:
@@ -324,12 +325,6 @@ def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: As
             node.base_name = variable if isinstance(variable, str) else call.name
         elif isinstance(variable, tuple) and len(variable) == len(result):
             node.base_name = variable[position] or node.base_name
-
-
-ROUNDS = (
-    "it holds the steps of {name}, as ExtractionOptions(decompose=...) asks, which equal the function itself only "
-    "within rounding"
-)
 
 
 def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
+from graphpatch_notebook.doubts import Doubt
 from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec
 
 Kind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "constant", "op", "call", "output"]
@@ -237,7 +238,7 @@ class Frame:
         opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
-            all (a value that came by a side channel). Each is a sentence.
+            all (a value that came by a side channel).
         custom_graph: The graph that a custom extraction function returned.
         is_edited: Whether the user edited the graph of this frame, which is the module from then on.
         custom_failure: Why such a function returned none.
@@ -258,7 +259,7 @@ class Frame:
     input_flags: tuple[tuple[bool, bool], ...] = ()
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
     opaque_reason: str | None = None
-    doubts: list[str] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
     custom_graph: Any = None
     custom_failure: str | None = None
     is_edited: bool = False

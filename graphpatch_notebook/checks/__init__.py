@@ -2,6 +2,9 @@
 
 call_signature   does this call look like that one?
 model_state      has the model changed? snapshot, compare, restore
+comparison       do two runs do the same?
 equality         are two values equal, bit for bit?
 outer_values     what the code of a module reads from outside of it
+
+Why a graph may not do what its module does is a `Doubt`, which capture notes too: see `graphpatch_notebook.doubts`.
 """

@@ -6,10 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
+from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
-from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -32,6 +30,5 @@ def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]
 
 def kind_of_run(inputs: Inputs) -> Hashable:
     """Returns what two runs of a model have in common that do the same, as long as Python looks at no values."""
-    leaves = leaves_of((inputs.args, inputs.kwargs))
-    forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return forms, tuple(inputs.kwargs)
+    signature = CallSignature.of({**{str(i): value for i, value in enumerate(inputs.args)}, **inputs.kwargs})
+    return object() if signature.objects else signature

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.model_state import copied
+from graphpatch_notebook.doubts import Reason, listed
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
 from graphpatch_notebook.graph_modules import GraphModule
 from graphpatch_notebook.graph_modules.verification import verify
@@ -32,12 +33,12 @@ from graphpatch_notebook.serialization.document import (
     note_unstorable,
     with_form,
 )
-from graphpatch_notebook.serialization.forms import Form, given_values, tensor_leaves
+from graphpatch_notebook.serialization.forms import Form, given_values
 from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
-from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, compared, makers
+from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
 from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.serialization.values import UnstorableError
-from graphpatch_notebook.values import children
+from graphpatch_notebook.values import ObjectSpec
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Seq
     note_unstorable(source.root, source.builds, reasons)
     _settle(source, reasons)
     found = _checked(source, reasons, calls)
-    _warn(where, reasons, found.content["options"]["dropped"])
+    _warn(where, source.root, reasons, found.content["options"]["dropped"])
     _write(where, found)
 
 
@@ -120,7 +121,7 @@ def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Documen
     problem = trial.find_modes(form, first)
     if problem is not None and (doubtful := [f for f in root.walk() if f.doubts and reasons.of(f) is None]):
         for frame in doubtful:
-            reasons.add(frame, "; ".join(frame.doubts))
+            reasons.add(frame, listed(frame.doubts))
         _settle(source, reasons)
         if reasons.of(root) is None:
             found = document(root, source.builds, source.options, reasons)
@@ -168,7 +169,7 @@ def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | No
     for maker in makers(source.root):
         try:
             call = maker.call()
-            compared(model, source.call, source.call, call)
+            difference_of(model, source.call, source.call, call)
             found = call, maker
             break
         except UnstorableError as error:
@@ -178,7 +179,7 @@ def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | No
             problem = f"{type(model).__name__} raises {error}"
     form = Form.of_example(source.root)
     # Made-up inputs are all different objects: the caller's are the example's form if some of them are the same.
-    if check and (found is None or _same_objects(form, check[0]) != form.same):
+    if check and (found is None or list(_signature_of(form, check[0]).same) != form.same):
         return check[0], found[1] if found is not None else None
     if found is None:
         raise SerializationError(
@@ -199,11 +200,11 @@ class _Trial:
 
     def compare(self, call: Call) -> str | None:
         """Returns in what graph and model differ, if they do."""
-        return compared(self._model, self._call, self._graph, call)
+        return difference_of(self._model, self._call, self._graph, call)
 
     def find_modes(self, form: Form, call: Call) -> str | None:
         """Notes in the form for which memory and gradient modes the graph holds; returns why for none, if so."""
-        form.same = _same_objects(form, call)
+        form.same = list(_signature_of(form, call).same)
         problem: str | None = None
         for mode in (True, False):
             with torch.set_grad_enabled(mode):
@@ -250,33 +251,16 @@ class _Trial:
             return str(error)
 
 
-def _tensors(form: Form, call: Call) -> list[Tensor]:
+def _signature_of(form: Form, call: Call) -> CallSignature:
     values = given_values(form.parameters, *call) or {}
-    found: list[Tensor] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.append(value)
-        else:
-            for _, child in children(value) or ():
-                look(child)
-
-    for name, _ in form.specs:
-        look(values.get(name))
-    return found
-
-
-def _same_objects(form: Form, call: Call) -> list[int]:
-    objects = [id(tensor) for tensor in _tensors(form, call)]
-    return [objects.index(one) for one in objects]
+    return CallSignature.of({name: values.get(name) for name, _ in form.specs})
 
 
 def _shapes(form: Form, call: Call) -> list[list[int]]:
-    tensors = _tensors(form, call)
-    expected = [spec for name, spec in form.specs for _, spec in tensor_leaves(name, spec)]
-    if [len(spec.shape) for spec in expected] != [tensor.dim() for tensor in tensors]:
+    shapes = [[int(size) for size in tensor.sizes] for tensor in _signature_of(form, call).tensors]
+    if [len(dims) for dims in form.dims] != [len(shape) for shape in shapes]:
         raise SerializationError(f"check: {form.problem(*call) or 'the inputs are not those of the example'}")
-    return [list(tensor.shape) for tensor in tensors]
+    return shapes
 
 
 def _settle(source: Source, reasons: Reasons) -> None:
@@ -303,7 +287,7 @@ def _settle(source: Source, reasons: Reasons) -> None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
+def _warn(file: Path, root: Frame, reasons: Reasons, dropped: dict[str, str]) -> None:
     parts = [f"{path}: {reason}" for path, reason in reasons.topmost()]
     shown = [f"\n  {part}" for part in parts[:5]] + ([f"\n  ... and {len(parts) - 5} more"] if len(parts) > 5 else [])
     message = ""
@@ -312,7 +296,7 @@ def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
             f"{_frames(len(reasons.by_path()))} not stored in {file.name}; to call these, load it with the model "
             f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
         )
-    if "Cache" in message:
+    if any(_uses_cache(frame) for frame in root.walk() if reasons.of(frame) is not None):
         message += (
             "\nwithout caches, a model of transformers can be stored: make the PatchableGraph with use_cache=False"
         )
@@ -321,6 +305,13 @@ def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
         message += f"{chr(10) if message else ''}options that hold functions or classes are only named: {names}"
     if message:
         warnings.warn(message, UnstoredFrameWarning, stacklevel=4)
+
+
+def _uses_cache(frame: Frame) -> bool:
+    """Whether a frame could be stored if there was no cache of transformers in it."""
+    names = {doubt.what for doubt in frame.doubts if doubt.reason is Reason.USES_OBJECT}
+    names |= {node.spec.type_name for node in frame.nodes if isinstance(node.spec, ObjectSpec)}
+    return any(name.endswith("Cache") for name in names)
 
 
 def _frames(count: int) -> str:

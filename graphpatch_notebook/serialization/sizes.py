@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from graphpatch_notebook.serialization.forms import Form, tensor_leaves
+from graphpatch_notebook.serialization.forms import Form
 from graphpatch_notebook.serialization.trials import Call, ModelRaisesError
 
 Place: TypeAlias = "tuple[int, int]"
@@ -133,4 +133,4 @@ def extend(form: Form, frame_shapes: Sequence[Sequence[int]]) -> bool:
     return True
 
 
-__all__ = ["Call", "explore", "extend", "tensor_leaves"]
+__all__ = ["Call", "explore", "extend"]

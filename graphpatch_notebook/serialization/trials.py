@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, InputParameter
-from graphpatch_notebook.checks.equality import IncomparableError, difference
-from graphpatch_notebook.checks.model_state import ModuleState, copied
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.checks.comparison import compared, first_line
 from graphpatch_notebook.serialization.values import UnstorableError
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt
 
@@ -128,7 +126,7 @@ def makers(frame: Frame) -> Iterator[Maker]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def compared(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: Call) -> str | None:
+def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: Call) -> str | None:
     """Runs a model and its graph on copies of the same inputs, and returns in what they differ, if they do.
 
     Args:
@@ -140,30 +138,12 @@ def compared(model: Module, run: Callable[..., Any], graph: Callable[..., Any], 
     Raises:
         ModelRaisesError: The model raises.
     """
-    state = ModuleState(model)
-    first, second = copied(call), copied(call)
-    with afterwards(state.restore):
+
+    def expected(*args: Any, **kwargs: Any) -> Any:
         try:
-            expected = run(*first[0], **first[1])
+            return run(*args, **kwargs)
         except Exception as error:
-            raise ModelRaisesError(_summary(error)) from error
-        if (change := state.unrepeatable_change()) is not None:
-            return change
-        after = ModuleState(model)
-        state.restore()
-        try:
-            found = graph(*second[0], **second[1])
-        except Exception as error:
-            return f"the graph raises {_summary(error)}"
-        try:
-            return _difference(found, expected, second, first) or ModuleState(model).difference(after)
-        except IncomparableError as error:
-            return str(error)
+            raise ModelRaisesError(first_line(error)) from error
 
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def _difference(found: Any, expected: Any, inputs: Any, expected_inputs: Any) -> str | None:
-    return difference(found, expected, "output") or difference(inputs, expected_inputs, "inputs")
+    comparison = compared(model, expected, graph, *call)
+    return None if comparison.is_equal else str(comparison)
