@@ -24,7 +24,7 @@ from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_sha
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe
 
 Place: TypeAlias = "tuple[int, int]"
-"""A dimension of the inputs: the number of the tensor among them, and the position in its shape."""
+"""A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
 
 Profile: TypeAlias = "tuple[int, ...]"
 """The sizes of one dimension: in the capture, and in each of the runs at other sizes."""
@@ -86,17 +86,20 @@ class Dimensions:
 
     def _explore(self) -> None:
         places = [(number, dim) for number, shape in enumerate(self._sizes[0]) for dim in range(len(shape))]
-        alone = [[place] for place in places] if len(places) <= _FEW else []
-        rejected = [places for [*places] in alone if not self._vary(places)] if alone else [[place] for place in places]
+        is_alone = len(places) <= _FEW
+        rejected = [place for place in places if not (is_alone and self._vary([place]))]
         for is_tied in (lambda a, b: self._size(a) == self._size(b) and a[1] == b[1], self._have_one_size):
             tied: list[list[Place]] = []
-            for [place] in rejected:
+            for place in rejected:
                 group = next((group for group in tied if is_tied(group[0], place)), None)
                 tied.append([place]) if group is None else group.append(place)
-            accepted = [group for group in tied if (len(group) > 1 or not alone) and self._vary(group)]
-            rejected = [[place] for group in tied if group not in accepted for place in group]
-        if any(is_sized_by_values(node) for frame in self._root.walk() for node in frame.nodes):
-            self._values_run = len(self._runs) if self._run(self._sizes[0], extra=5) else 0
+            rejected = []
+            for group in tied:
+                if (is_alone and len(group) == 1) or not self._vary(group):
+                    rejected += group
+        has_counts = any(is_sized_by_values(node) for frame in self._root.walk() for node in frame.nodes)
+        if has_counts and self._run(self._sizes[0], extra=5):
+            self._values_run = len(self._sizes) - 1
 
     def _size(self, place: Place) -> int:
         return self._sizes[0][place[0]][place[1]]

@@ -35,7 +35,7 @@ from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt
 
 Shapes: TypeAlias = "Sequence[Sequence[int]]"
-"""The shapes of the tensors among the inputs of the root, in order."""
+"""The shapes of the tensors among the inputs of the root, in order, and then the whole numbers among them."""
 
 META = torch.device("meta")
 _MOST = 4
@@ -82,44 +82,43 @@ def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
         model, copies = _copied(root)
         for frame in root.walk():
             copies[id(frame.module)].training = frame.training
-        waiting = iter(shapes)
-        args, kwargs = as_call(
-            root.parameters, {node.target: _made(node.spec, lambda: next(waiting)) for node in root.inputs()}
-        )
-        devices = [
-            spec.device for node in root.inputs() for spec in _sized_inputs(node.spec) if hasattr(spec, "device")
-        ]
-        with _OnMeta(devices[0] if devices else torch.device("cpu")):
+        leaves = [leaf for node in root.inputs() for leaf in _leaves_of(node.spec)]
+        specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
+        tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
+        inputs = {node.target: _made(node.spec, tensors, numbers) for node in root.inputs()}
+        args, kwargs = as_call(root.parameters, inputs)
+        with _OnMeta(specs[0].device if specs else _CPU):
             found = record(_Replay(model, root, extra), args, kwargs)
     return dict(_matched(root, found))
 
 
 def input_shapes(root: Frame) -> list[list[int]]:
-    """Returns the shapes of the tensors in the inputs of the capture; whole numbers among these count as sizes, too."""
-    specs = [spec for node in root.inputs() for spec in _sized_inputs(node.spec)]
-    return [list(spec.shape) if isinstance(spec, TensorSpec) else [spec.value] for spec in specs]
+    """Returns the shapes of the tensors in the inputs of the capture, then the whole numbers there: they are sizes."""
+    leaves = [leaf for node in root.inputs() for leaf in _leaves_of(node.spec)]
+    shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, TensorSpec)]
+    return shapes + [[leaf.value] for leaf in leaves if isinstance(leaf, ScalarSpec) and _is_size(leaf)]
 
 
-def _sized_inputs(spec: ValueSpec) -> Iterator[TensorSpec | ScalarSpec]:
-    if isinstance(spec, TensorSpec) or (isinstance(spec, ScalarSpec) and _is_size(spec.value)):
+def _leaves_of(spec: ValueSpec) -> Iterator[ValueSpec]:
+    if not isinstance(spec, ContainerSpec):
         yield spec
-    elif isinstance(spec, ContainerSpec):
-        for _, _, child in spec.children:
-            yield from _sized_inputs(child)
+        return
+    for _, _, child in spec.children:
+        yield from _leaves_of(child)
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 1
+def _is_size(spec: ScalarSpec) -> bool:
+    return type(spec.value) is int and spec.value > 1
 
 
-def _made(spec: ValueSpec, next_shape: Callable[[], Sequence[int]]) -> Any:
+def _made(spec: ValueSpec, tensors: Iterator[Sequence[int]], numbers: Iterator[Sequence[int]]) -> Any:
     if isinstance(spec, TensorSpec):
-        return torch.empty(tuple(next_shape()), dtype=spec.dtype)
+        return torch.empty(tuple(next(tensors)), dtype=spec.dtype)
     if isinstance(spec, ContainerSpec):
-        items = [_made(child, next_shape) for _, _, child in spec.children]
+        items = [_made(child, tensors, numbers) for _, _, child in spec.children]
         return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
     if isinstance(spec, ScalarSpec):
-        return next_shape()[0] if _is_size(spec.value) else spec.value
+        return next(numbers)[0] if _is_size(spec) else spec.value
     raise MetaRunError(f"the example had an object ({spec}) among its inputs")
 
 

@@ -117,14 +117,14 @@ def _unclear(
     if not dims:
         repair = "choose a part of the value with slice= and a step with steps="
         asked = f"dimension {given}" if given is not None else "no dimension"
-        return f"{asked} of its shape {shape} has the size of the example's sequence, {lengths}; {repair}"
+        return f"{asked} of its shape {shape} is that of the example's sequence, {lengths}; {repair}"
     if len(set(dims)) < len(dims):
         return (
             f"the example had {lengths}, so it cannot be told whose positions its shape {shape} has; make the "
             "PatchableGraph with an example whose encoder and decoder sequences differ in length"
         )
     return (
-        f"several dimensions of its shape {shape} have the size of the example's sequence, {lengths}; say which one is "
+        f"several dimensions of its shape {shape} are that of the example's sequence, {lengths}; say which one is "
         f"meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
     )
 
