@@ -21,6 +21,8 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, refs_in
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
+from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe
 
 Place: TypeAlias = "tuple[int, int]"
@@ -75,12 +77,14 @@ class Dimensions:
         self._profiles: dict[int, tuple[Profile, ...]] = {}
         self._reordered: dict[int, set[Profile]] | None = None
         self._is_far = False
-        try:
-            self._note_run(run_on_meta(root, self._sizes[0]))
-            self._explore()
-        except MetaRunError as error:
-            self.reason = str(error)
-            self._suppose()
+        # A copy of the model runs, but that may draw random numbers, and write into what is outside of the model.
+        with afterwards(ModuleState(root.module).restore):
+            try:
+                self._note_run(run_on_meta(root, self._sizes[0]))
+                self._explore()
+            except MetaRunError as error:
+                self.reason = str(error)
+                self._suppose()
 
     # -- runs at other sizes -------------------------------------------------------------------------------------------
 
@@ -123,8 +127,9 @@ class Dimensions:
         if self._is_far or self.reason is not None:
             return False
         self._is_far = True
-        for places in self.groups:
-            any(self._run(self._at(places, far)) for far in _FAR if far > 2 * self._size(places[0]))
+        with _lock, afterwards(ModuleState(self._root.module).restore):
+            for places in self.groups:
+                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * self._size(places[0]))
         return True
 
     def _at(self, places: list[Place], size: int) -> list[list[int]]:
@@ -269,7 +274,8 @@ _INTO_FIRST = frozenset(
 
 
 def _is_same(one: Profile, other: Profile) -> bool:
-    return all(a == b or _ABSENT in (a, b) for a, b in zip(one, other, strict=True))
+    # One of them may be older than the runs at large sizes.
+    return all(a == b or _ABSENT in (a, b) for a, b in zip(one, other, strict=False))
 
 
 def tensors_in(spec: ValueSpec) -> Iterator[TensorSpec]:

@@ -28,8 +28,6 @@ from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
-from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt
@@ -76,8 +74,7 @@ def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueS
 
 
 def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
-    state = ModuleState(root.module)
-    with afterwards(state.restore), warnings.catch_warnings(), torch.no_grad(), META:
+    with warnings.catch_warnings(), torch.no_grad(), META:
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
         for frame in root.walk():
