@@ -327,7 +327,7 @@ def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inp
     say. So a size may differ only if it was that of an input whose size differs too, or such a size times another.
     """
     nodes = list(frame.inputs())
-    given = [describe(given_input(frame.parameters, node.target, *inputs)) for node in nodes]  # type: ignore[arg-type]
+    given = [describe(given_input(frame.parameters, node.target, *inputs)) for node in nodes]
     if not any(map(_holds_object, given)):
         return None
     sizes = [pair for node, spec in zip(nodes, given, strict=True) for pair in _size_pairs(node.spec, spec)]

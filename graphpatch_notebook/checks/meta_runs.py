@@ -74,7 +74,7 @@ def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueS
 
 
 def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
-    with warnings.catch_warnings(), torch.no_grad(), META:
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
         for frame in root.walk():
@@ -84,7 +84,7 @@ def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
         tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
         inputs = {node.target: _made(node.spec, tensors, numbers) for node in root.inputs()}
         args, kwargs = as_call(root.parameters, inputs)
-        with _OnMeta(specs[0].device if specs else _CPU):
+        with _OnMeta(specs[0].device if specs else torch.device("cpu")):
             found = record(_Replay(model, root, extra), args, kwargs)
     return dict(_matched(root, found))
 
@@ -110,7 +110,7 @@ def _is_size(spec: ScalarSpec) -> bool:
 
 def _made(spec: ValueSpec, tensors: Iterator[Sequence[int]], numbers: Iterator[Sequence[int]]) -> Any:
     if isinstance(spec, TensorSpec):
-        return torch.empty(tuple(next(tensors)), dtype=spec.dtype)
+        return torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META)
     if isinstance(spec, ContainerSpec):
         items = [_made(child, tensors, numbers) for _, _, child in spec.children]
         return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
@@ -153,7 +153,10 @@ def _is_machinery(hook: Callable[..., Any]) -> bool:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Keeps all tensors on the meta device, while the model is told that they are on `device`."""
+    """Keeps tensors without values on the meta device, while the model is told that they are on `device`.
+
+    What the model makes of plain numbers is made as ever: a table, say, that it keeps somewhere for the next run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -162,19 +165,15 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = raw_name(func), kwargs or {}
+        name, kwargs = raw_name(func), {key: value for key, value in (kwargs or {}).items() if key != "generator"}
+        if _has_values((args, kwargs)):
+            return func(*args, **kwargs)
         if name == "device":
             return self._device
         if name in ("is_cuda", "is_meta"):
             return name == "is_cuda" and self._device.type == "cuda"
         if name in ("cpu", "cuda"):
             return args[0]
-        tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if tensors and not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)  # made of plain numbers: it has its values
-        if name in _OF_NUMBERS and not tensors:
-            with _CPU:
-                return func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], map_leaves(args[1], _any_index), *args[2:])
         args, kwargs = map_leaves(args, _moved), map_leaves(kwargs, _moved)
@@ -182,7 +181,6 @@ class _OnMeta(TorchFunctionMode):
             args = tuple(META if isinstance(each, str) else each for each in args)
         if isinstance(kwargs.get("device"), str):
             kwargs["device"] = META
-        kwargs.pop("generator", None)
         if name in ("grouped_mm", "_grouped_mm"):  # on meta it knows one dtype only: torch 2.9 to 2.13
             wide = args[0].dtype
             args = tuple(each.bfloat16() if isinstance(each, Tensor) else each for each in args)
@@ -190,8 +188,10 @@ class _OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_CPU = torch.device("cpu")
-_OF_NUMBERS = ("tensor", "as_tensor", "scalar_tensor", "div", "true_divide", "floor_divide")
+def _has_values(arguments: Any) -> bool:
+    """Whether no tensor among some arguments is without its values."""
+    with without_torch_functions():
+        return not any(isinstance(each, Tensor) and each.is_meta for each in _leaves(arguments))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -236,11 +236,11 @@ class _Replay(Recorder):
         if self._left < 0:
             raise MetaRunError("the model does far more at these sizes")
         node = self._node(place)
-        if name in VALUE_READS and _has_no_values(args):
+        if name in VALUE_READS and not _has_values(args):
             if node is None or not isinstance(node.spec, ScalarSpec):
                 raise MetaRunError(f"the model reads a value into Python ({name})")
             return node.spec.value
-        if node is not None and is_sized_by_values(node) and _has_no_values(args):
+        if node is not None and is_sized_by_values(node) and not _has_values(args):
             return _sized(func, name, args, kwargs, _count(node) + self._extra)
         return func(*args, **kwargs)
 
@@ -263,11 +263,6 @@ class _Replay(Recorder):
         if known is None:
             known = self._indices[id(frame)] = _by_key(frame)
         return known
-
-
-def _has_no_values(args: Any) -> bool:
-    with without_torch_functions():
-        return any(isinstance(each, Tensor) and each.is_meta for each in _leaves(args))
 
 
 def _count(node: Node) -> int:

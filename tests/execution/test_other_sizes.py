@@ -14,6 +14,7 @@ from torch.nn import functional
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchShapeError, ZeroPatch
 from graphpatch_notebook.checks.dimensions import dimensions_of
 from tests.laws.captures import identity
+from tests.zoo import case_by_name
 from tests.zoo.case import floats, seed_all, seeded, tokens
 from tests.zoo.values import bit_equal
 
@@ -166,3 +167,16 @@ def test_where_the_model_cannot_run_without_values() -> None:
         pg(floats(7, 6))
     with pg.patch({"cat": ZeroPatch()}), pytest.raises(PatchShapeError, match="dimension 1 does not follow"):
         pg(floats(7, 6))
+
+
+def test_what_the_model_keeps_by_size_has_its_values() -> None:
+    case = case_by_name("awkward-cached-by-shape")
+    model, reference = case.build(), case.build()
+    ((example,), ((longer,), *_)) = case.example().args, [call.args for call in case.variants(model).values()]
+    pg = PatchableGraph(model, example)
+    known = dimensions_of(pg.nodes.root)
+    assert known.look_far()
+    for length in {2 * example.shape[1] + 3, longer.shape[1], example.shape[1]}:
+        for batch in (2 * len(example) + 3, 307, len(example)):
+            x = floats(batch, length, *example.shape[2:])
+            assert bit_equal(reference(x), pg(x)) is None
