@@ -243,6 +243,9 @@ class Frame:
         is_edited: Whether the user edited the graph of this frame, which is the module from then on.
         custom_failure: Why such a function returned none.
         names: The nodes by name.
+        value_reads: Where a value was read into Python.
+        data_loops: What `data_loops` found out of all frames below, once it was asked: by the ids of nodes, the loop
+            over data that they are in; of the root only.
         options: How it was captured; of the root only.
         dimensions: What `checks.dimensions` found out of all frames below, once it was asked; of the root only.
     """
@@ -264,6 +267,8 @@ class Frame:
     custom_failure: str | None = None
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
+    value_reads: list[Site] = field(default_factory=list)
+    data_loops: dict[int, SourceLine] | None = None
     options: ExtractionOptions | None = None
     dimensions: Any = None
 

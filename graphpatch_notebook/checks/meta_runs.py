@@ -78,7 +78,8 @@ def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
         for frame in root.walk():
-            copies[id(frame.module)].training = frame.training
+            if id(frame.module) in copies:  # not one that the forward itself made
+                copies[id(frame.module)].training = frame.training
         leaves = [leaf for node in root.inputs() for leaf in _leaves_of(node.spec)]
         specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
