@@ -25,11 +25,14 @@ def data_loop_of(frame: Frame, node: Node) -> SourceLine | None:
 
     Example:
         >>> import torch
-        >>> from tests.zoo import case_by_name
         >>> from graphpatch_notebook import PatchableGraph
-        >>> case = case_by_name("awkward-loops-over-values")
-        >>> root = PatchableGraph(case.build(), *case.example().args).nodes.root
-        >>> data_loop_of(root, root.names["shared_1"]).text
+        >>> class Chosen(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         for row in (x[:, 0] > 0).nonzero():
+        ...             x = x + x[row]
+        ...         return x
+        >>> root = PatchableGraph(Chosen(), torch.ones(2, 3)).nodes.root
+        >>> data_loop_of(root, root.names["x_1"]).text
         'for row in (x[:, 0] > 0).nonzero():'
     """
     root = frame.root

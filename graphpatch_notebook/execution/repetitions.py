@@ -15,7 +15,7 @@ from graphpatch_notebook.capture.records import SourceLine
 from graphpatch_notebook.errors import DataLoopWarning, RepeatedCallWarning
 from graphpatch_notebook.execution.plan import Entry, FramePlan
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 
 class Repetitions:
@@ -57,15 +57,23 @@ def paths_by_data_loop(entries: Sequence[Entry]) -> dict[SourceLine, list[str]]:
     return found
 
 
-def warn_of_data_loops(found: Mapping[SourceLine, Sequence[str]]) -> None:
-    """Tells that some paths name turns of loops over data."""
+def warn_of_data_loops(found: Mapping[SourceLine, Sequence[str]], is_by_user: bool) -> None:
+    """Warns that some paths mean turns of loops over data: each time for a block of the user's, once for an experiment.
+
+    Args:
+        found: The paths, by the head of the loop.
+        is_by_user: Whether the user's code enters the context, not an experiment that enters many.
+    """
     for loop, paths in found.items():
-        warn_each_time(
+        message = (
             f"{_listed(paths)}: computed in a loop over data ({loop.text or loop}). Such a path means one turn of the "
             "loop (the third expert that was chosen, say): on other inputs it may be for something else, or not there. "
-            "Patch what is outside of the loop, or decide by the values in a CustomPatch",
-            DataLoopWarning,
+            "Patch what is outside of the loop, or decide by the values in a CustomPatch"
         )
+        if is_by_user:
+            warn_each_time(message, DataLoopWarning)
+        else:
+            warn(message, DataLoopWarning, stacklevel=level_of_caller())
 
 
 def _listed(paths: Sequence[str]) -> str:
