@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe, leaves
 
 Place: TypeAlias = "tuple[int, int]"
 """A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
@@ -235,7 +235,7 @@ class Dimensions:
         for node in frame.nodes:
             if node.frame is not None:
                 self._order(node.frame)
-            own = {profile for spec in tensors_in(node.spec) for profile in self.profiles(spec)}
+            own = {profile for spec in _tensors(node.spec) for profile in self.profiles(spec)}
             if found := self._order_of(frame, node) & own:
                 self._reordered[id(node)] = found
 
@@ -257,7 +257,7 @@ class Dimensions:
         if source.op in _SORTS:
             given = source.kwargs.get("dim", source.args[1] if len(source.args) > 1 else -1)
             dim = given if type(given) is int else -1
-            specs = [spec for spec in tensors_in(source.spec) if -len(spec.shape) <= dim < len(spec.shape)]
+            specs = [spec for spec in _tensors(source.spec) if -len(spec.shape) <= dim < len(spec.shape)]
             found |= {self.profiles(spec)[dim] for spec in specs}
         return found
 
@@ -278,13 +278,8 @@ def _is_same(one: Profile, other: Profile) -> bool:
     return all(a == b or _ABSENT in (a, b) for a, b in zip(one, other, strict=False))
 
 
-def tensors_in(spec: ValueSpec) -> Iterator[TensorSpec]:
-    """Yields what the tensors in a value were."""
-    if isinstance(spec, TensorSpec):
-        yield spec
-    elif isinstance(spec, ContainerSpec):
-        for _, _, child in spec.children:
-            yield from tensors_in(child)
+def _tensors(spec: ValueSpec) -> list[TensorSpec]:
+    return [leaf for _, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
 
 
 def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Inputs | None = None) -> str | None:

@@ -11,7 +11,7 @@ import copy
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -23,14 +23,14 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import record
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
-from graphpatch_notebook.capture.inputs import as_call
+from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import without_torch_functions
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
 
 Shapes: TypeAlias = "Sequence[Sequence[int]]"
 """The shapes of the tensors among the inputs of the root, in order, and then the whole numbers among them."""
@@ -80,11 +80,13 @@ def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
         for frame in root.walk():
             if id(frame.module) in copies:  # not one that the forward itself made
                 copies[id(frame.module)].training = frame.training
-        leaves = [leaf for node in root.inputs() for leaf in _leaves_of(node.spec)]
-        specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
+        specs = [leaf for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
         tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
-        inputs = {node.target: _made(node.spec, tensors, numbers) for node in root.inputs()}
-        args, kwargs = as_call(root.parameters, inputs)
+        args, kwargs = call_like(
+            root,
+            lambda _, spec: torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META),
+            lambda spec: next(numbers)[0] if _is_size(spec) else spec.value,
+        )
         with _OnMeta(specs[0].device if specs else torch.device("cpu")):
             found = record(_Replay(model, root, extra), args, kwargs)
     return dict(_matched(root, found))
@@ -92,32 +94,16 @@ def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
 
 def input_shapes(root: Frame) -> list[list[int]]:
     """Returns the shapes of the tensors in the inputs of the capture, then the whole numbers there: they are sizes."""
-    leaves = [leaf for node in root.inputs() for leaf in _leaves_of(node.spec)]
-    shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, TensorSpec)]
-    return shapes + [[leaf.value] for leaf in leaves if isinstance(leaf, ScalarSpec) and _is_size(leaf)]
+    shapes = [list(leaf.shape) for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
+    return shapes + [[leaf.value] for leaf in _input_leaves(root) if _is_size(leaf)]
 
 
-def _leaves_of(spec: ValueSpec) -> Iterator[ValueSpec]:
-    if not isinstance(spec, ContainerSpec):
-        yield spec
-        return
-    for _, _, child in spec.children:
-        yield from _leaves_of(child)
+def _input_leaves(root: Frame) -> list[Any]:
+    return [leaf for node in root.inputs() for _, leaf in leaves(node.spec)]
 
 
-def _is_size(spec: ScalarSpec) -> bool:
-    return type(spec.value) is int and spec.value > 1
-
-
-def _made(spec: ValueSpec, tensors: Iterator[Sequence[int]], numbers: Iterator[Sequence[int]]) -> Any:
-    if isinstance(spec, TensorSpec):
-        return torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META)
-    if isinstance(spec, ContainerSpec):
-        items = [_made(child, tensors, numbers) for _, _, child in spec.children]
-        return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
-    if isinstance(spec, ScalarSpec):
-        return next(numbers)[0] if _is_size(spec) else spec.value
-    raise MetaRunError(f"the example had an object ({spec}) among its inputs")
+def _is_size(spec: Any) -> bool:
+    return isinstance(spec, ScalarSpec) and type(spec.value) is int and spec.value > 1
 
 
 # -- the copy ----------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
     if given is not None and not -len(shape) <= given < len(shape):
         raise ValueError(f"position_dim={given} is out of range for the value recorded here, of shape {shape}")
     encoder, of_encoder = encoder_of(root), _encoder_sequence(root)
-    is_inside = encoder is not None and _is_within(target.frame, encoder)
+    is_inside = encoder is not None and any(frame.module is encoder for frame in target.frame.frames_above())
     sequences = {True: of_encoder} if is_inside else {False: sequence, True: of_encoder}
     known = dimensions_of(root)
     found = [
@@ -127,12 +127,6 @@ def _unclear(
         f"several dimensions of its shape {shape} are that of the example's sequence, {lengths}; say which one is "
         f"meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
     )
-
-
-def _is_within(frame: Frame | None, module: Module) -> bool:
-    while frame is not None and frame.module is not module:
-        frame = frame.parent
-    return frame is not None
 
 
 def _sequence(root: Frame) -> Profile | None:
