@@ -12,7 +12,7 @@ coincide have to do: a size that one of the inputs had is taken for that one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -196,24 +196,28 @@ class Dimensions:
         """Returns the dimensions of a captured value that are the one of `profile`."""
         return [dim for dim, own in enumerate(self.profiles(spec)) if _is_same(own, profile)]
 
-    def is_placed_by_values(self, frame: Frame, node: Node, spec: TensorSpec, dim: int) -> bool:
-        """Whether values say which entry of the value of `node` is where along a dimension: chosen, or sorted by them.
+    def is_placed_by_values(
+        self, frame: Frame, node: Node, spec: TensorSpec, dims: Iterable[int], sequences: Iterable[Profile]
+    ) -> bool:
+        """Whether values say what is where along a dimension that was as long as a sequence: it is chosen, or sorted.
 
         Args:
             frame: The frame of the node.
             node: The node.
             spec: What was recorded of the value.
-            dim: The dimension.
+            dims: The dimensions that may be meant.
+            sequences: The dimensions of the sequences.
         """
+        lengths = {profile[0] for profile in sequences}
+        alike = [self.profiles(spec)[dim] for dim in dims if spec.shape[dim] in lengths]
         if not self.is_known(spec):
-            return any(
-                is_sized_by_values(each) or each.op in _SORTS for above in frame.frames_above() for each in above.nodes
-            )
-        profile = self.profiles(spec)[dim]
+            nodes = (each for above in frame.frames_above() for each in above.nodes)
+            return bool(alike) and any(is_sized_by_values(each) or each.op in _SORTS for each in nodes)
         if self._reordered is None:
             self._reordered = {}
             self._order(self._root)
-        return profile[self._values_run] != profile[0] or profile in self._reordered.get(id(node), ())
+        reordered = self._reordered.get(id(node), set())
+        return any(profile[self._values_run] != profile[0] or profile in reordered for profile in alike)
 
     def _coinciding(self, size: int) -> Profile:
         """Returns the profile of the inputs' dimension of that size, or of a product of two; else of a constant."""

@@ -94,12 +94,8 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
         for dim in (known.dims_like(target.spec, profile) if profile is not None else ())
         if given is None or dim == given % len(shape)
     ]
-    lengths = [profile[0] for profile in sequences.values() if profile is not None]
     asked = range(len(shape)) if given is None else [given % len(shape)]
-    if any(
-        shape[dim] in lengths and known.is_placed_by_values(target.frame, target.node, target.spec, dim)
-        for dim in asked
-    ):
+    if known.is_placed_by_values(target.frame, target.node, target.spec, asked, filter(None, sequences.values())):
         raise ValueError(
             f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
             "say), so they do not stand at positions of the sequence, however many they are; choose a part with slice="
