@@ -6,6 +6,7 @@ records.py          what is kept: frames, nodes, call sites
 decompositions.py   the steps of composite functions, for those that the options say to open
 call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
 sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
+value_sizes.py      tensors that are as long as values say; data_loops.py: loops that run as often
 custom_graphs.py    graphs of custom extraction functions
 packed_weights.py   weights that modules hold quantized, and what they stand for; bitsandbytes_weights.py: those kinds
 """
