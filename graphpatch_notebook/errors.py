@@ -24,6 +24,7 @@ GraphPatchWarning(UserWarning)
 ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
 ├── PatchNotFiredWarning                  a patch never fired during a call, or in a block
 ├── RepeatedCallWarning                   a patched module or op came up more often than when it was captured
+├── DataLoopWarning                       a patched value is in a loop over data: on other inputs it may be another one
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
@@ -180,6 +181,10 @@ class PatchNotFiredWarning(GraphPatchWarning):
 
 class RepeatedCallWarning(GraphPatchWarning):
     """A module or an op came up more often in one frame than when it was captured, and all of that was patched."""
+
+
+class DataLoopWarning(GraphPatchWarning):
+    """A patched value is computed in a loop over data: its name means a turn of the loop, whatever that is for."""
 
 
 class CheckpointWarning(GraphPatchWarning):

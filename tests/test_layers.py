@@ -230,6 +230,52 @@ def test_texts_of_doubts_are_made_in_one_place(file: Path) -> None:
     assert not [text for text in texts if isinstance(text, str) and text.startswith(beginnings)]
 
 
+FILES_FOR_RECORDED_SIZES = ("checks/dimensions.py", "checks/meta_runs.py")
+
+
+def single_sizes(tree: ast.Module) -> list[str]:
+    """Returns where single sizes of what was recorded of a value (`spec.shape`) are looked at, one by one."""
+    found = []
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.Lambda)):
+            continue
+        shapes = {"spec.shape"}
+        nodes = list(ast.walk(function))
+        for node in nodes:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).removesuffix(")").endswith("spec.shape"):
+                shapes |= {ast.unparse(target) for target in node.targets}
+        for node in nodes:
+            looked_at = []
+            if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice):
+                looked_at = [node.value]
+            elif isinstance(node, (ast.For, ast.comprehension)):
+                call = node.iter
+                looked_at = [call, *call.args] if isinstance(call, ast.Call) else [call]
+            texts = [ast.unparse(each) for each in looked_at]
+            found += [text for text in texts if text in shapes or text.endswith(".spec.shape")]
+    return found
+
+
+@each_file
+def test_which_dimension_is_which_is_decided_in_one_place(file: Path) -> None:
+    """Nobody else compares the sizes of a captured value with others to find out what its dimensions are."""
+    found = single_sizes(parse(file))
+    assert bool(found) == (file.relative_to(ROOT).as_posix() in FILES_FOR_RECORDED_SIZES), found
+
+
+def test_looking_at_recorded_sizes_is_recognised() -> None:
+    source = """
+def one(node, length):
+    return [dim for dim, size in enumerate(node.spec.shape) if size == length]
+def two(target, length):
+    shape = tuple(target.spec.shape)
+    return shape[1] == length
+def three(spec):
+    return len(spec.shape), tuple(spec.shape), spec.shape[:-1]
+"""
+    assert len(single_sizes(ast.parse(source))) == 2
+
+
 def test_no_import_cycles() -> None:
     modules = {module_name(file) for file in FILES}
     imports: dict[str, set[str]] = {}

@@ -7,6 +7,7 @@ decompositions.py   the steps of composite functions, for those that the options
 call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
 held_values.py      what modules hold, in attributes, containers and plain objects: one walk
 sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
+value_sizes.py      tensors that are as long as values say; data_loops.py: loops that run as often
 custom_graphs.py    graphs of custom extraction functions
 packed_weights.py   weights that modules hold quantized, and what they stand for; bitsandbytes_weights.py: those kinds
 """
@@ -40,7 +41,7 @@ from graphpatch_notebook.torch_compat import (
 )
 from graphpatch_notebook.values import rebuilt_sequence
 
-__all__ = ["Frame", "capture"]
+__all__ = ["Frame", "capture", "record"]
 
 
 def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
@@ -55,11 +56,23 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     """
     __tracebackhide__ = True
     options.check()
+    recorder = Recorder(module, options)
+    root = record(recorder, args, kwargs)
+    root.options = options
+    _report_failures(recorder)
+    _report_unopened(recorder)
+    _check_unused(root, options)
+    return root
+
+
+def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+    """Runs the module of `recorder`, and returns the record of the run; what `capture` says holds."""
+    __tracebackhide__ = True
+    module = recorder.root_module
     modules = reachable_modules(module)
     has_compiled = any(map(is_compiled, modules))
     if has_compiled and not EagerCode.is_possible:
         raise CaptureError(EagerCode.reason)
-    recorder = Recorder(module, options)
     swaps, eager = Swaps(), EagerCode()
     has_grad = torch.is_grad_enabled()
     observed, applied, modes = observer.get(), apply_observer.get(), function_mode_depth()
@@ -89,9 +102,6 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         raise
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
-    _report_failures(recorder)
-    _report_unopened(recorder)
-    _check_unused(recorder.root_frame, modules, options)
     return recorder.root_frame
 
 
@@ -116,7 +126,7 @@ def _report_unopened(recorder: Recorder) -> None:
         warnings.warn(DecompositionWarning(message), stacklevel=4)
 
 
-def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions) -> None:
+def _check_unused(root: Frame, options: ExtractionOptions) -> None:
     allowed = options.allow_unused_submodules
     if allowed or (allowed is None and not options.error_on_compilation_failure):
         return
@@ -125,7 +135,7 @@ def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions
     # A container, or a module whose parts are called one by one, is not called itself.
     unused = [
         names.get(id(module), type(module).__name__)
-        for module in modules
+        for module in reachable_modules(root.module)
         if not any(id(inside) in used for inside in module.modules())
     ]
     if unused:

@@ -315,6 +315,8 @@ class FrameRecorder:
         if name in SIZE_READS:
             return self._add_size_read(node, result, variable)
         if name in VALUE_READS:
+            if node.site is not None:
+                self.record.value_reads.append(node.site)
             line = str(node.site.source_lines()[-1].text) if node.site else ""
             self.doubt(Reason.READS_VALUE, node.op, line)
         if not _is_recorded(name, result):
