@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError
+from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError, UntrustedValueError
 from graphpatch_notebook.notebook.expressions import evaluate, free_names, parse_expression
 from graphpatch_notebook.notebook.slices import Bounds, SliceText, parse_slice
 from graphpatch_notebook.patches import (
@@ -34,6 +34,24 @@ OBSERVING = frozenset({"probe", "record"})
 
 
 @dataclass(frozen=True, slots=True)
+class UntrustedFile:
+    """A session file that the user has not trusted yet.
+
+    Attributes:
+        name: Its name, as typed.
+        digest: That of its text.
+    """
+
+    name: str
+    digest: str
+
+    @property
+    def repair(self) -> str:
+        """What trusts it."""
+        return f"%graphpatch load {_quoted(self.name)} --trust"
+
+
+@dataclass(frozen=True, slots=True)
 class ChosenPatch:
     """One patch that a user chose, as typed. Immutable.
 
@@ -49,6 +67,7 @@ class ChosenPatch:
         position_dim: Which dimension runs along the sequence, where that cannot be told.
         any_shape: Apply it also to values of another rank or of other sizes than at capture.
         number: What `#n` means in the notebook; given by the session.
+        untrusted: The file that the value is from, if that must be trusted before the value is evaluated.
 
     Raises:
         ChosenPatchError: A field cannot be what it is, or does not belong to this kind.
@@ -70,10 +89,12 @@ class ChosenPatch:
     position_dim: int | None = None
     any_shape: bool = False
     number: int = 0
+    untrusted: UntrustedFile | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            if field.name != "untrusted":
+                _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.kind not in KINDS:
             close = nearest(self.kind, KINDS, 1)
             raise ChosenPatchError(
@@ -136,8 +157,14 @@ class ChosenPatch:
         The slice of a probe or record is not in it: `taken` applies it.
 
         Raises:
+            UntrustedValueError: The value is from a file that the user has not trusted yet.
             Exception: Whatever the value's expression raises.
         """
+        if self.untrusted is not None:
+            raise UntrustedValueError(
+                f"the value is code from {self.untrusted.name!r}, which you have not trusted: nothing ran; read the "
+                f"value, then trust the file by {self.untrusted.repair}, or disable #{self.number}"
+            )
         index = None if self.index is None else self.index.index(namespace)
         value = None if self.value is None else evaluate(self.value, namespace, f"value of patch #{self.number}")
         more = self.restrictions()

@@ -21,6 +21,7 @@ from graphpatch_notebook.notebook.codegen import export
 from graphpatch_notebook.notebook.details import details
 from graphpatch_notebook.notebook.literals import check_number
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.session_file import trust
 from graphpatch_notebook.notebook.session_state import FIELDS
 from graphpatch_notebook.notebook.skeleton import Skeleton
 from graphpatch_notebook.notebook.workspace import Workspace
@@ -179,6 +180,8 @@ def _edit(desk: Desk, payload: Payload) -> Answer:
             session.remove(edit.numbers("numbers"), version)
         case "clear":
             session.clear(version)
+        case "trust":
+            trust(session, edit.number("number"), version)
         case "undo":
             session.undo(version)
         case "redo":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -50,6 +51,11 @@ def real_file(file: str | os.PathLike[str]) -> Path:
     if not target.stat().st_mode & _WRITABLE or not os.access(target, os.W_OK):
         raise SessionFileError(f"{str(target)!r} is read-only: choose another name, or make it writable")
     return target
+
+
+def digest(text: str) -> str:
+    """Returns the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def replace_text(target: Path, text: str) -> None:
