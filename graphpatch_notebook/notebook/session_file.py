@@ -14,7 +14,7 @@ A patch has the fields of `ChosenPatch` (`enabled` for `is_enabled`), but no num
 that say nothing are left out. `op` is the operation whose value has this name, where one makes it: in another version
 of a model's code the name may be that of another one, and then nothing is guessed. `origin` tells people what the graph
 was made from; `null` stands for what is not known. Nothing in a file is ever evaluated by reading it: values are texts
-until a patch context is entered, and of a file that the user has not trusted (`trust`) only plain ones are evaluated then.
+until a patch context is entered, and those that are code are not evaluated then, unless the user trusts the file.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
     Args:
         session: The session.
         file: The name of the file; `~` is the home directory.
-        is_trusted: The user trusts what is in the file, now and as long as it stays as it is. Else values in it that are
-            code are not evaluated, unless the user trusted it before.
+        is_trusted: The user trusts the file, as long as it stays as it is. Else values in it that are code are not
+            evaluated, unless the user trusted it before.
 
     Raises:
         SessionFileError: The file cannot be read, something in it is wrong, or nothing of it fits this graph; the
@@ -165,9 +165,7 @@ def trust(session: Session, number: int, based_on: int | None = None) -> None:
         trusted_files.add(file.digest)
 
 
-def loads(
-    session: Session, text: str, where: str = "", source: UntrustedFile | None = None
-) -> tuple[ChosenPatch, ...]:
+def loads(session: Session, text: str, where: str = "", source: UntrustedFile | None = None) -> tuple[ChosenPatch, ...]:
     """Chooses the patches in a JSON text, as `load` does for a file; a warning begins with `where`.
 
     `source` is the file, if the user does not trust it.

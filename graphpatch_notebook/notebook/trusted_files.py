@@ -1,7 +1,7 @@
 """Which session files the user trusts: the digests of their texts, one a line, in a file in IPython's directory.
 
-A file that changes has another digest, and is not trusted any more. Where the list cannot be read or written, nothing is
-trusted beyond the session: the user is asked again.
+A file that changes has another digest, and is not trusted any more. Where the list cannot be read or written, nothing
+is trusted beyond the session: the user is asked again.
 """
 
 from __future__ import annotations
