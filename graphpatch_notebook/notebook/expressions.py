@@ -16,8 +16,10 @@ from graphpatch_notebook.paths import nearest
 
 _LONGEST_QUOTE = 80
 # What runs no code but that of the objects which the names stand for.
-_PLAIN = (ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Tuple)
-_PLAIN += (ast.List, ast.Set, ast.Dict, ast.Subscript, ast.Slice)
+_PLAIN = (
+    *(ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop),
+    *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Subscript, ast.Slice),
+)
 _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 
 
