@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import keyword
 import unicodedata
@@ -12,7 +13,13 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError, UntrustedValueError
-from graphpatch_notebook.notebook.expressions import evaluate, free_names, parse_expression
+from graphpatch_notebook.notebook.expressions import (
+    as_argument,
+    evaluate,
+    free_names,
+    parse_expression,
+    without_syntax_warnings,
+)
 from graphpatch_notebook.notebook.slices import Bounds, SliceText, parse_slice
 from graphpatch_notebook.patches import (
     AddPatch,
@@ -103,6 +110,8 @@ class ChosenPatch:
         self._check_fields_of_kind()
         for what, parse in (("slice", parse_slice), ("value", parse_expression), ("steps", parse_numbers)):
             self._check_text(what, parse)
+        if self.value is not None and self.kind != "custom":
+            _check_number(self.kind, self.value)
         self._check_text("positions", parse_numbers)
         if self.positions in NAMED_STEPS:
             raise ChosenPatchError("positions", f"positions are numbers, not {self.positions!r}, which names steps")
@@ -299,6 +308,20 @@ def _check_type(what: str, value: Any, annotation: str) -> None:
     allowed = tuple(kinds[word.strip()] for word in annotation.split("|"))
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise ChosenPatchError(what, f"{what} must be {annotation.replace('Kind', 'str')}, not {value!r}")
+
+
+def _check_number(kind: Kind, value: str) -> None:
+    """Makes sure that what is written out in the code is a number; of what is computed nothing is known yet."""
+    try:
+        with without_syntax_warnings():
+            literal = ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return
+    if isinstance(literal, (int, float, complex)):
+        return
+    what = "None" if literal is None else f"a {type(literal).__name__}"
+    repair = f": torch.tensor({as_argument(value)})" if isinstance(literal, (list, tuple)) else ""
+    raise ChosenPatchError("value", f"{kind} takes {WITH_VALUE[kind]}, not {what}, {value}{repair}")
 
 
 def _check_variable(name: str) -> None:

@@ -116,8 +116,8 @@ def _check_overwritten(target: Path) -> None:
         ) from None
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -146,10 +146,8 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
         source = UntrustedFile(str(file), digest(text))
         is_trusted = is_trusted or trusted_files.holds(source.digest)
         loaded = loads(session, text, f"{str(file)!r}: ", None if is_trusted else source)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user
         raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
-    except RuntimeError as error:  # no such user
-        raise SessionFileError(f"{str(file)!r} cannot be read: {error}") from error
     except SessionFileError as problem:
         raise SessionFileError(f"{str(file)!r}: {problem}") from None
     if is_trusted:

@@ -297,6 +297,14 @@ def test_bad_files_change_nothing(session: Session, tmp_path: Path, text: str, m
     assert "\n" not in str(raised.value)
 
 
+def test_values_are_checked_as_where_they_are_typed(session: Session) -> None:
+    entry = {"path": "x", "kind": "add", "value": "[1, 2]"}
+    with pytest.raises(
+        SessionFileError, match=r"add takes a number or a tensor, not a list, .*torch.tensor\(\[1, 2\]\)"
+    ):
+        session_file.loads(session, document(patches=[entry]))
+
+
 @pytest.mark.parametrize("data", [b"\xff\xfe{\x00}\x00", b"\x80", b"{}\xc3"])
 def test_a_file_is_utf8(session: Session, tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "bad.json"
