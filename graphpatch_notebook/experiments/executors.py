@@ -271,7 +271,7 @@ class Dispatch:
             suspects = [one for one in rest if one.attempt > 0 or getattr(one.future, "key", None) in breakage.keys]
             fate = "are not run"
         else:
-            suspects = [*self._out] if self._is_elsewhere else []
+            suspects = [*self._out] if isinstance(breakage, BrokenExecutor) and self._is_elsewhere else []
             fate = "are run in another process, one after the other"
         rest = [one for one in rest if one not in suspects]
         told = f"{_count(suspects)} cells that workers may have been lost with {fate}; " if suspects else ""
