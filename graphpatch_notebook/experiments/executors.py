@@ -216,7 +216,7 @@ class Dispatch:
         if self._cluster is None:
             return portion.future.result()  # type: ignore[no-any-return]
         portion.fetches += 1
-        return portion.future.result(timeout=_PAUSE * 2**portion.fetches)  # type: ignore[no-any-return]
+        return portion.future.result(timeout=_PAUSE * min(2**portion.fetches, 16))  # type: ignore[no-any-return]
 
     def _take(self, portion: _Portion) -> None:
         try:
