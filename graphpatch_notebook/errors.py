@@ -14,6 +14,7 @@ GraphPatchError
 │   ├── ChosenPatchError                  ... because a field of a chosen patch cannot be what it is
 │   ├── StaleEditError                    ... because somebody else changed them in the meantime
 │   ├── SessionFileError                  ... because the file with them cannot be read or written
+│   ├── UntrustedValueError               ... because a value is code from a file that the user has not trusted
 │   └── ExportError                       ... because Python code cannot say what they say
 ├── ExperimentError(ValueError)           an experiment cannot be done like this, or its results not be kept
 └── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
@@ -129,6 +130,10 @@ class StaleEditError(SessionError):
 
 class SessionFileError(SessionError):
     """A file with chosen patches cannot be read, or would overwrite something else."""
+
+
+class UntrustedValueError(SessionError):
+    """A value of a chosen patch is code from a file that the user has not trusted yet: it was not run."""
 
 
 class ExportError(SessionError):

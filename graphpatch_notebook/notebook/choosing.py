@@ -12,7 +12,6 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, ChosenPatches, Kind, names_used
 from graphpatch_notebook.notebook.command_line import Place, arguments, split_options, without_comment
 from graphpatch_notebook.notebook.handing_over import counted
-from graphpatch_notebook.notebook.literals import check_number
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.workspace import Workspace
@@ -40,8 +39,6 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
         fields["name"] = variable or session.free_name(path, workspace.results.names_of_others())
     elif kind in WITH_VALUE:
         fields["value"] = value or None
-        if kind != "custom":
-            check_number(kind, value)
     elif value:
         hint = "; a slice stands directly behind the path" if value.startswith("[") else ""
         raise SessionError(f"{kind} takes no value, but {value!r} was given{hint}")

@@ -84,7 +84,7 @@ COMMANDS: Mapping[str, Arguments] = {
     "list": Arguments(),
     "export": Arguments((), {"-o": "file", "--cell": None, "--hooks": None, "--force": None}),
     "save": Arguments(("file", "new"), {"--force": None}),
-    "load": Arguments(("file", "new")),
+    "load": Arguments(("file", "new"), {"--trust": None}),
     "help": Arguments(("command",)),
 }
 CELL = Arguments(("graph", "chosen"), {"--only": "chosen"})

@@ -127,9 +127,12 @@ FILE is the name of a file, for load; one with spaces stands in quotes.
     "load": (
         """
 FILE is what save has written. It takes the place of what is chosen; undo brings
-that back. Values in it are run as Python when they are used: mind whose it is.
+that back. In a file that you have not saved here, values that are more than
+numbers, names, arithmetic and subscripts are code of somebody's: they are
+shown, and not run until you trust the file.
+--trust   runs them from now on, as long as the file stays as it is
 """,
-        ("load session.json", 'load "my patches.json"'),
+        ("load session.json", 'load "my patches.json" --trust'),
     ),
 }
 

@@ -75,7 +75,7 @@ _ALL = [
         "Exporting",
     ),
     Command("save", "FILE [--force]", "writes the chosen patches to a file", files.save),
-    Command("load", "FILE", "reads them back", files.load),
+    Command("load", "FILE [--trust]", "reads them back", files.load),
 ]
 COMMANDS = {command.name: command for command in _ALL}
 

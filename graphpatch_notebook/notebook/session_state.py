@@ -62,6 +62,7 @@ def patch_state(session: Session, skeleton: Skeleton, patch: ChosenPatch) -> dic
         **{field: getattr(patch, field) for field in FIELDS},
         "number": patch.number,
         "is_enabled": patch.is_enabled,
+        "untrusted": None if patch.untrusted is None else patch.untrusted.name,
         "row": -1 if row is None else row,
         "shape": None if shape is None else list(shape),
         "sliced": None if sliced is None else list(sliced),

@@ -87,6 +87,7 @@ export function patch(number: number, changes: Partial<PatchState> = {}): PatchS
     ...when,
     number,
     is_enabled: true,
+    untrusted: null,
     row: 12,
     shape: [1, 8, 64],
     sliced: null,

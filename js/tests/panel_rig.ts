@@ -76,6 +76,7 @@ export function patch(number: number, more: Partial<PatchState> = {}): PatchStat
     position_dim: null,
     any_shape: false,
     is_enabled: true,
+    untrusted: null,
     row: 10,
     shape: [1, 8, 64],
     sliced: [1, 8, 64],

@@ -308,9 +308,9 @@ with pg.patch(
     ],
 )
 def test_values_are_written_as_they_were_typed(session: Session, value: str, written: str) -> None:
-    session.add(patch("layers_0.up.linear", "replace", value=value))
+    session.add(patch("layers_0.up.linear", "custom", value=value))
 
-    assert f"ReplacePatch(value={written})" in export(session)
+    assert f"CustomPatch(custom_op={written})" in export(session)
 
 
 def test_the_first_line_lists_builtins_that_are_meant_as_variables(pg: PatchableGraph) -> None:

@@ -192,6 +192,7 @@ def test_files(typing: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     assert texts(typing, "%graphpatch load f") == ["first.json", "folder/"]
     assert completed(typing, "%graphpatch load folder/") == ["%graphpatch load folder/inner.json"]
+    assert texts(typing, "%graphpatch load first.json ") == ["--trust"]
     assert texts(typing, "%graphpatch save .h") == [".hidden"]
     assert texts(typing, "%graphpatch export -o sec") == ["second.json"]
     assert completed(typing, f"%graphpatch load {tmp_path}{os.sep}sec") == [f"%graphpatch load {tmp_path}/second.json"]

@@ -609,7 +609,7 @@ def test_save_and_load(four: Shell, tmp_path: Path) -> None:
     before = chosen(four)
     four.ok("%graphpatch clear")
     said = lines(four.ok(f"%graphpatch load {file}").out)
-    assert said == [f"read 4 patches from {file}", "these values are run as Python when the patches are used: #6 1"]
+    assert said == [f"read 4 patches from {file}"]
     assert chosen(four) == before  # under numbers that none of them had before
     four.ok(f"%graphpatch save '{file}'")
     file.write_text("{}", "utf8")
@@ -617,6 +617,38 @@ def test_save_and_load(four: Shell, tmp_path: Path) -> None:
     four.ok(f"%graphpatch save {file} --force")
     assert "cannot be read" in four.refused(f"%graphpatch load {tmp_path}/nope.json")
     assert chosen(four) == before
+
+
+def test_code_of_others_is_shown_and_not_run(four: Shell, tmp_path: Path) -> None:
+    ours, file, canary = tmp_path / "ours.json", tmp_path / "their patches.json", tmp_path / "canary"
+    code = f"__import__('pathlib').Path({str(canary)!r}).touch() or x[0, 0] * 2"
+    four.ok(f"%graphpatch add down.output {code}")
+    four.ok("%graphpatch add down.output 2 * x[0, 0]")
+    four.ok(f"%graphpatch save {ours}")
+    assert four.ok(f"%graphpatch load {ours}").out.startswith("read 6 patches")  # what was saved here is trusted
+    file.write_text(ours.read_text("utf8").replace("2 * x", "4 * x"), "utf8")
+
+    read, shown, how = lines(four.ok(f"%graphpatch load '{file}'").out)
+    assert read.startswith(f"read 6 patches from {file} in place of 6")
+    assert shown == f"these values are code, which is not run until you trust the file: #17 {code}"
+    assert how == f'if it does only what you want: %graphpatch load "{file}" --trust'
+    table = str(four.ok("%graphpatch list").value)
+    assert re.search(r"^17 .*__import__.* not trusted$", table, re.MULTILINE)
+    assert table.count("not trusted") == 1
+    assert table.endswith(f"""is not run until you trust the file: %graphpatch load "{file}" --trust""")
+    assert "__import__" in str(four.ok("%graphpatch export").value)
+    for cell in ("%%graphpatch\npg(x)", "%%graphpatch --only down.output\npg(x)"):
+        refused = four.refused(cell)
+        assert f"UntrustedValueError: the value is code from '{file}', which you have not trusted" in refused
+    four.ok("%%graphpatch --only up.bias\npg(x)")
+    four.ok("%graphpatch disable #17\n%graphpatch disable #15")
+    four.ok("%%graphpatch\npg(x)")
+    assert not canary.exists()
+
+    four.ok(f"%graphpatch load '{file}' --trust")
+    four.ok("%%graphpatch --only down.output\npg(x)")
+    assert canary.exists()
+    assert "until you trust" not in four.ok(f"%graphpatch load '{file}'").out
 
 
 # --------------------------------------------------------------------------------------------------------------------

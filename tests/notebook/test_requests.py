@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook import requests
+from graphpatch_notebook.notebook import requests, session_file
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.requests import REQUESTS, Desk, answer
 from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.session_state import session_state
 from graphpatch_notebook.notebook.skeleton import skeleton_of
 from graphpatch_notebook.notebook.workspace import Workspace
 
@@ -70,6 +72,28 @@ class Front:
 @pytest.fixture
 def front() -> Front:
     return Front()
+
+
+def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
+    file, canary = tmp_path / "theirs.json", tmp_path / "canary"
+    front.edit("add", patch=fields("sub_1.relu", "add", value=f"open({str(canary)!r}, 'w').write('1')"))
+    file.write_text(session_file.dumps(front.session), encoding="utf8")
+    session_file.load(front.session, file)
+    front.edit("change", number=2, patch={"slice": ":, 0"})
+    state = session_state(front.session, skeleton_of(front.pg))
+    assert [one["untrusted"] for one in state["patches"]] == [str(file)]
+    error = front.refused("run", inputs=None)
+    assert f"code from '{file}', which you have not trusted" in error["message"]
+    error = front.refused("activation", row=1, plane=None, is_patched=True, inputs=None)
+    assert "which you have not trusted" in error["message"]
+    assert not canary.exists()
+    front.edit("trust", number=2)
+    state = session_state(front.session, skeleton_of(front.pg))
+    assert [one["untrusted"] for one in state["patches"]] == [None]
+    started = front.ask("run", inputs=None)
+    front.desk.runs.wait(started["id"])
+    assert canary.read_text() == "1"
+    assert session_file.load(front.session, file)[0].untrusted is None
 
 
 def test_edits_are_those_of_the_session(front: Front) -> None:

@@ -59,8 +59,8 @@ test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => 
       can_undo: true,
       can_redo: false,
       patches: [
-        { ...patch, ...rest, number: 1, is_enabled: true },
-        { ...patch, ...rest, number: 2, is_enabled: false },
+        { ...patch, ...rest, number: 1, is_enabled: true, untrusted: "theirs.json" },
+        { ...patch, ...rest, number: 2, is_enabled: false, untrusted: null },
       ],
     },
   });
