@@ -46,6 +46,14 @@ def shape_problem(target: Target, shape: torch.Size) -> str | None:
     return None
 
 
+def fixed_sizes(target: Target) -> tuple[int | None, ...] | None:
+    """Returns the sizes of a value that are the same for all inputs, `None` for the others; `None` for no tensor."""
+    if not isinstance(target.spec, TensorSpec):
+        return None
+    following = _of(target.frame, target.node, target.spec)
+    return tuple(None if size in following or size == 1 else size for size in target.spec.shape)
+
+
 def problem_beside_cache(target: Target, shape: torch.Size, inputs: Inputs) -> str | None:
     """Returns in words how `shape` differs, in a frame that is given an object such as a cache; `None` where it may.
 
