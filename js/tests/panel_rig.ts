@@ -75,6 +75,7 @@ export function patch(number: number, more: Partial<PatchState> = {}): PatchStat
     positions: null,
     position_dim: null,
     any_shape: false,
+    allow_empty: false,
     is_enabled: true,
     row: 10,
     shape: [1, 8, 64],
