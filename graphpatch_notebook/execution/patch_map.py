@@ -67,7 +67,7 @@ def _is_plain(probe: Patch[Any]) -> bool:
     """Whether nothing can be wrong with a probe, on any node: a whole model may be probed at once."""
     get = probe.__dict__.get
     has_places = get("steps") is not None or get("positions") is not None or get("position_dim") is not None
-    return not has_places and type(probe.any_shape) is bool and type(probe.allow_empty) is bool
+    return not has_places and {type(probe.any_shape), type(probe.allow_empty)} == {bool}
 
 
 def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problems: list[str]) -> list[Entry]:

@@ -58,10 +58,9 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model is to be a torch.nn.Module, not {type(model).__name__}")
     allowed = Allowed(allow)
-    is_path = isinstance(file, (str, os.PathLike))
-    if not is_path and (not hasattr(file, "read") or isinstance(file, io.TextIOBase)):
+    source = Path(file) if isinstance(file, (str, os.PathLike)) else file
+    if not isinstance(source, Path) and (not hasattr(source, "read") or isinstance(source, io.TextIOBase)):
         raise TypeError(f"load takes the name of a file, or a file that is open for bytes, not {type(file).__name__}")
-    source = Path(file) if is_path else file
     name = name_of(source)
     text, contents = _read(source, name)
     try:
