@@ -36,7 +36,7 @@ from graphpatch_notebook.torch_compat import (
     restore_gradients,
 )
 
-__all__ = ["Frame", "capture"]
+__all__ = ["Frame", "capture", "record"]
 
 
 def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
@@ -51,11 +51,23 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     """
     __tracebackhide__ = True
     options.check()
+    recorder = Recorder(module, options)
+    root = record(recorder, args, kwargs)
+    root.options = options
+    _report_failures(recorder)
+    _report_unopened(recorder)
+    _check_unused(root, options)
+    return root
+
+
+def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+    """Runs the module of `recorder`, and returns the record of the run; what `capture` says holds."""
+    __tracebackhide__ = True
+    module = recorder.root_module
     modules = reachable_modules(module)
     has_compiled = any(map(is_compiled, modules))
     if has_compiled and not EagerCode.is_possible:
         raise CaptureError(EagerCode.reason)
-    recorder = Recorder(module, options)
     swaps, eager = Swaps(), EagerCode()
     has_grad = torch.is_grad_enabled()
     observed, applied, modes = observer.get(), apply_observer.get(), function_mode_depth()
@@ -87,9 +99,6 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         raise
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
-    _report_failures(recorder)
-    _report_unopened(recorder)
-    _check_unused(recorder.root_frame, modules, options)
     return recorder.root_frame
 
 
@@ -114,7 +123,7 @@ def _report_unopened(recorder: Recorder) -> None:
         warnings.warn(DecompositionWarning(message), stacklevel=4)
 
 
-def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions) -> None:
+def _check_unused(root: Frame, options: ExtractionOptions) -> None:
     allowed = options.allow_unused_submodules
     if allowed or (allowed is None and not options.error_on_compilation_failure):
         return
@@ -123,7 +132,7 @@ def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions
     # A container, or a module whose parts are called one by one, is not called itself.
     unused = [
         names.get(id(module), type(module).__name__)
-        for module in modules
+        for module in reachable_modules(root.module)
         if not any(id(inside) in used for inside in module.modules())
     ]
     if unused:

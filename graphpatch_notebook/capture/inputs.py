@@ -121,3 +121,25 @@ def _named(parameters: list[InputParameter]) -> set[str]:
 
 def _fits(new_args: list[Any], args: tuple[Any, ...], parameter: inspect.Parameter) -> bool:
     return parameter.kind is inspect.Parameter.POSITIONAL_ONLY or len(new_args) < len(args)
+
+
+def as_call(parameters: list[InputParameter], values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the call that gives each parameter its value; what is the default anyway is not given."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    is_positional = True
+    for parameter in parameters:
+        value = values.get(parameter.name)
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            args.extend(value or ())
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            kwargs.update(value or {})
+        elif value is parameter.default:
+            is_positional = False
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            args.append(value)
+        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY or not is_positional:
+            kwargs[parameter.name] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs

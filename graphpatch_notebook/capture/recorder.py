@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,12 +22,15 @@ from graphpatch_notebook.capture.functions import function_name, raw_name, write
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.packed_weights import packing_of
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload
 from graphpatch_notebook.values import describe, readable_children, replaced
+
+OpPlace: TypeAlias = "tuple[Site | None, int | None]"
+"""The call site of an op, and its occurrence there; `None` for what is not recorded."""
 
 
 class Recorder(TorchFunctionMode):
@@ -133,7 +136,7 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             frame.pass_through(args[0] if args else None, result)
             return result
-        occurrence = None
+        occurrence, site = None, None
         refs: tuple[Any, Any] | None = None
         # Whatever goes wrong in our own records must not disturb the user's model: the frame turns opaque instead.
         try:
@@ -145,7 +148,7 @@ class Recorder(TorchFunctionMode):
         # Operators of the user's own may write into any argument, whatever they are called.
         watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
         before = [(value, _version(value)) for value in watched if isinstance(value, Tensor)]
-        result = func(*args, **kwargs)
+        result = self.run_op(func, name, args, kwargs, (site, occurrence))
         if refs is None or occurrence is None:
             return result
         try:
@@ -164,6 +167,13 @@ class Recorder(TorchFunctionMode):
         except Exception as failure:
             self._fail(frame, failure)
             return result
+
+    def run_op(
+        self, func: Callable[..., Any], _name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _place: OpPlace
+    ) -> Any:
+        """Returns what `func` returns: other recorders than this one may have another way to it."""
+        __tracebackhide__ = True
+        return func(*args, **kwargs)
 
     @staticmethod
     def _written(

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
+from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec
 
 Kind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "constant", "op", "call", "output"]
@@ -242,8 +243,8 @@ class Frame:
         is_edited: Whether the user edited the graph of this frame, which is the module from then on.
         custom_failure: Why such a function returned none.
         names: The nodes by name.
-        following_sizes: What `execution.shapes` found out about this frame, once it was asked.
-        row_sizes: What `execution.chosen_rows` did.
+        options: How it was captured; of the root only.
+        dimensions: What `checks.dimensions` found out of all frames below, once it was asked; of the root only.
     """
 
     module: Module
@@ -263,13 +264,25 @@ class Frame:
     custom_failure: str | None = None
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
-    following_sizes: dict[int, set[int]] | None = None
-    row_sizes: Any = None
+    options: ExtractionOptions | None = None
+    dimensions: Any = None
 
     @property
     def path(self) -> tuple[str, ...]:
         """The names of the calls that lead here from the root."""
         return () if self.call is None or self.parent is None else (*self.parent.path, self.call.name)
+
+    @property
+    def root(self) -> Frame:
+        """The frame at the top: that of the model."""
+        return list(self.frames_above())[-1]
+
+    def frames_above(self) -> Iterator[Frame]:
+        """Yields this frame and those that lead to it, innermost first."""
+        frame: Frame | None = self
+        while frame is not None:
+            yield frame
+            frame = frame.parent
 
     @property
     def has_own_graph(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.dimensions import Inputs, shape_problem
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     GraphPatchError,
@@ -15,7 +16,6 @@ from graphpatch_notebook.errors import (
     add_note,
 )
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.shapes import Inputs, problem_beside_cache, shape_problem
 from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
@@ -179,9 +179,7 @@ def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
     if all(patch.any_shape for patch in entry.patches):
         return
     target = entry.target
-    problem = shape_problem(target, value.shape)
-    if problem is None and inputs is not None:
-        problem = problem_beside_cache(target, value.shape, inputs)
+    problem = shape_problem(target.frame, target.spec, value.shape, inputs)
     if problem is not None:
         raise PatchShapeError(
             f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]

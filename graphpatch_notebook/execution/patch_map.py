@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.errors import PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
-from graphpatch_notebook.execution.shapes import fixed_sizes
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.values import TensorSpec
@@ -123,7 +123,7 @@ def _problem(target: Target, patch: Patch[Any], shape: torch.Size | None) -> str
     shown = f"the value recorded here, of shape {tuple(shape)},"
     # Which sizes inputs may change is worked out for the whole capture: only where the answer depends on it.
     is_beyond = patch.selection_problem(shape, shown) is not None
-    return patch.selection_problem(fixed_sizes(target), shown) if is_beyond else None
+    return patch.selection_problem(fixed_sizes(target.frame, target.node, target.spec), shown) if is_beyond else None
 
 
 def _meant(given: Any) -> str:

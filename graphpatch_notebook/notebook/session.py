@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
-from graphpatch_notebook.execution.shapes import fixed_sizes
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.listeners import Listeners
 from graphpatch_notebook.notebook.origin import Origin
@@ -360,7 +360,12 @@ def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sli
             "slice", f"{target.path!r} is a number ({target.spec}): it has no slice; drop the brackets"
         )
     try:
-        return sliced_shape(typed, shape, fixed_sizes(target), allow_empty=patch.allow_empty)
+        sliced = sliced_shape(typed, shape, allow_empty=patch.allow_empty)
+        if sliced.warning is not None:
+            sliced_shape(
+                typed, shape, fixed_sizes(target.frame, target.node, target.spec), allow_empty=patch.allow_empty
+            )
+        return sliced
     except ValueError as error:
         if patch.any_shape:
             return Sliced(None)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
 from graphpatch_notebook.graph_modules import GraphModule
@@ -203,6 +204,7 @@ class _Trial:
     def __init__(self, source: Source, found: Document) -> None:
         loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
         self._model = source.root.module
+        self._groups = dimensions_of(source.root).groups
         self._call = source.call
         self._graph = source.runnable(loaded.module, loaded.root, source.options)
 
@@ -226,7 +228,7 @@ class _Trial:
         """Notes in the form which sizes may differ, and whether inputs need to be contiguous."""
         with torch.set_grad_enabled(form.grad_modes[-1]):
             if form.same == list(range(len(form.same))):
-                sizes.explore(form, lambda shapes: self.compare(maker.call(shapes)))
+                sizes.explore(form, self._groups, lambda shapes: self.compare(maker.call(shapes)))
             form.is_contiguous = self._outcome(maker.call(is_strided=True)) is not None
 
     def check(self, form: Form, check: Sequence[Call]) -> None:
