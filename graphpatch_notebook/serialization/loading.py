@@ -58,7 +58,8 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model is to be a torch.nn.Module, not {type(model).__name__}")
     allowed = Allowed(allow)
-    source = Path(file) if isinstance(file, (str, os.PathLike)) else file
+    given: Any = file
+    source = Path(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(source, Path) and (not hasattr(source, "read") or isinstance(source, io.TextIOBase)):
         raise TypeError(f"load takes the name of a file, or a file that is open for bytes, not {type(file).__name__}")
     name = name_of(source)
