@@ -161,8 +161,8 @@ class _SlicedPatch(Patch[Any]):
     def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
         return None if self.slice is None else selection_problem(self.slice, sizes, shown, allow_empty=self.allow_empty)
 
-    def _check_taken(self, value: Tensor) -> None:
-        if not self.allow_empty and takes_nothing(self.slice, value.shape):
+    def _check_taken(self, index: TensorIndex, value: Tensor) -> None:
+        if index is not None and not self.allow_empty and takes_nothing(index, value.shape):
             shape = tuple(value.shape)
             raise PatchValueError(str(self.selection_problem(shape, f"the value here, of shape {shape},")))
 
@@ -176,7 +176,7 @@ class _SlicePatch(_SlicedPatch):
     def op(self, original_output: Any) -> Any:
         index = self.slice
         if isinstance(original_output, Tensor):
-            self._check_taken(original_output)
+            self._check_taken(index, original_output)
             self._write(original_output, ... if index is None else index)
             return original_output
         if isinstance(original_output, (bool, int, float, complex)):
@@ -422,7 +422,7 @@ class CustomPatch(_SlicedPatch):
         return self._written(original_output)
 
     def _written(self, value: Tensor) -> Tensor:
-        self._check_taken(value)
+        self._check_taken(self.slice, value)
         try:
             part = value[self.slice]
         except (IndexError, RuntimeError) as error:

@@ -76,11 +76,15 @@ def takes_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
         >>> takes_nothing((..., slice(2, 4)), (1, 2)), takes_nothing((..., slice(2, 4)), (1, 3))
         (True, False)
     """
-    parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, slice) and not (part.start is None and part.stop is None) for part in parts):
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, slice) and (part.start is not None or part.stop is not None):
+            break
+    else:
         return False
-    placed = _placed(index, len(shape))
-    return any(isinstance(part, slice) and dim < len(shape) and _is_empty(part, shape[dim]) for part, dim in placed)
+    rank = len(shape)
+    return any(
+        isinstance(part, slice) and dim < rank and _is_empty(part, shape[dim]) for part, dim in _placed(index, rank)
+    )
 
 
 def index_text(index: TensorIndex) -> str:
@@ -136,6 +140,8 @@ def _problem_of(part: Any, size: int | None) -> str | None:
         return _NOTHING if part is False else None
     if isinstance(part, slice):
         return _NOTHING if _is_empty(part, size) else None
+    if isinstance(part, int):
+        return None if size is None or -size <= part < size else "is out of range"
     chosen = part if isinstance(part, Tensor) else torch.as_tensor(part)
     is_mask = chosen.dtype in (torch.bool, torch.uint8)
     if not chosen.numel() or (is_mask and not chosen.is_meta and not chosen.any()):
@@ -147,6 +153,8 @@ def _problem_of(part: Any, size: int | None) -> str | None:
 
 def _is_empty(part: slice, size: int | None) -> bool:
     """Returns whether a slice takes nothing of a dimension that has something; `None`: whatever its size."""
+    if part.start is None and part.stop is None:
+        return False
     start = 0 if part.start is None else operator.index(part.start)
     if size is None:
         size = 2 * max(abs(start), 0 if part.stop is None else abs(operator.index(part.stop))) + 2

@@ -118,12 +118,12 @@ def _problems(target: Target, patches: Any) -> list[str]:
 def _problem(target: Target, patch: Patch[Any], shape: torch.Size | None) -> str | None:
     if (problem := patch.problem(shape)) is not None:
         return problem
-    if shape is None:
-        return patch.selection_problem(None, "")
-    shown = f"the value recorded here, of shape {tuple(shape)},"
-    # Which sizes inputs may change is worked out for the whole capture: only where the answer depends on it.
-    is_beyond = patch.selection_problem(shape, shown) is not None
-    return patch.selection_problem(fixed_sizes(target.frame, target.node, target.spec), shown) if is_beyond else None
+    problem = patch.selection_problem(shape, "")
+    if problem is None or shape is None:
+        return problem
+    # Which sizes inputs may change is found out by runs of the model: only where the answer depends on it.
+    fixed = fixed_sizes(target.frame, target.node, target.spec)
+    return patch.selection_problem(fixed, f"the value recorded here, of shape {tuple(shape)},")
 
 
 def _meant(given: Any) -> str:
