@@ -170,6 +170,8 @@ def options_among(
     for name, value in inputs.items():
         if isinstance(value, ExtractionOptions):
             raise TypeError(f"ExtractionOptions given as {name}= would go to the model; give them as {given}=")
+    if parameters is not None and given in inputs and given not in parameters:
+        raise TypeError(f"{given} takes ExtractionOptions(...), not {_shown(inputs[given])}")
     options = {option.name for option in fields(ExtractionOptions)}
     if parameters is not None and (lost := [name for name in inputs if name in options and name not in parameters]):
         rest = [*(["*inputs"] if args else []), *(f"{name}=..." for name in inputs if name not in lost)]

@@ -298,6 +298,8 @@ def test_options_are_not_swallowed() -> None:
         PatchableGraph(model, x, skip_compilation=True, decompose=["gelu"], mask=None)
     with nothing_runs(model), pytest.raises(TypeError, match=r"ExtractionOptions\(decompose=\.\.\.\), x=\.\.\.\)"):
         PatchableGraph(model, x=x, decompose=["gelu"])
+    with nothing_runs(model), pytest.raises(TypeError, match="extraction_options takes ExtractionOptions"):
+        PatchableGraph(model, x, extraction_options={"decompose": ["gelu"]})
     assert PatchableGraph(model, ExtractionOptions(skip_compilation=True), x, mask=None).nodes
 
     class Decomposing(nn.Module):
