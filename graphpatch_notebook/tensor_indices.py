@@ -140,13 +140,13 @@ def _problem_of(part: Any, size: int | None) -> str | None:
         return _NOTHING if part is False else None
     if isinstance(part, slice):
         return _NOTHING if _is_empty(part, size) else None
-    if isinstance(part, int):
-        return None if size is None or -size <= part < size else "is out of range"
+    if isinstance(part, int) or not (isinstance(part, Sequence) or hasattr(part, "__array__")):
+        return None if size is None or -size <= operator.index(part) < size else "is out of range"
     chosen = part if isinstance(part, Tensor) else torch.as_tensor(part)
     is_mask = chosen.dtype in (torch.bool, torch.uint8)
     if not chosen.numel() or (is_mask and not chosen.is_meta and not chosen.any()):
         return _NOTHING
-    if size is None or is_mask or chosen.is_meta:
+    if size is None or is_mask or chosen.is_meta or chosen.is_complex():
         return None
     return None if -size <= int(chosen.min()) and int(chosen.max()) < size else "is out of range"
 
@@ -155,10 +155,14 @@ def _is_empty(part: slice, size: int | None) -> bool:
     """Returns whether a slice takes nothing of a dimension that has something; `None`: whatever its size."""
     if part.start is None and part.stop is None:
         return False
-    start = 0 if part.start is None else operator.index(part.start)
+    try:
+        start = 0 if part.start is None else operator.index(part.start)
+        stop = part.stop if part.stop is None else operator.index(part.stop)
+    except TypeError:  # no whole numbers: torch says so
+        return False
     if size is None:
-        size = 2 * max(abs(start), 0 if part.stop is None else abs(operator.index(part.stop))) + 2
-    stop = size if part.stop is None else operator.index(part.stop)
+        size = 2 * max(abs(start), abs(stop or 0)) + 2
+    stop = size if stop is None else stop
     first = max(start + size, 0) if start < 0 else start
     end = stop + size if stop < 0 else min(stop, size)
     return size > 0 and first >= end

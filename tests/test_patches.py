@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -95,6 +96,32 @@ def test_a_slice_that_selects_nothing_is_refused_unless_that_is_meant(make):
     assert torch.equal(make(slice=(slice(None), slice(4, 8)), allow_empty=True).op(value()), value())
     assert make(slice=slice(0, 2)).op(torch.ones(0, 4)).shape == (0, 4)
     assert "allow_empty must be True or False, not 1" in str(make(allow_empty=1).problem(None))
+
+
+class Whole:
+    """A whole number of some other library."""
+
+    def __index__(self):
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (Whole(), "is out of range"),
+        (np.int64(5), "is out of range"),
+        (np.array([0, 5]), "is out of range"),
+        (slice(Whole(), None), "selects nothing"),
+        (np.zeros(3, dtype=bool), "selects nothing"),
+        (torch.tensor([1, -4]), "is out of range"),
+        (slice(0.5, 2), None),  # what is no index is refused by torch
+        (torch.tensor([1.5j]), None),
+    ],
+    ids=repr,
+)
+def test_whatever_says_that_it_is_an_index_is_checked(index, expected):
+    problem = ZeroPatch(slice=index).selection_problem((3, 4), "the value")
+    assert (problem is None) if expected is None else expected in problem
 
 
 def test_values_broadcast_to_the_slice():
