@@ -3,7 +3,7 @@
 GraphPatchError
 ├── CaptureError(RuntimeError)            a module could not be captured
 ├── PatchMapError(ValueError)             a patch map was refused before anything ran
-│   └── UnknownPathError(KeyError)        ... and at least one of its paths does not exist
+│   └── UnknownPathError(KeyError)        ... and at least one of its paths leads to no value to patch
 │       └── UnknownChildError(AttributeError)   `pg.graph.x`: there is no such child
 ├── OptionError(ValueError)               an option has a value that it cannot have
 ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
@@ -82,7 +82,7 @@ class PatchMapError(GraphPatchError, ValueError):
 
 
 class UnknownPathError(PatchMapError, KeyError):
-    """A patch map names a path that does not exist."""
+    """A patch map names a path that does not exist, or does not lead to a single value that can be patched."""
 
     # `KeyError` prints the repr of its argument, which would show the line breaks as `\n`.
     __str__ = Exception.__str__

@@ -8,12 +8,13 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
+from graphpatch_notebook.capture.inputs import signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.checks.model_state import SharedRandomState
@@ -92,7 +93,8 @@ class PatchableGraph(ModuleDelegate):
             raise TypeError(
                 f"PatchableGraph needs a torch.nn.Module, not {shown}: PatchableGraph(model, *example_inputs)"
             )
-        options, example_args, example_kwargs = options_among(example_args, example_kwargs)
+        parameters = signature_of(given.forward).parameters
+        options, example_args, example_kwargs = options_among(example_args, example_kwargs, parameters)
         super().__init__()
         examples, before = ExampleInputs(example_args, example_kwargs), SharedRandomState()
         try:
@@ -324,7 +326,12 @@ class PatchableGraph(ModuleDelegate):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def save(self, file: str | os.PathLike[str], *, check: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()) -> None:
+    def save(
+        self,
+        file: str | os.PathLike[str] | IO[bytes],
+        *,
+        check: Sequence[tuple[Sequence[Any], dict[str, Any]]] = (),
+    ) -> None:
         """Writes graphs, options, structure and weights to one file, without pickle: JSON in a safetensors file.
 
         Before that, every graph is compared with the model, bit for bit, on inputs that are made up to look like the
@@ -332,7 +339,7 @@ class PatchableGraph(ModuleDelegate):
         that says why; patches that are active have no part in it.
 
         Args:
-            file: The name of the file.
+            file: The name of the file, or a file that is open for writing bytes, such as an `io.BytesIO`.
             check: Calls (arguments, keyword arguments) to compare graphs and model on, too: the loaded graph takes
                 inputs of their sizes. Needed where no inputs can be made up that the model can work with.
 
@@ -340,6 +347,7 @@ class PatchableGraph(ModuleDelegate):
             SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls; or a graph
                 that *is* its module (edited, or custom) cannot be stored. Then nothing is written.
             FileNotFoundError, IsADirectoryError: There is no such folder, or the name is that of a folder.
+            TypeError: `file` is neither the name of a file nor a file that takes bytes.
 
         Example:
             >>> import tempfile, torch
@@ -357,7 +365,11 @@ class PatchableGraph(ModuleDelegate):
 
     @classmethod
     def load(
-        cls, file: str | os.PathLike[str], *, model: Module | None = None, allow: Iterable[str] = ()
+        cls,
+        file: str | os.PathLike[str] | IO[bytes],
+        *,
+        model: Module | None = None,
+        allow: Iterable[str] = (),
     ) -> PatchableGraph:
         """Returns the `PatchableGraph` that `save` wrote to `file`, which needs none of the model's classes.
 
@@ -365,7 +377,7 @@ class PatchableGraph(ModuleDelegate):
         its graphs are no record of: other flags, other inputs than the example had, sizes that were not checked.
 
         Args:
-            file: The name of the file.
+            file: The name of the file, or a file that is open for reading bytes, which is read from where it is.
             model: The model itself: runs the frames that could not be stored, and all calls that the graphs do not
                 hold for, unless some of them were edited or are custom: then such calls are refused, as its code lacks
                 the edits. Its weights are used; they must be those of the file.
@@ -421,7 +433,7 @@ class PatchableGraph(ModuleDelegate):
             strict: Whether a patch that never fires during a call is an error rather than a warning.
 
         Raises:
-            UnknownPathError: On entry; a `KeyError`. The message names all that is wrong with the patch map.
+            UnknownPathError: On entry; a `KeyError`: paths that lead to no value. The message names all that is wrong.
             PatchMapError: On entry; a `ValueError`. Likewise, where all paths exist.
 
         Example:

@@ -311,6 +311,28 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Inpu
     return _problem_beside_cache(frame, spec, shape, inputs)
 
 
+def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, ...] | None:
+    """Returns the sizes of a captured value that are the same for all inputs, `None` for the others, or for no tensor.
+
+    Where one of them is another one, `shape_problem` refuses the value.
+
+    Args:
+        frame: The frame that the value is in.
+        node: The node whose value it is, or is in.
+        spec: What was recorded of the value.
+    """
+    if not isinstance(spec, TensorSpec):
+        return None
+    if node.kind == "parameter":
+        return tuple(spec.shape)
+    if frame.opaque_reason is not None or frame.has_own_graph:
+        return (None,) * len(spec.shape)
+    known = dimensions_of(frame.root)
+    known.look_far()
+    sizes = zip(spec.shape, known.profiles(spec), strict=True)
+    return tuple(None if size == 1 or known.follows_inputs(dim) else size for size, dim in sizes)
+
+
 def _size_problem(known: Dimensions, spec: TensorSpec, shape: torch.Size) -> str | None:
     for position, (then, now, dim) in enumerate(zip(spec.shape, shape, known.profiles(spec), strict=True)):
         # A dimension of size one is broadcast by the model's own code.

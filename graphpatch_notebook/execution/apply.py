@@ -19,6 +19,7 @@ from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.tensor_indices import index_text
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
 
@@ -196,8 +197,8 @@ def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) ->
         try:
             part = value[index]
         except (RuntimeError, IndexError, TypeError, ValueError):
-            return f"{who}: there is no slice [{_index_text(index)}] in {there}: {error}"
-        there = f"slice [{_index_text(index)}] of {there}"
+            return f"{who}: there is no slice [{index_text(index)}] in {there}: {error}"
+        there = f"slice [{index_text(index)}] of {there}"
     if isinstance(new, Tensor) and not _broadcasts(new, part):
         wanted = there if index is None else f"the shape {tuple(part.shape)} of {there}"
         return f"{who}: the patch's value, of shape {tuple(new.shape)}, must broadcast to {wanted}"
@@ -215,16 +216,6 @@ def _broadcasts(new: Tensor, part: Tensor) -> bool:
     except RuntimeError:
         return False
     return bool(shape.numel() == part.numel() and shape[len(shape) - part.dim() :] == part.shape)
-
-
-def _index_text(index: Any) -> str:
-    """Returns an index as it stands between brackets."""
-    if isinstance(index, tuple) and index:
-        return ", ".join(map(_index_text, index))
-    if isinstance(index, slice):
-        parts = ["" if part is None else repr(part) for part in (index.start, index.stop, index.step)]
-        return ":".join(parts if parts[2] else parts[:2])
-    return "..." if index is Ellipsis else repr(index)
 
 
 def _shown(value: Any) -> str:

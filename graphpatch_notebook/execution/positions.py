@@ -39,6 +39,11 @@ class Restriction:
     dim: int = 0
     is_encoder: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the patch is for no step, or for no position."""
+        return any(chosen is not None and not chosen.chosen for chosen in (self.steps, self.positions))
+
 
 def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restriction | None:
     """Returns where `patch` has its effect on `target`, or `None` where it has it always.
@@ -48,11 +53,11 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
     """
     if patch.steps is None and patch.positions is None:
         return None
-    steps = None if patch.steps is None else selection(patch.steps, "steps")
+    steps = None if patch.steps is None else selection(patch.steps, "steps", allow_empty=patch.allow_empty)
     if patch.positions is None:
         return Restriction(steps, None)
     dim, is_encoder = _dimension(root, target, patch.position_dim)
-    return Restriction(steps, selection(patch.positions, "positions"), dim, is_encoder)
+    return Restriction(steps, selection(patch.positions, "positions", allow_empty=patch.allow_empty), dim, is_encoder)
 
 
 def token_inputs(root: Frame) -> Sequence[str]:

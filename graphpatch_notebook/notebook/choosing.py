@@ -9,7 +9,15 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, ChosenPatches, Kind, names_used
+from graphpatch_notebook.notebook.chosen import (
+    FLAGS,
+    OBSERVING,
+    WITH_VALUE,
+    ChosenPatch,
+    ChosenPatches,
+    Kind,
+    names_used,
+)
 from graphpatch_notebook.notebook.command_line import Place, arguments, split_options, without_comment
 from graphpatch_notebook.notebook.handing_over import counted
 from graphpatch_notebook.notebook.session import Session
@@ -17,7 +25,7 @@ from graphpatch_notebook.notebook.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.workspace import Workspace
 from graphpatch_notebook.paths import nearest, parse_path
 
-OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False}
+OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
 
 
 def choose(workspace: Workspace, kind: Kind, text: str) -> None:
@@ -121,7 +129,7 @@ def _restrictions(options: dict[str, str]) -> dict[str, Any]:
         "steps": options.get("--steps"),
         "positions": options.get("--positions"),
         "position_dim": position_dim,
-        "any_shape": "--any-shape" in options,
+        **{flag: f"--{flag.replace('_', '-')}" in options for flag in FLAGS},
     }
 
 

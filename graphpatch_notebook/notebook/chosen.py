@@ -38,6 +38,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 WITH_VALUE = {"add": "a number or a tensor", "replace": "a number or a tensor", "custom": "a function"}
 _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 OBSERVING = frozenset({"probe", "record"})
+FLAGS = ("any_shape", "allow_empty")
+"""The fields of a patch that are `True` or `False`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class ChosenPatch:
         positions: The positions in the sequence it is for, as numbers in the same way.
         position_dim: Which dimension runs along the sequence, where that cannot be told.
         any_shape: Apply it also to values of another rank or of other sizes than at capture.
+        allow_empty: Whether the slice may select nothing.
         number: What `#n` means in the notebook; given by the session.
         untrusted: The file that the value is from, if that must be trusted before the value is evaluated.
 
@@ -95,6 +98,7 @@ class ChosenPatch:
     positions: str | None = None
     position_dim: int | None = None
     any_shape: bool = False
+    allow_empty: bool = False
     number: int = 0
     untrusted: UntrustedFile | None = None
 
@@ -150,9 +154,7 @@ class ChosenPatch:
 
     def restrictions(self) -> dict[str, Any]:
         """Returns those fields of a `Patch` that say when and where it is applied, if they are set."""
-        found: dict[str, Any] = {}
-        if self.any_shape:
-            found["any_shape"] = True
+        found: dict[str, Any] = {flag: True for flag in FLAGS if getattr(self, flag)}
         for what in ("steps", "positions"):
             if (text := getattr(self, what)) is not None:
                 found[what] = text if text in NAMED_STEPS else _numbers(parse_slice(text))
@@ -227,7 +229,7 @@ class ChosenPatch:
             f"--{what} {_quoted(text)}" for what in ("steps", "positions") if (text := getattr(self, what)) is not None
         ]
         dim = [] if self.position_dim is None else [f"--position-dim {self.position_dim}"]
-        return [*texts, *dim, *(["--any-shape"] if self.any_shape else [])]
+        return [*texts, *dim, *(f"--{flag.replace('_', '-')}" for flag in FLAGS if getattr(self, flag))]
 
     def numbered(self, number: int) -> ChosenPatch:
         """Returns the same patch under another number."""

@@ -59,6 +59,7 @@ _WHEN: dict[str, ArgumentKind | None] = {
     "--positions": "new",
     "--position-dim": "new",
     "--any-shape": None,
+    "--allow-empty": None,
 }
 _CHOSEN = Arguments(("chosen",))
 COMMANDS: Mapping[str, Arguments] = {

@@ -18,6 +18,7 @@ _WHEN = """
 --position-dim DIM     the dimension that runs along the sequence, if it cannot
                        be told: 1, -2
 --any-shape            also for values of other shapes than in the example
+--allow-empty          the slice may select nothing
 """
 _VALUE = """
 VALUE is a number, a variable or any Python expression. It is evaluated when a

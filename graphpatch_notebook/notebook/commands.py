@@ -45,7 +45,7 @@ def _choose(kind: Any) -> Callable[[Workspace, str], None]:
     return lambda workspace, text: choosing.choose(workspace, kind, text)
 
 
-_WHEN = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape]"
+_WHEN = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape] [--allow-empty]"
 _ALL = [
     Command("wrap", "NAME = MODEL(ARGS)", "makes a PatchableGraph of a model, on example inputs", wrapping.wrap),
     Command("use", "NAME", "picks the graph that commands are about", wrapping.use),

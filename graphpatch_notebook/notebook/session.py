@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches, UntrustedFile
 from graphpatch_notebook.notebook.labels import visible
@@ -369,7 +370,12 @@ def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sli
             "slice", f"{target.path!r} is a number ({target.spec}): it has no slice; drop the brackets"
         )
     try:
-        return sliced_shape(typed, shape)
+        sliced = sliced_shape(typed, shape, allow_empty=patch.allow_empty)
+        if sliced.warning is not None:
+            sliced_shape(
+                typed, shape, fixed_sizes(target.frame, target.node, target.spec), allow_empty=patch.allow_empty
+            )
+        return sliced
     except ValueError as error:
         if patch.any_shape:
             return Sliced(None)

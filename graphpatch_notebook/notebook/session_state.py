@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from graphpatch_notebook.errors import ChosenPatchError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.chosen import FLAGS, ChosenPatch
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.skeleton import Skeleton
 
-FIELDS = ("path", "kind", "slice", "value", "name", "steps", "positions", "position_dim", "any_shape")
+FIELDS = ("path", "kind", "slice", "value", "name", "steps", "positions", "position_dim", *FLAGS)
 
 
 def session_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.nn import Module
@@ -35,7 +36,7 @@ from graphpatch_notebook.serialization.document import (
     with_form,
 )
 from graphpatch_notebook.serialization.forms import Form, given_values
-from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
+from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of, name_of
 from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
 from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.serialization.values import UnstorableError
@@ -69,7 +70,11 @@ class Source:
         return Builds(self.graph_module)
 
 
-def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
+def save(
+    source: Source,
+    file: str | os.PathLike[str] | IO[bytes],
+    check: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+) -> None:
     """Writes a graph to `file`. What `PatchableGraph.save` says holds."""
     where = _checked_file(file)
     _check_calls(check)
@@ -82,9 +87,13 @@ def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Seq
     _write(where, found)
 
 
-def _checked_file(file: Any) -> Path:
+def _checked_file(file: Any) -> Path | IO[bytes]:
+    if hasattr(file, "write") and not isinstance(file, (os.PathLike, io.TextIOBase)):
+        return file  # type: ignore[no-any-return]
     if not isinstance(file, (str, os.PathLike)):
-        raise TypeError(f"pg.save writes to a file on disk: give its name, not {type(file).__name__}")
+        raise TypeError(
+            f"pg.save takes the name of a file, or a file that is open for bytes, not {type(file).__name__}"
+        )
     path = Path(file)
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder: give the name of a file in it")
@@ -289,13 +298,13 @@ def _settle(source: Source, reasons: Reasons) -> None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _warn(file: Path, root: Frame, reasons: Reasons, dropped: dict[str, str]) -> None:
+def _warn(file: Path | IO[bytes], root: Frame, reasons: Reasons, dropped: dict[str, str]) -> None:
     parts = [f"{path}: {reason}" for path, reason in reasons.topmost()]
     shown = [f"\n  {part}" for part in parts[:5]] + ([f"\n  ... and {len(parts) - 5} more"] if len(parts) > 5 else [])
     message = ""
     if parts:
         message = (
-            f"{_frames(len(reasons.by_path()))} not stored in {file.name}; to call these, load it with the model "
+            f"{_frames(len(reasons.by_path()))} not stored in {name_of(file)}; to call these, load it with the model "
             f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
         )
     if any(_uses_cache(frame) for frame in root.walk() if reasons.of(frame) is not None):
@@ -320,14 +329,18 @@ def _frames(count: int) -> str:
     return "1 frame is" if count == 1 else f"{count} frames are"
 
 
-def _write(file: Path, found: Document) -> None:
-    from safetensors.torch import save_file
+def _write(file: Path | IO[bytes], found: Document) -> None:
+    from safetensors.torch import save, save_file
 
     text = json.dumps(found.content, allow_nan=False, separators=(",", ":"))
+    tensors, metadata = found.tensors.contents(), {"format": "pt", METADATA_KEY: text}
+    if not isinstance(file, Path):
+        file.write(save(tensors, metadata))
+        return
     handle, name = tempfile.mkstemp(prefix=file.name, suffix=".part", dir=file.parent)
     os.close(handle)
     try:
-        save_file(found.tensors.contents(), name, metadata={"format": "pt", METADATA_KEY: text})
+        save_file(tensors, name, metadata=metadata)
         # In one step: what was loaded from the old file, or reads it now, is not disturbed.
         Path(name).replace(file)
     except BaseException:

@@ -164,6 +164,8 @@ export interface PatchFields {
   positions: string | null;
   position_dim: number | null;
   any_shape: boolean;
+  /** Whether the slice may select nothing. */
+  allow_empty: boolean;
 }
 
 export interface PatchState extends PatchFields {

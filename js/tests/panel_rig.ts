@@ -75,6 +75,7 @@ export function patch(number: number, more: Partial<PatchState> = {}): PatchStat
     positions: null,
     position_dim: null,
     any_shape: false,
+    allow_empty: false,
     is_enabled: true,
     untrusted: null,
     row: 10,

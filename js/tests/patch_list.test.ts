@@ -53,6 +53,7 @@ describe("what is shown", () => {
       positions: "2, 4",
       position_dim: 1,
       any_shape: true,
+      allow_empty: true,
       warning: "beyond",
     });
     rig.session([ONE, TWO, THREE, restricted]);
@@ -61,7 +62,14 @@ describe("what is shown", () => {
       expect(text(items()[0])).toContain(part);
     }
     expect(text(items()[1])).toContain("→ seen");
-    for (const part of ["steps decoding", "positions 2, 4", "position dimension 1", "any shape", "beyond"]) {
+    for (const part of [
+      "steps decoding",
+      "positions 2, 4",
+      "position dimension 1",
+      "any shape",
+      "may be empty",
+      "beyond",
+    ]) {
       expect(text(items()[3])).toContain(part);
     }
     expect(named<HTMLInputElement>(list.element, `Apply ${NAME_3}`).checked).toBe(false);

@@ -118,7 +118,7 @@ hidden = hidden_probe.activation[:, -1]
 
 def test_records_functions_and_shapes(session: Session) -> None:
     session.add(patch("layers_0.up.linear", "record", name="acts", slice="0"))
-    session.add(patch("layers_0.up.linear", "custom", value="torch.tanh", any_shape=True))
+    session.add(patch("layers_0.up.linear", "custom", value="torch.tanh", any_shape=True, allow_empty=True))
     session.add(patch("layers_1.up.linear", "custom", value="lambda t: t.flip(-1)", slice="tok, 1:3"))
     session.add(patch("x", "replace", value="torch.zeros(4)", slice="0, 1"))
 
@@ -135,7 +135,7 @@ with pg.patch(
     {
         "layers_0.up.linear": [
             acts_record,
-            CustomPatch(custom_op=torch.tanh, any_shape=True),
+            CustomPatch(custom_op=torch.tanh, any_shape=True, allow_empty=True),
         ],
         "layers_1.up.linear": CustomPatch(
             custom_op=lambda t: t.flip(-1),

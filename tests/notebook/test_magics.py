@@ -194,6 +194,7 @@ def test_which_graph_is_active(shell: Shell) -> None:
         ("custom hidden lambda v: v * 2", "#1 custom hidden lambda v: v * 2 -> (3, 8)"),
         ("zero hidden --any-shape", "#1 zero hidden --any-shape -> (3, 8)"),
         ("zero --any-shape hidden[0]", "#1 zero hidden[0] --any-shape -> (8,)"),
+        ("zero hidden[:, 8:16] --allow-empty", "#1 zero hidden[:, 8:16] --allow-empty -> (3, 0)"),
         ("add --steps 2 hidden 1", "#1 add hidden 1 --steps 2 -> (3, 8)"),
         ('add --steps "2, 4" hidden 1', '#1 add hidden 1 --steps "2, 4" -> (3, 8)'),
         ("add hidden 1 --steps 2, 4", '#1 add hidden 1 --steps "2, 4" -> (3, 8)'),
@@ -222,9 +223,10 @@ def test_ipython_expands_nothing(pg: Shell) -> None:
 
 
 def test_a_slice_beyond_the_recorded_size_is_warned_of(pg: Shell) -> None:
-    said = lines(pg.ok("%graphpatch zero hidden[:, 9]").out)
-    assert said[0] == "#1 zero hidden[:, 9] -> (3,)"
-    assert said[1].startswith("warning: index 9 is beyond the size recorded here")
+    said = lines(pg.ok("%graphpatch zero hidden[9]").out)
+    assert said[0] == "#1 zero hidden[9] -> (8,)"
+    assert said[1].startswith("warning: slice [9] is out of range: dimension 0 of the value recorded here")
+    assert said[1].endswith("inputs of the example's sizes have no such part")
     assert len(said) == 2
 
 
@@ -328,6 +330,8 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("zero hidden --position-dim x", r"--position-dim takes a whole number, not 'x'"),
         ("zero hidden --position-dim 1", r"position_dim=1 says nothing without positions"),
         ("zero --any-shape hidden --any-shape", r"the option --any-shape is given twice"),
+        ("zero hidden[..., 8:16]", r"'hidden': slice \[\.\.\., 8:16\] selects nothing: dimension 1 of .*has 8 entries"),
+        ("probe hidden[:, 8]", r"'hidden': slice \[:, 8\] is out of range: dimension 1 of .*has 8 entries"),
         ("rm", r"rm needs to know which"),
         ("rm #1", r"there is no patch #1; none is chosen"),
         ("rm hidden", r"no chosen patch at 'hidden'; none is chosen"),

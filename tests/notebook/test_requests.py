@@ -29,7 +29,7 @@ EMPTY = {"slice": None, "value": None, "name": None, "steps": None, "positions":
 
 
 def fields(path: str, kind: str, **more: Any) -> dict[str, Any]:
-    return {"path": path, "kind": kind, **EMPTY, "any_shape": False, **more}
+    return {"path": path, "kind": kind, **EMPTY, "any_shape": False, "allow_empty": False, **more}
 
 
 class Front:
@@ -156,7 +156,9 @@ def test_check_says_what_a_patch_would_be_applied_to(front: Front) -> None:
     checked = front.ask("check", patch=fields("sub_0.linear", "zero", slice=":, 0"), number=None)
     assert checked == {"shape": [2, 3], "sliced": [2], "warning": None, "name": None}
     beyond = front.ask("check", patch=fields("sub_0.linear", "zero", slice="7"), number=None)
-    assert "beyond the size recorded here" in beyond["warning"]
+    assert "inputs of the example's sizes have no such part" in beyond["warning"]
+    nothing = fields("sub_0.linear", "zero", slice=":, 3:6", allow_empty=True)
+    assert front.ask("check", patch=nothing, number=None)["sliced"] == [2, 0]
     unknown = front.ask("check", patch=fields("sub_0.linear", "add", value="stear"), number=None)
     assert unknown["warning"] == "'stear' is not defined yet"
     taken = front.ask("check", patch=fields("sub_0.linear", "probe", name="steer"), number=None)
@@ -179,6 +181,7 @@ def test_a_patch_that_is_being_changed_is_not_in_its_own_way(front: Front) -> No
         (fields("sub_0", "probe"), "path", "is a graph"),
         (fields("sub_0.linear", "zeros"), "kind", "nearest: 'zero'"),
         (fields("sub_0.linear", "zero", slice=":, :, 0"), "slice", "has 3 dimensions"),
+        (fields("sub_0.linear", "zero", slice=":, 3:6"), "slice", "selects nothing: dimension 1"),
         (fields("sub_0.linear", "zero", slice="f()"), "slice", "is not possible"),
         (fields("sub_0.linear", "add"), "value", "needs a value"),
         (fields("sub_0.linear", "add", value="1 +"), "value", "no Python expression"),

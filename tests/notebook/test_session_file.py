@@ -453,6 +453,7 @@ def chosen_patches() -> st.SearchStrategy[ChosenPatch | None]:
         positions=st.none() | st.sampled_from(["3", "1:4"]),
         position_dim=st.none() | st.integers(-2, 2),
         any_shape=st.booleans(),
+        allow_empty=st.booleans(),
     )
 
 

@@ -50,7 +50,15 @@ test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => 
     steps: null,
     positions: null,
   } as const;
-  const rest = { position_dim: null, any_shape: false, shape: null, sliced: null, warning: null, row: row + 1 };
+  const rest = {
+    position_dim: null,
+    any_shape: false,
+    allow_empty: false,
+    shape: null,
+    sliced: null,
+    warning: null,
+    row: row + 1,
+  };
   const { el } = await shown(columns, {
     scores: new DataView(scores.buffer),
     scores_name: "effect",
