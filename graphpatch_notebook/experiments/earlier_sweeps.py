@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.checks.call_signature import UnseenError, input_key, settings_key
 from graphpatch_notebook.checks.model_state import version_of
-from graphpatch_notebook.execution.frame_effects import PLAIN, all_modules, leaves_of
+from graphpatch_notebook.execution.frame_effects import PLAIN, all_modules
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -100,6 +101,7 @@ def _attributes(value: Any) -> Iterable[Any]:
 
 def kind_of_run(inputs: Inputs) -> Hashable:
     """Returns what two runs of a model have in common that do the same, as long as Python looks at no values."""
-    leaves = leaves_of((inputs.args, inputs.kwargs))
-    forms = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return forms, tuple(inputs.kwargs)
+    try:
+        return input_key(inputs.args, inputs.kwargs), settings_key()
+    except UnseenError:
+        return object()  # equal to no other

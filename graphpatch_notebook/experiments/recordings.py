@@ -14,6 +14,7 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.experiments.call_checks import check_inputs
 from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.kept_state import drawn_between
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -64,8 +65,9 @@ def record(
     with torch.no_grad(), pg.patch(probes, strict=True):
         state = SharedRandomState()
         output = pg(*fresh.args, **fresh.kwargs)
-        drawn = state.differing(SharedRandomState())
+        after = SharedRandomState()
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
+    drawn = drawn_between(state, after, pg._module, lambda: inputs.run(pg))
     values = {}
     for path, probe in probes.items():
         value = probe.activation

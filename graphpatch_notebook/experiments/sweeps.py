@@ -14,7 +14,7 @@ from graphpatch_notebook.experiments.call_checks import (
     check_metric,
     check_no_inputs,
 )
-from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
+from graphpatch_notebook.experiments.cells import CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
 from graphpatch_notebook.experiments.executors import Dispatch, check_executor, task_maker
@@ -22,6 +22,7 @@ from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.fitness import Reference
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.interrupts import interrupts_deferred
+from graphpatch_notebook.experiments.plans import planned
 from graphpatch_notebook.experiments.progress import Progress, shown_progress
 from graphpatch_notebook.experiments.runner import CellRunner
 from graphpatch_notebook.experiments.scheduling import Ledger, remaining, run_here
@@ -30,6 +31,9 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 
 if TYPE_CHECKING:
     from xarray import DataArray
+
+_FEW = 4
+"""Fewer cells do not share forwards: to find out how costs more."""
 
 
 def sweep(
@@ -103,30 +107,35 @@ def sweep(
     check_input_names(pg, given.kwargs, sweep)
     check_inputs(pg, given)
     extra("xarray", "the result of a sweep")
-    _check_options(backward, checkpoint, executor)
+    _check_options(batch, backward, checkpoint, executor)
     if executor is not None:
         check_executor(executor, recipe, pg)
     values = axes_of(axes)
-    cells = cells_of(values, make_patches)
-    paths = list(dict.fromkeys(str(path) for cell in cells for path in cell.patches))
-    runner = CellRunner(pg, given, metric, paths, batch=batch, backward=backward)
+    making = Cells(values, make_patches)
+    cells = making.unmade
+    plan = planned(pg, making, given, metric, is_all=checkpoint is not None or executor is not None, backward=backward)
+    batch = batch if len(plan.shared) >= _FEW else None
+    runner = CellRunner(pg, given, metric, plan.paths, batch=batch, backward=backward)
     metric_dims(runner.baseline, values)  # refuses names before anything is run
     file = None
     if checkpoint is not None:
-        file = Checkpoint(checkpoint, Identity.of(values, cells, metric, given, runner.baseline), cells)
+        file = Checkpoint(checkpoint, Identity.of(values, plan.made, metric, given, runner.baseline), cells)
     results = dict(file.done) if file is not None else {}
-    chunks = list(remaining(runner.chunks(cells), results))
+    chunks = list(remaining([*runner.chunks(plan.shared), *([cell] for cell in plan.alone)], results))
     dispatch = None
     if executor is not None and chunks:
-        work = Work(given, metric, paths, batch, Reference.of(pg, given, runner.baseline))
+        work = Work(given, metric, plan.paths, batch, Reference.of(pg, given, runner.baseline))
         dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
 
     def run(shown: Progress) -> None:
         ledger = Ledger(runner.baseline, file, shown, results)
         run_here(runner, chunks, ledger) if dispatch is None else dispatch.run(chunks, ledger)
+        for number in plan.later:
+            ledger.keep([_made_and_run(runner, making, number)])
 
     is_whole = _runs_through(run, len(cells), len(results), progress)
-    remarks = list(dict.fromkeys([*runner.remarks, *(dispatch.remarks if dispatch is not None else ())]))
+    remarks = [*plan.remark(len(cells)), *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
+    remarks = list(dict.fromkeys(remarks))
     if not is_whole:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
     result = None
@@ -142,6 +151,14 @@ def sweep(
     return result
 
 
+def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
+    try:
+        cell = cells.made(number)
+    except Exception as error:
+        return CellResult(number, None, f"{type(error).__name__}: {error} (raised by make_patches)")
+    return runner.run_whole(number, cell.patches)
+
+
 def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_shown: bool) -> bool:
     """Returns whether `run` comes to its end without an interrupt."""
     try:
@@ -152,7 +169,9 @@ def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_sho
     return True
 
 
-def _check_options(backward: bool, checkpoint: Any, executor: Any) -> None:
+def _check_options(batch: Any, backward: bool, checkpoint: Any, executor: Any) -> None:
+    if batch is not None and batch != "auto" and (type(batch) is not int or batch < 1):
+        raise ExperimentError(f'batch must be "auto", a number of cells, or None, not {batch!r}')
     if backward and checkpoint is not None:
         raise ExperimentError(
             "backward=True accumulates gradients, which checkpoint= does not keep: they would lack the cells that were "
