@@ -294,7 +294,7 @@ class CellRunner:
             # Before the metric is asked, and before there are gradients, which cannot be taken back.
             with torch.no_grad(), self._pg.patch(patches):
                 found = outputs()
-            self._has_compared = assure_same_alone(self._pg, common, [own for _, own in cells], found)
+            self._has_compared = assure_same_alone(self._pg, common, self._metric, [p for _, p in cells], found)
         with self._pg.patch(patches):
             if found is None or self._backward:
                 found = outputs()
