@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ _BY_IDENTITY = (Module, PatchableGraph, BuiltinFunctionType, ModuleType, type)
 class ReferredValues:
     """What values, and functions among them, hold at one moment: two are equal if nothing that can be seen changed.
 
-    Seen are closures, globals that functions name, defaults, the attributes of callable objects, and what containers
-    and plain objects among these hold; not what is in models and modules of Python.
+    Seen are closures, globals that functions name, defaults, what methods name of their object, and what containers and
+    plain objects among these hold; not what is in models and modules of Python.
 
     Args:
         *values: The values.
@@ -62,8 +62,9 @@ class ReferredValues:
             for value in (function.func, *function.args, *function.keywords.values()):
                 yield from self._marks_of(value, depth - 1)
         elif isinstance(function, MethodType):
-            yield from self._marks_of(function.__self__, depth - 1)
-            yield from self._marks_of_function(function.__func__, depth - 1)
+            yield from self._marks_of_function(function.__func__, depth)
+            for value in _named(function.__self__, function.__func__):
+                yield from self._marks_of(value, depth - 1)
         elif isinstance(function, FunctionType):
             for value in _referred(function):
                 yield from self._marks_of(value, depth - 1)
@@ -83,6 +84,9 @@ class ReferredValues:
         yield id(value)
         if isinstance(value, _BY_IDENTITY):
             return
+        if callable(value) and isinstance(method := kind.__call__, FunctionType):
+            yield from self._marks_of_function(MethodType(method, value), depth)
+            return
         if isinstance(value, Tensor):
             yield version_of(value)
             if kind is Tensor and value.device.type == "cpu" and value.numel() * value.element_size() <= _FEW_BYTES:
@@ -92,7 +96,7 @@ class ReferredValues:
         elif isinstance(value, torch.Generator):
             yield bytes(value.get_state().tolist())
         elif depth > 0:
-            for child in (*_children(value), vars(kind).get("__call__")):
+            for child in _children(value):
                 yield from self._marks_of(child, depth - 1)
 
 
@@ -103,6 +107,21 @@ def _referred(function: FunctionType) -> Iterator[Any]:
     for name in global_names(function.__code__):
         yield function.__globals__.get(name)
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _named(owner: Any, function: Any) -> Iterator[Any]:
+    """Yields the attributes, and the other methods, of an object that a method of it names."""
+    for name in _names(function.__code__) if isinstance(function, FunctionType) else ():
+        if name in getattr(owner, "__dict__", ()):
+            yield owner.__dict__[name]
+        elif isinstance(method := getattr(type(owner), name, None), FunctionType):
+            yield MethodType(method, owner)
+
+
+@lru_cache(maxsize=256)
+def _names(code: CodeType) -> frozenset[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _children(value: Any) -> list[Any]:

@@ -116,8 +116,8 @@ class PrivateCopies:
         for tensor, clone in self._given:
             if difference(tensor.detach(), clone, "") is not None:
                 raise ExperimentError(
-                    f"make_patches writes into a value of shape {tuple(tensor.shape)} that has gradients, of a cell that "
-                    "has not run yet; give each cell a tensor of its own: value.clone()"
+                    f"make_patches writes into a value of shape {tuple(tensor.shape)} that has gradients and belongs "
+                    "to a cell that has not run yet; give each cell a tensor of its own: value.clone()"
                 )
 
 
