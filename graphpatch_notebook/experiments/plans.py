@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.patch_map import entries_of
+from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, Cells
 from graphpatch_notebook.experiments.common_work import why_plain
 from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
@@ -35,12 +36,14 @@ class Plan:
         alone: Others that are made already. Each runs as in a plain loop, after the pure ones.
         later: The numbers of those that are made just before they run, one after the other, likewise.
         why: Why cells do not share work, in words; `None` where all may.
+        entries: The entries of the cells that are made already, by number.
     """
 
     shared: Sequence[Cell]
     alone: Sequence[Cell]
     later: range
     why: str | None
+    entries: Mapping[int, list[Entry]] = field(default_factory=dict)
 
     @property
     def made(self) -> list[Cell]:
@@ -65,18 +68,23 @@ def planned(
 
     Raises:
         UnknownPathError, PatchMapError: Patch maps that are made are refused: one error with all that is wrong.
-        ExperimentError: `make_patches` changes what runs look at besides patches, but not from the first cell on.
+        ExperimentError: `make_patches` changes what runs look at besides patches.
     """
     count = len(cells.unmade)
     copies = PrivateCopies(keeps_gradients=backward)
-    surroundings = _Surroundings(pg, inputs, metric)
     reason, why = why_plain(pg), None
+    known = shown_earlier(pg)
+    referred = ReferredValues(metric)
+    given, state = ReferredValues(inputs.args, inputs.kwargs), SharedRandomState()
     shared: list[Cell] = []
     alone: list[Cell] = []
     while len(shared) + len(alone) < count and (is_all or not alone):
         cell = cells.made(len(shared) + len(alone))
-        if cell.number == 0 and not is_all:
-            reason = reason or surroundings.change()
+        if cell.number == 0 and reason is None and not is_all:
+            if referred != ReferredValues(metric):
+                reason = "make_patches changes what the metric refers to"
+            elif state.differing(SharedRandomState()) and _draws(pg, inputs):
+                reason = "make_patches and the model draw random numbers in turn"
         try:
             if reason is not None:
                 raise ImpureError(reason)
@@ -84,63 +92,50 @@ def planned(
         except ImpureError as impurity:
             alone.append(cell)
             why = why or str(impurity)
-    plan = Plan(shared, alone, range(len(shared) + len(alone), count), why)
-    if shared and surroundings.has_changed():
-        raise ExperimentError(
-            "make_patches changes the model, its inputs, or what the metric refers to, for a cell that is made before "
-            "earlier ones run: leave that to a CustomPatch, or write the loop: with pg.patch(make_patches(...))"
-        )
     copies.check_given()
-    _check(pg, plan.made)
-    return plan
+    what = [
+        *(["the model"] if shown_earlier(pg) is not known else []),
+        *(["what the model runs on"] if given != ReferredValues(inputs.args, inputs.kwargs) else []),
+        *(["what the metric refers to"] if referred != ReferredValues(metric) else []),
+    ]
+    if shared and what:
+        raise ExperimentError(
+            f"make_patches changes {' and '.join(what)}, and is called for some cells before earlier ones run: leave "
+            "that to the patches, or write the loop: with pg.patch(make_patches(...)): ..."
+        )
+    plan = Plan(shared, alone, range(len(shared) + len(alone), count), why)
+    return replace(plan, entries=_entries(pg, plan.made))
 
 
-class _Surroundings:
-    """What runs of the model and calls of the metric look at besides patches, at one moment."""
-
-    def __init__(self, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> None:
-        self._pg, self._inputs, self._metric = pg, inputs, metric
-        self._model = shown_earlier(pg)
-        self._referred = self._referred_now()
-        self._random = SharedRandomState()
-
-    def _referred_now(self) -> ReferredValues:
-        return ReferredValues(self._metric, self._inputs.args, self._inputs.kwargs)
-
-    def has_changed(self) -> bool:
-        """Whether something else is there now than at that moment."""
-        return shown_earlier(self._pg) is not self._model or self._referred != self._referred_now()
-
-    def change(self) -> str | None:
-        """Returns what of it `make_patches` has changed since, in words, random numbers that the model draws too."""
-        if self.has_changed():
-            return "make_patches changes the model, its inputs, or what the metric refers to"
-        if self._random.differing(SharedRandomState()) and self._draws():
-            return "make_patches and the model draw random numbers in turn"
-        return None
-
-    def _draws(self) -> bool:
-        before = SharedRandomState()
-        with afterwards(KeptState(self._pg._module).restore), torch.no_grad():
-            self._inputs.run(self._pg)
-            after = SharedRandomState()
-            return bool(drawn_between(before, after, self._pg._module, lambda: self._inputs.run(self._pg)))
+def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
+    """Whether the model draws random numbers; leaves all as it was."""
+    before = SharedRandomState()
+    with afterwards(KeptState(pg._module).restore), torch.no_grad():
+        inputs.run(pg)
+        return bool(drawn_between(before, SharedRandomState(), pg._module, lambda: inputs.run(pg)))
 
 
-def _check(pg: PatchableGraph, cells: Sequence[Cell]) -> None:
-    """Raises one error with all that is wrong with the patch maps of some cells."""
+def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:
+    """Returns the entries of each cell, by its number; raises one error with all that is wrong with patch maps."""
     targets = pg._current().targets
-    errors = [(cell, error) for cell in cells if (error := _refusal(pg._root_frame, cell, targets)) is not None]
+    found: dict[int, list[Entry]] = {}
+    errors: list[tuple[Cell, PatchMapError]] = []
+    for cell in cells:
+        entries = _entries_or_error(pg._root_frame, cell, targets)
+        if isinstance(entries, PatchMapError):
+            errors.append((cell, entries))
+        else:
+            found[cell.number] = entries
     if errors:
         kind = UnknownPathError if any(isinstance(error, UnknownPathError) for _, error in errors) else PatchMapError
         first = [f"{cell}: {error}" for cell, error in errors[:_MOST_SHOWN]]
         more = [f"... and {len(errors) - _MOST_SHOWN} more cells"] if len(errors) > _MOST_SHOWN else []
         raise kind("\n".join([*first, *more]))
+    return found
 
 
-def _refusal(root: Frame, cell: Cell, targets: dict[str, Target]) -> PatchMapError | None:
+def _entries_or_error(root: Frame, cell: Cell, targets: dict[str, Target]) -> list[Entry] | PatchMapError:
     try:
-        entries_of(root, cell.patches, targets)
+        return entries_of(root, cell.patches, targets)
     except PatchMapError as error:
         return error
-    return None

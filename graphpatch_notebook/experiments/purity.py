@@ -7,6 +7,7 @@ Only these share forwards with others, and run from recorded results. This is de
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ class PrivateCopies:
         if type(patch_map) is not dict:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
-        with torch.inference_mode(False):
+        # Entering a mode takes longer than to copy a patch.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             for path, given in patch_map.items():
                 is_one = type(given) not in (list, tuple)
                 copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
@@ -94,11 +96,11 @@ class PrivateCopies:
         raise ImpureError(f"a patch holds an object of type {kind.__name__}")
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        clone = tensor.detach().clone()
+        clone = (tensor.detach() if tensor.requires_grad else tensor).clone()
         if self._keeps_gradients and tensor.requires_grad:
             self._given.append((tensor, clone))
             return tensor
-        if tensor.numel() * tensor.element_size() <= _FEW_BYTES:
+        if clone.nbytes <= _FEW_BYTES:
             return clone
         # Where it lies only says where to look: what counts is that the contents are equal, as of now.
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

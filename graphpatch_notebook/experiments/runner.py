@@ -10,7 +10,7 @@ so does all else where it is not certain that one of the two gives these numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -90,8 +90,9 @@ class CellRunner:
         self._has_compared = False
         self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
 
-    def chunks(self, cells: Sequence[Cell]) -> list[list[Cell]]:
+    def chunks(self, cells: Sequence[Cell], entries_by_number: Mapping[int, list[Entry]]) -> list[list[Cell]]:
         """Returns pure cells in the portions in which they are best given to `run`, in the best order."""
+        self._known_entries = {id(cell.patches): (cell.patches, entries_by_number[cell.number]) for cell in cells}
         common = self._common
         if common.survey is None or common.rows is None:
             return [[cell] for cell in cells]

@@ -121,7 +121,7 @@ def sweep(
     if checkpoint is not None:
         file = Checkpoint(checkpoint, Identity.of(values, plan.made, metric, given, runner.baseline), cells)
     results = dict(file.done) if file is not None else {}
-    chunks = list(remaining([*runner.chunks(plan.shared), *([cell] for cell in plan.alone)], results))
+    chunks = list(remaining([*runner.chunks(plan.shared, plan.entries), *([cell] for cell in plan.alone)], results))
     dispatch = None
     if executor is not None and chunks:
         work = Work(given, metric, plan.paths, batch, Reference.of(pg, given, runner.baseline))
