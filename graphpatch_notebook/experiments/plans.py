@@ -55,10 +55,18 @@ class Plan:
         """All paths that pure cells patch."""
         return list(dict.fromkeys(str(path) for cell in self.shared for path in cell.patches))
 
-    def remark(self, count: int) -> list[str]:
-        """Returns what is to be known of the cells that do not share work; `count` is how many there are in all."""
-        number = len(self.alone) + len(self.later)
-        return [f"{number:,} of {count:,} cells ran one by one, each as a whole: {self.why}"] if number else []
+    @property
+    def remarks(self) -> list[str]:
+        """What is to be known of the cells that do not share work, in words."""
+        count = len(self.alone) + len(self.later)
+        if not count:
+            return []
+        text = f"{count:,} of {len(self.shared) + count:,} cells ran one by one, each as a whole: {self.why}"
+        if len(self.alone) > 1:  # with `checkpoint` or `executor`
+            text += (
+                "; all were made before any ran, and do not see what others left behind that ran earlier or elsewhere"
+            )
+        return [text]
 
 
 def planned(

@@ -29,7 +29,7 @@ from graphpatch_notebook.experiments.survey import Survey, paths_read_after, wat
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target
 
-_UNREACHED = "the model does not come to it on these inputs"
+_UNREACHED = "the model does not reach it on these inputs"
 
 
 @dataclass

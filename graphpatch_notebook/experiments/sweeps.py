@@ -52,16 +52,25 @@ def sweep(
 ) -> DataArray:
     """Returns what `metric` gives for each combination of the values of `axes`: `pg.sweep(...)` as a function.
 
+    A sweep is the loop `for ...: with pg.patch(make_patches(...)): metric(pg(*inputs))`. Cells share work where that is
+    known to change nothing: where their patches are `ZeroPatch`, `AddPatch` and `ReplacePatch`, which hold plain data
+    and tensors. These are copied when they are made, so you may reuse tensors and patches. From the first other
+    patch on (a `CustomPatch`, a `ProbePatch`, a kind of your own), each cell is made just before it runs, runs as a
+    whole, once, and may use what earlier cells left behind. `attrs["remarks"]` says so.
+
     A cell that fails does not lose the others: it is NaN, `attrs["errors"]` says why, and one `ExperimentWarning` is
-    given at the end.
+    given at the end. So does a cell that is made just before it runs and cannot be made, or names an unknown path.
 
     Args:
         pg: The graph.
         axes: From names to values, the dimensions of the result.
-        make_patches: From a value of each axis to the patch map of a cell. It is called for all cells before any of
-            them runs: what a patch looks up later (a variable that is set here) is what the last call left.
+        make_patches: From a value of each axis to the patch map of a cell. It is called once for each cell, in order,
+            but before earlier cells run as long as all are of the first kind: then it cannot use what the metric keeps
+            of these, and if it changes the model or its inputs, that is an error.
         *inputs: What the model runs on, positional; or all of it as one `Inputs`.
-        metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name.
+        metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name. It is
+            called without patches first (more than once, where a part of the output may be left out), then once for
+            each cell: in their order, if a call changes what it refers to, or if cells do not share forwards.
         batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
         progress: Whether to show how far it is, how many cells are done in a second, and how long it will take.
         backward: Whether the metric of each cell is differentiated, with gradients that add up. Neither with
@@ -70,7 +79,9 @@ def sweep(
             it, after an interrupt, a crash or a power cut: cells that are done are not run again, cells that failed
             are. The file of another sweep (axes, patches, metric, inputs, or weights, by the metric without patches)
             is refused and left as it is; `Digester` says what it cannot see. Numbers are those of an uninterrupted
-            sweep, bit for bit, in the same environment.
+            sweep, bit for bit, in the same environment. All patch maps are made before any cell runs, as with
+            `executor`: functions that use what others left behind do not find what cells left that ran earlier, or
+            elsewhere.
         executor: What runs the chunks: an executor as in `concurrent.futures`, with a method `submit` that returns a
             future. Threads share this process's graph. Other executors (processes, `joblib`'s, a Dask `Client` or its
             `get_executor()`) need a `recipe`, and no weights go through them. Where a worker is lost, its chunk is
@@ -134,7 +145,7 @@ def sweep(
             ledger.keep([_made_and_run(runner, making, number)])
 
     is_whole = _runs_through(run, len(cells), len(results), progress)
-    remarks = [*plan.remark(len(cells)), *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
+    remarks = [*plan.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
     remarks = list(dict.fromkeys(remarks))
     if not is_whole:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
