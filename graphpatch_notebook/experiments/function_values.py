@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.checks.model_state import MANY, version_of
-from graphpatch_notebook.experiments.digests import global_names
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _DEEPEST = 3
@@ -53,58 +52,53 @@ class ReferredValues:
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with a later one only
 
-    def _marks_of_function(self, function: Any, depth: int) -> Iterator[Any]:
-        self._held.append(function)
-        yield id(function)
-        if depth == 0:
-            return
-        if isinstance(function, partial):
-            for value in (function.func, *function.args, *function.keywords.values()):
-                yield from self._marks_of(value, depth - 1)
-        elif isinstance(function, MethodType):
-            yield from self._marks_of_function(function.__func__, depth)
-            for value in _named(function.__self__, function.__func__):
-                yield from self._marks_of(value, depth - 1)
-        elif isinstance(function, FunctionType):
-            for value in _referred(function):
-                yield from self._marks_of(value, depth - 1)
-
     def _marks_of(self, value: Any, depth: int) -> Iterator[Any]:
         kind = type(value)
         if kind in _PLAIN:
             yield value
             return
-        if kind is float or kind is complex:
-            yield repr(value)  # which is not a number may be
+        if kind in (float, complex):
+            yield repr(value)  # it may be NaN
             return
-        if isinstance(value, (FunctionType, MethodType, partial)):
-            yield from self._marks_of_function(value, depth)
-            return
-        self._held.append(value)
-        yield id(value)
-        if isinstance(value, _BY_IDENTITY):
-            return
-        if callable(value) and isinstance(method := kind.__call__, FunctionType):
-            yield from self._marks_of_function(MethodType(method, value), depth)
-            return
+        if kind is not MethodType:  # these are made anew each time that they are asked for
+            self._held.append(value)
+            yield id(value)
         if isinstance(value, Tensor):
             yield version_of(value)
-            if kind is Tensor and value.device.type == "cpu" and value.numel() * value.element_size() <= _FEW_BYTES:
-                yield repr(value.tolist())  # `numpy` and `data` write without counting
+            if kind is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES:
+                yield repr(value.tolist())  # writes through `numpy` and `data` are not counted
         elif isinstance(value, np.ndarray):
             yield value.tobytes() if value.nbytes <= _FEW_BYTES else None
         elif isinstance(value, torch.Generator):
-            yield bytes(value.get_state().tolist())
-        elif depth > 0:
-            for child in _children(value):
-                yield from self._marks_of(child, depth - 1)
+            yield repr(value.get_state().tolist())
+        elif depth > 0 and not isinstance(value, _BY_IDENTITY):
+            for part in _parts(value):
+                yield from self._marks_of(part, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Returns what a function refers to, what a container holds, or the attributes of a plain object."""
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        return _referred(value)
+    if isinstance(value, MethodType):
+        return [*_parts(value.__func__), *_named(value.__self__, value.__func__)]
+    if callable(value) and isinstance(type(value).__call__, FunctionType):
+        return _parts(value.__call__)
+    is_container = isinstance(value, (Mapping, list, tuple, set, frozenset))
+    if is_container and len(value) > MANY:  # data
+        return []
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    return value if is_container else getattr(value, "__dict__", {}).values()
 
 
 def _referred(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # of a variable without a value
             yield cell.cell_contents
-    for name in global_names(function.__code__):
+    for name in _names(function.__code__):
         yield function.__globals__.get(name)
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
@@ -119,17 +113,6 @@ def _named(owner: Any, function: Any) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=256)
-def _names(code: CodeType) -> frozenset[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-def _children(value: Any) -> list[Any]:
-    """Returns what a container holds, or the attributes of a plain object; nothing of those that hold much: data."""
-    if isinstance(value, Mapping):
-        inside: Any = [*value, *value.values()] if len(value) <= MANY else ()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = value if len(value) <= MANY else ()
-    else:
-        inside = getattr(value, "__dict__", {}).values()
-    return list(inside)
+def _names(code: CodeType) -> tuple[str, ...]:
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))

@@ -59,14 +59,8 @@ class Plan:
     def remarks(self) -> list[str]:
         """What is to be known of the cells that do not share work, in words."""
         count = len(self.alone) + len(self.later)
-        if not count:
-            return []
-        text = f"{count:,} of {len(self.shared) + count:,} cells ran one by one, each as a whole: {self.why}"
-        if len(self.alone) > 1:  # with `checkpoint` or `executor`
-            text += (
-                "; all were made before any ran, and do not see what others left behind that ran earlier or elsewhere"
-            )
-        return [text]
+        total = len(self.shared) + count
+        return [f"{count:,} of {total:,} cells ran one by one, each as a whole: {self.why}"] if count else []
 
 
 def planned(

@@ -277,3 +277,23 @@ def test_a_path_that_the_model_does_not_reach_is_named() -> None:
         progress=False,
     )  # fmt: skip
     assert found.remarks == ["2 of 8 cells ran one by one: 'b.output': the model does not reach it on these inputs"]
+
+
+class Measured:
+    """A metric that is an object, with a method of its own."""
+
+    def __init__(self) -> None:
+        self.units = [0, 1]
+
+    def __call__(self, output: Tensor) -> Tensor:
+        return self.chosen(output).sum()
+
+    def chosen(self, output: Tensor) -> Tensor:
+        return output[0, self.units]
+
+
+@pytest.mark.parametrize("metric", [Measured(), Measured().chosen, torch.sum, nn.Flatten(0)])
+def test_metrics_that_keep_nothing_do_not_keep_cells_from_sharing_forwards(model: nn.Module, metric: Any) -> None:
+    pg = PatchableGraph(model, X)
+    found = pg.sweep({"cell": range(8)}, lambda n: {"b.output": AddPatch(value=n)}, X, metric=metric, progress=False)
+    assert found.remarks == []
