@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.function_values import ReferredValues
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.kept_state import KeptState, drawn_between
-from graphpatch_notebook.experiments.purity import ImpureError, PrivateCopies
+from graphpatch_notebook.experiments.purity import ImpureError, PrivateCopies, PurePatches
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target
@@ -32,23 +32,26 @@ class Plan:
     """How the cells of a sweep are run.
 
     Attributes:
-        shared: Pure cells, with private copies of their patch maps: in which order they run, and how, does not matter.
-        alone: Others that are made already. Each runs as in a plain loop, after the pure ones.
-        later: The numbers of those that are made just before they run, one after the other, likewise.
+        made: The cells that are made already, in order.
+        later: The numbers of those that are made just before they run, one after the other.
         why: Why cells do not share work, in words; `None` where all may.
         entries: The entries of the cells that are made already, by number.
     """
 
-    shared: Sequence[Cell]
-    alone: Sequence[Cell]
+    made: Sequence[Cell]
     later: range
     why: str | None
-    entries: Mapping[int, list[Entry]] = field(default_factory=dict)
+    entries: Mapping[int, list[Entry]]
 
     @property
-    def made(self) -> list[Cell]:
-        """The cells that are made already, in order."""
-        return sorted([*self.shared, *self.alone], key=lambda cell: cell.number)
+    def shared(self) -> list[Cell]:
+        """Pure cells, with private copies of their patch maps: in which order they run, and how, does not matter."""
+        return [cell for cell in self.made if isinstance(cell.patches, PurePatches)]
+
+    @property
+    def alone(self) -> list[Cell]:
+        """Others that are made already. Each runs as in a plain loop, after the pure ones."""
+        return [cell for cell in self.made if not isinstance(cell.patches, PurePatches)]
 
     @property
     def paths(self) -> list[str]:
@@ -78,10 +81,9 @@ def planned(
     known = shown_earlier(pg)
     referred = ReferredValues(metric)
     given, state = ReferredValues(inputs.args, inputs.kwargs), SharedRandomState()
-    shared: list[Cell] = []
-    alone: list[Cell] = []
-    while len(shared) + len(alone) < count and (is_all or not alone):
-        cell = cells.made(len(shared) + len(alone))
+    made: list[Cell] = []
+    while len(made) < count and (is_all or why is None):
+        cell = cells.made(len(made))
         if cell.number == 0 and reason is None and not is_all:
             if referred != ReferredValues(metric):
                 reason = "make_patches changes what the metric refers to"
@@ -90,23 +92,22 @@ def planned(
         try:
             if reason is not None:
                 raise ImpureError(reason)
-            shared.append(replace(cell, patches=copies.of(cell.patches)))
+            cell = replace(cell, patches=copies.of(cell.patches))
         except ImpureError as impurity:
-            alone.append(cell)
             why = why or str(impurity)
+        made.append(cell)
     copies.check_given()
     what = [
         *(["the model"] if shown_earlier(pg) is not known else []),
         *(["what the model runs on"] if given != ReferredValues(inputs.args, inputs.kwargs) else []),
         *(["what the metric refers to"] if referred != ReferredValues(metric) else []),
     ]
-    if shared and what:
+    if what and isinstance(made[0].patches, PurePatches):
         raise ExperimentError(
             f"make_patches changes {' and '.join(what)}, and is called for some cells before earlier ones run: leave "
             "that to the patches, or write the loop: with pg.patch(make_patches(...)): ..."
         )
-    plan = Plan(shared, alone, range(len(shared) + len(alone), count), why)
-    return replace(plan, entries=_entries(pg, plan.made))
+    return Plan(made, range(len(made), count), why, _entries(pg, made))
 
 
 def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:

@@ -60,11 +60,10 @@ def record(
         PatchNotFiredError: A path did not come up.
     """
     check_inputs(pg, inputs)
-    fresh = inputs.fresh()
     probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
     with torch.no_grad(), pg.patch(probes, strict=True):
         state = SharedRandomState()
-        output = pg(*fresh.args, **fresh.kwargs)
+        output = inputs.run(pg)
         after = SharedRandomState()
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
     drawn = drawn_between(state, after, pg._module, lambda: inputs.run(pg))

@@ -10,9 +10,8 @@ so does all else where it is not certain that one of the two gives these numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -229,9 +228,7 @@ class CellRunner:
         replay = Replay(survey.tree, values)
         return FramesSeen(self._pg._module, replay, replay.modules())
 
-    def _without_in_rows(
-        self, frames: frozenset[FrameNode], count: int, entries: Iterable[Entry]
-    ) -> AbstractContextManager[None]:
+    def _without_in_rows(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
         """Leaves frames, and positions that are as without patches, out of a run of several interventions."""
         survey, rows = self._common.survey, self._common.rows
         assert rows is not None
@@ -240,7 +237,7 @@ class CellRunner:
             frame: repeated(frame.value, rows.layouts[frame], count, may_share=not frame.is_written_later)
             for frame in frames
         }
-        at_last = read_at_last_only(rows.stand_ins, survey, entries)
+        at_last = read_at_last_only(rows.stand_ins, survey)
         replay = Replay(survey.tree, values, {**rows.stand_ins, **at_last})
         return FramesSeen(self._pg._module, replay, replay.modules())
 
@@ -283,7 +280,7 @@ class CellRunner:
 
         def outputs() -> list[Any]:
             inputs = repeated_inputs(common.inputs.fresh(), rows.inputs, len(own_rows))
-            with self._without_in_rows(frames, len(own_rows), chain.from_iterable(entries)):
+            with self._without_in_rows(frames, len(own_rows)):
                 output = self._pg(*inputs.args, **inputs.kwargs)
             check_rows(output, survey, rows, len(own_rows))
             if with_control:
