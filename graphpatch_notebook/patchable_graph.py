@@ -16,6 +16,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
+from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.example_inputs import ExampleInputs
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.widget import Browser
 
 _OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored _examples".split())
-_OWN |= {"_has_custom_graphs", "_generation_config"}
+_OWN |= {"_has_custom_graphs", "_generation_config", "_drawn"}
 
 
 class PatchableGraph(ModuleDelegate):
@@ -93,7 +94,7 @@ class PatchableGraph(ModuleDelegate):
             )
         options, example_args, example_kwargs = options_among(example_args, example_kwargs)
         super().__init__()
-        examples = ExampleInputs(example_args, example_kwargs)
+        examples, before = ExampleInputs(example_args, example_kwargs), SharedRandomState()
         try:
             root_frame = capture(module, options, example_args, example_kwargs)
         except Exception as error:
@@ -102,6 +103,7 @@ class PatchableGraph(ModuleDelegate):
             raise
         self._set_up(module, root_frame, options)
         self.__dict__["_examples"] = examples
+        self.__dict__["_drawn"] = before.differing(SharedRandomState())
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -153,7 +155,7 @@ class PatchableGraph(ModuleDelegate):
         state["_hierarchy"] = state["_derived"] = None
         state["_generation_config"] = copied_config(module) if options.copy_transformers_generation_config else None
         state["_unstored"] = {}
-        state["_examples"] = None
+        state["_examples"] = state["_drawn"] = None  # random generators that the model draws from: nobody knows
         state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
         # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
@@ -230,8 +232,8 @@ class PatchableGraph(ModuleDelegate):
         """Compares the graph of every frame with the model's own code on these inputs, bit for bit.
 
         Returns:
-            A report for each frame; printing it shows what is to be known. The inputs, the model's buffers and the
-            state of the random generators stay as they were.
+            A report for each frame; printing it shows what is to be known. The inputs, the model's state (buffers,
+            attributes) and that of the random generators stay as they were.
 
         Example:
             >>> import torch
@@ -245,7 +247,8 @@ class PatchableGraph(ModuleDelegate):
         """Returns what runs the graphs node by node (`torch.fx.Interpreter`), where an error names its node.
 
         It runs the graphs, not the model, and no patches: for looking into a graph, say one that `verify` says to
-        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`.
+        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`. The
+        model's state, and that of the random generators, stay as they were.
 
         Args:
             on_node: Called with the path and the value of each node, as it comes up.
@@ -582,7 +585,7 @@ class PatchableGraph(ModuleDelegate):
         module = copy.deepcopy(self._module, memo)
         result = memo[id(self)] = self._of(module, copied_frame(self._root_frame, memo), self._options)
         result.__dict__["_unstored"] = dict(self._unstored)
-        result.__dict__["_examples"] = self._examples
+        result.__dict__.update(_examples=self._examples, _drawn=self._drawn)
         # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
         for name in ("_hierarchy", "_generation_config"):
             result.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
@@ -591,7 +594,7 @@ class PatchableGraph(ModuleDelegate):
     def __copy__(self) -> PatchableGraph:
         result = self._of(self._module, self._root_frame, self._options)
         result.__dict__["_unstored"] = dict(self._unstored)
-        result.__dict__["_examples"] = self._examples
+        result.__dict__.update(_examples=self._examples, _drawn=self._drawn)
         result.__dict__["_hierarchy"] = self._graph_module
         return result
 

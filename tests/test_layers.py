@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -210,3 +211,29 @@ def test_no_import_cycles() -> None:
     for name in modules - {ROOT.name}:
         imports[name] -= {ROOT.name}  # each module is imported while its package is
     tuple(graphlib.TopologicalSorter(imports).static_order())
+
+
+# Other answers to "has the model changed?" that there were.
+FORMER_STATES = {
+    "BufferState", "ModuleLook", "changed_object", "Settings", "KeptState", "AttributeTensors", "RandomNumbers",
+    "RandomState", "draws_random_numbers",
+}  # fmt: skip
+MODEL_STATE = "checks/model_state.py"
+# The walk that it is made of, and stand-ins for modules, which are copies of them.
+COPY_ATTRIBUTES = {"capture/held_values.py", "execution/stand_in.py"}
+
+
+@each_file
+def test_one_answer_to_whether_the_model_has_changed(file: Path) -> None:
+    nodes = list(ast.walk(parse(file)))
+    name = file.relative_to(ROOT).as_posix()
+    defined = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    assert not defined & FORMER_STATES
+    if name == MODEL_STATE:
+        return
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert not read & {"get_rng_state", "get_rng_state_all", "getstate"}
+    if name not in COPY_ATTRIBUTES:
+        calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
+        pattern = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
+        assert not [text for text in calls if pattern.match(text)]

@@ -5,6 +5,7 @@ frame_recorder.py   one frame: which value belongs to which node; frame_count.py
 records.py          what is kept: frames, nodes, call sites
 decompositions.py   the steps of composite functions, for those that the options say to open
 call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
+held_values.py      what modules hold, in attributes, containers and plain objects: one walk
 sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
 custom_graphs.py    graphs of custom extraction functions
 packed_weights.py   weights that modules hold quantized, and what they stand for; bitsandbytes_weights.py: those kinds
@@ -12,6 +13,7 @@ packed_weights.py   weights that modules hold quantized, and what they stand for
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
+from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk
 from graphpatch_notebook.capture.recorder import Recorder
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
@@ -35,6 +38,7 @@ from graphpatch_notebook.torch_compat import (
     pop_function_modes,
     restore_gradients,
 )
+from graphpatch_notebook.values import rebuilt_sequence
 
 __all__ = ["Frame", "capture"]
 
@@ -66,9 +70,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         pop_function_modes(modes)
         swaps.let_go()
         eager.let_go()
-        for reached in modules:
-            _drop_sizes(reached)
-            _put_back_tensors(reached, recorder)
+        _settle(module, recorder)
 
     try:
         try:
@@ -133,18 +135,30 @@ def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions
         )
 
 
-def _put_back_tensors(module: Module, recorder: Recorder) -> None:
-    """Puts the model's own tensors in place of the aliases of them that it kept for itself."""
-    for held in (module.__dict__, module._buffers):
+def _settle(root: Module, recorder: Recorder) -> None:
+    """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
+    for container, held, _, _ in Walk([root]).places:
+        if not isinstance(container, dict):
+            values = [_settled(value, recorder) for value in held]
+            if any(map(operator.is_not, values, held)):
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(values)
+            continue
         for name, value in held.items():
-            if isinstance(value, Tensor) and (original := recorder.original(value)) is not value:
-                held[name] = original
+            if type(value) not in PLAIN_VALUES and (settled := _settled(value, recorder)) is not value:
+                container[name] = settled
+        if any(type(name) is Size for name in held):
+            items = [(_settled(name, recorder), value) for name, value in container.items()]
+            container.clear()
+            container.update(items)
 
 
-def _drop_sizes(module: Module) -> None:
-    """Puts plain integers in place of the sizes that the model kept for itself."""
-    for name, value in module.__dict__.items():
-        if type(value) is Size:
-            module.__dict__[name] = int(value)
-        elif type(value) in (tuple, list) and any(type(item) is Size for item in value):
-            module.__dict__[name] = type(value)(int(item) if type(item) is Size else item for item in value)
+def _settled(value: Any, recorder: Recorder) -> Any:
+    if type(value) is Size:
+        return int(value)
+    if isinstance(value, Tensor):
+        return recorder.original(value)
+    if isinstance(value, tuple):
+        items = [_settled(item, recorder) for item in value]
+        return rebuilt_sequence(value, items) if any(map(operator.is_not, items, value)) else value
+    return value

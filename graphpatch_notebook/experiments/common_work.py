@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.frame_effects import all_modules, has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
 from graphpatch_notebook.experiments.function_values import ReferredValues
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
+from graphpatch_notebook.experiments.random_draws import change_by
 from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
 from graphpatch_notebook.experiments.survey import Mark, Survey, survey
@@ -65,7 +66,7 @@ def common_work(
 ) -> CommonWork:
     """Runs the model a few times without patches, and returns what that tells. The model's state stays as it was."""
     targets = _targets(pg, paths)
-    state = KeptState(pg._module)
+    state = ModuleState(pg._module)
     with afterwards(state.restore):
         common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
     if backward and common.baseline.values.size != 1:
@@ -89,7 +90,7 @@ def _looked_at(
     inputs: Inputs,
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
-    state: KeptState,
+    state: ModuleState,
     batch: int | str | None,
     backward: bool,
 ) -> CommonWork:
@@ -98,10 +99,10 @@ def _looked_at(
         common.baseline = _baseline(pg, inputs, metric)
         return common
     referred = ReferredValues(metric)
-    reason = (
+    reason: object = (
         why_plain(pg)
-        or _survey(pg, common, metric, targets, batch, backward)
-        or state.change(lambda: _baseline(pg, inputs, metric))
+        or _survey(pg, common, metric, targets, state, batch, backward)
+        or change_by(lambda: _baseline(pg, inputs, metric), pg._module, state)
     )
     has_memory = reason is None and referred != ReferredValues(metric)
     if reason is not None or has_memory:
@@ -154,6 +155,7 @@ def _survey(
     common: CommonWork,
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
+    state: ModuleState,
     batch: int | str | None,
     backward: bool,
 ) -> str | None:
@@ -167,7 +169,8 @@ def _survey(
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         # Torch's fused kernels are not used under a mode: their numbers would be others.
         notes_reads = batch is not None and not holds_fused
-        found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=notes_reads and not backward)
+        keeps_pairs = notes_reads and not backward
+        found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=keeps_pairs, state=state)
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
         value = None

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.model_state import SharedRandomState
+from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.cells import Cell, Cells
 from graphpatch_notebook.experiments.common_work import why_plain
-from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.function_values import ReferredValues
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.kept_state import KeptState, drawn_between
 from graphpatch_notebook.experiments.purity import ImpureError, PrivateCopies, PurePatches
+from graphpatch_notebook.experiments.random_draws import change_by
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target
@@ -78,16 +77,15 @@ def planned(
     count = len(cells.unmade)
     copies = PrivateCopies(keeps_gradients=backward)
     reason, why = why_plain(pg), None
-    known = shown_earlier(pg)
-    referred = ReferredValues(metric)
-    given, state = ReferredValues(inputs.args, inputs.kwargs), SharedRandomState()
+    model, random_state = ModuleState(pg._module, is_look=True), SharedRandomState()
+    referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
     made: list[Cell] = []
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
         if cell.number == 0 and reason is None and not is_all:
             if referred != ReferredValues(metric):
                 reason = "make_patches changes what the metric refers to"
-            elif state.differing(SharedRandomState()) and _draws(pg, inputs):
+            elif random_state.differing(SharedRandomState()) and _draws(pg, inputs):
                 reason = "make_patches and the model draw random numbers in turn"
         try:
             if reason is not None:
@@ -98,7 +96,7 @@ def planned(
         made.append(cell)
     copies.check_given()
     what = [
-        *(["the model"] if shown_earlier(pg) is not known else []),
+        *(["the model"] if _is_changed(pg, model) else []),
         *(["what the model runs on"] if given != ReferredValues(inputs.args, inputs.kwargs) else []),
         *(["what the metric refers to"] if referred != ReferredValues(metric) else []),
     ]
@@ -110,12 +108,19 @@ def planned(
     return Plan(made, range(len(made), count), why, _entries(pg, made))
 
 
+def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
+    """Whether a model is another one now; that other threads patch it meanwhile does not count."""
+    change = state.change_in(None)
+    return (change is not None and change.kind is not ChangeKind.HOOK) or why_plain(pg) is not None
+
+
 def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
     """Whether the model draws random numbers; leaves all as it was."""
-    before = SharedRandomState()
-    with afterwards(KeptState(pg._module).restore), torch.no_grad():
+    state = ModuleState(pg._module)
+    with afterwards(state.restore), torch.no_grad():
         inputs.run(pg)
-        return bool(drawn_between(before, SharedRandomState(), pg._module, lambda: inputs.run(pg)))
+        change = change_by(lambda: inputs.run(pg), pg._module, state)
+    return change is not None and change.kind is ChangeKind.RANDOM
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:

@@ -14,8 +14,8 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.experiments.call_checks import check_inputs
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.kept_state import drawn_between
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
+from graphpatch_notebook.experiments.random_draws import draws_from_python
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import ProbePatch
@@ -66,7 +66,9 @@ def record(
         output = inputs.run(pg)
         after = SharedRandomState()
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
-    drawn = drawn_between(state, after, pg._module, lambda: inputs.run(pg))
+    drawn = state.differing(after)
+    if "Python" in drawn and not draws_from_python(lambda: inputs.run(pg), pg._module):
+        drawn.remove("Python")
     values = {}
     for path, probe in probes.items():
         value = probe.activation

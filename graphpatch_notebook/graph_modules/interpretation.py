@@ -21,11 +21,12 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
 from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
 from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.build import DefaultName
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 
 _MOST = 5
@@ -71,12 +72,14 @@ class GraphInterpreter:
         on_node: Callable[[str, Any], object] | None = None,
         before_run: Callable[[], None] | None = None,
     ) -> None:
-        self._graph_module = graph_module
+        self._graph_module: Any = graph_module
         self._on_node = on_node
         self._before_run = before_run
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the graphs return on these inputs, bit for bit as if they had run as generated code.
+
+        What the graphs write into buffers, and the random generators, are put back afterwards.
 
         Raises:
             Exception: Whatever a node raises, with a note that names the node, its operation, the shapes, the line.
@@ -84,8 +87,9 @@ class GraphInterpreter:
         if self._before_run is not None:
             self._before_run()
         interpretation = Interpretation(self._on_node)
-        with holding(current, interpretation):
-            result = self._graph_module(*args, **kwargs)
+        state = ModuleState(self._graph_module.frame.module)
+        with afterwards(lambda: state.restore(counts_writes=True)), holding(current, interpretation):
+            result = state.separated(self._graph_module(*args, **kwargs))
         interpretation.warn()
         return result
 
