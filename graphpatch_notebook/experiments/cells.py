@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
-from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.errors import ExperimentError, add_note
 from graphpatch_notebook.experiments.measurements import Measurement
 from graphpatch_notebook.patches import Patch
@@ -24,7 +21,7 @@ class Cell:
     Attributes:
         number: Where it stands in the sweep, counted from zero, the last axis fastest.
         labels: The value of each axis.
-        patches: Its patch map.
+        patches: Its patch map; empty where it is not made yet.
     """
 
     number: int
@@ -71,42 +68,35 @@ def axes_of(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
     return found
 
 
-def cells_of(axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., PatchMap]) -> list[Cell]:
-    """Returns the cells, with their patch maps made.
+class Cells:
+    """The cells of a sweep, whose patch maps are made one by one, in order, each once.
 
-    Raises:
-        ExperimentError: `make_patches` gave no patch map.
-        Exception: Whatever `make_patches` raises, with a note that names the cell.
+    Args:
+        axes: The values of each axis.
+        make_patches: From a value of each axis to a patch map.
+
+    Attributes:
+        unmade: The cells without their patch maps.
     """
-    cells: list[Cell] = []
-    marks: list[tuple[Cell, Any, Tensor, int]] = []
-    for number, values in enumerate(itertools.product(*axes.values())):
-        labels = dict(zip(axes, values, strict=True))
+
+    def __init__(self, axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., PatchMap]) -> None:
+        self._make_patches = make_patches
+        combinations = enumerate(itertools.product(*axes.values()))
+        self.unmade = [Cell(number, dict(zip(axes, values, strict=True)), {}) for number, values in combinations]
+
+    def made(self, number: int) -> Cell:
+        """Returns a cell with its patch map, as `make_patches` returns it.
+
+        Raises:
+            ExperimentError: `make_patches` gave no patch map.
+            Exception: Whatever `make_patches` raises, with a note that names the cell.
+        """
+        cell = self.unmade[number]
         try:
-            patches = make_patches(*values)
+            patches = self._make_patches(*cell.labels.values())
         except Exception as error:
-            add_note(error, f"raised by make_patches for {Cell(number, labels, {})}")
+            add_note(error, f"raised by make_patches for {cell}")
             raise
-        cell = Cell(number, labels, patches)
         if not isinstance(patches, Mapping):
             raise ExperimentError(f"make_patches gave {type(patches).__name__} for {cell}; give a patch map, a dict")
-        # A copy: the user may fill one dict anew for each cell.
-        cells.append(Cell(number, labels, {path: _copied(given) for path, given in patches.items()}))
-        marks += [(cells[-1], path, *mark) for path, given in cells[-1].patches.items() for mark in _marks(given)]
-    for cell, path, tensor, version in marks:
-        if version_of(tensor) != version:
-            raise ExperimentError(
-                f"the value of the patch on {str(path)!r} for {cell} was written into while make_patches made those of "
-                "later cells: all are made before anything runs; give each a tensor of its own: value.clone()"
-            )
-    return cells
-
-
-def _copied(given: Any) -> Any:
-    return list(given) if isinstance(given, list) else given
-
-
-def _marks(given: Any) -> list[tuple[Tensor, int]]:
-    patches = given if isinstance(given, (list, tuple)) else [given]
-    values = [getattr(patch, "value", None) for patch in patches]
-    return [(value, version_of(value)) for value in values if isinstance(value, Tensor)]
+        return replace(cell, patches=patches)

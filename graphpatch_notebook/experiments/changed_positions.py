@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.execution.frame_effects import all_modules
 from graphpatch_notebook.execution.frame_results import FrameNode
-from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.survey import Survey
-from graphpatch_notebook.patches import AddPatch, ReplacePatch, ZeroPatch
 
 _WHOLE = 0.8
 """Where a larger share of positions has changed, all are computed: to take them apart would cost more."""
@@ -144,24 +142,17 @@ def _operations(module: Module) -> int:
     return 2 * sum(weight.numel() for weight in weights.values())
 
 
-def read_at_last_only(
-    among: dict[FrameNode, ChangedPositions], survey: Survey, entries: Iterable[Entry]
-) -> dict[FrameNode, ChangedPositions]:
+def read_at_last_only(among: dict[FrameNode, ChangedPositions], survey: Survey) -> dict[FrameNode, ChangedPositions]:
     """Returns what can stand in for those of some frames whose results are read at the last position only.
+
+    Pure patches make what is at a position of what was there.
 
     Args:
         among: What stands in for frames.
         survey: What a run without patches told.
-        entries: The patches of the run: behind such a frame none may look at other positions than it changes.
     """
-    looking = [entry for entry in entries if any(type(patch) not in _AT_EACH_POSITION for patch in entry.patches)]
-    last = max((survey.marks[entry.target.path].came_up for entry in looking), default=0.0)
     return {
         node: stand_in.at_last_only()
         for node, stand_in in among.items()
-        if node.place in survey.last_only and node.ended > last and stand_in.has_positions
+        if node.place in survey.last_only and stand_in.has_positions
     }
-
-
-_AT_EACH_POSITION = (ZeroPatch, AddPatch, ReplacePatch)
-"""Patches that make what is at a position of what was there."""

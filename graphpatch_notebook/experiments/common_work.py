@@ -13,18 +13,20 @@ from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.frame_effects import all_modules, has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
-from graphpatch_notebook.experiments.function_values import looks_at_patches
+from graphpatch_notebook.experiments.function_values import ReferredValues
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
+from graphpatch_notebook.experiments.random_draws import change_by
 from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
 from graphpatch_notebook.experiments.survey import Mark, Survey, survey
-from graphpatch_notebook.experiments.trimming import reads_last_position, trims
+from graphpatch_notebook.experiments.trimming import last_position_value, trims
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.torch_compat import has_global_hooks
 
+_MEMORY = "a call of the metric, or of the model, changes what the metric refers to"
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
@@ -93,15 +95,22 @@ def _looked_at(
     backward: bool,
 ) -> CommonWork:
     common = CommonWork(inputs, inputs)
-    if batch is not None and (alone := _why_alone(pg, metric)) is not None:
-        common.remarks.append(f"cells ran one by one: {alone}")
-        batch = None
-    reason = _why_plain(pg) or _survey(pg, common, metric, targets, state, batch, backward) or state.change()
-    if reason is not None:
-        state.restore()
-        common.inputs, common.keeps_last_logits, common.survey = inputs, False, None
+    if not targets:
         common.baseline = _baseline(pg, inputs, metric)
-        common.remarks.append(f"cells ran one by one, each as a whole: {reason}")
+        return common
+    referred = ReferredValues(metric)
+    reason: object = (
+        why_plain(pg)
+        or _survey(pg, common, metric, targets, state, batch, backward)
+        or change_by(lambda: _baseline(pg, inputs, metric), pg._module, state)
+    )
+    has_memory = reason is None and referred != ReferredValues(metric)
+    if reason is not None or has_memory:
+        state.restore()
+        if not has_memory or common.inputs is not inputs:
+            common.baseline = _baseline(pg, inputs, metric)
+        common.inputs, common.keeps_last_logits, common.survey = inputs, False, None
+        common.remarks.append(f"cells ran one by one, each as a whole: {reason or _MEMORY}")
         return common
     assert common.survey is not None
     if batch is not None:
@@ -125,19 +134,13 @@ def leave_nothing_out(
 
 
 def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Measurement:
-    fresh = inputs.fresh()
-    return baseline_of(metric, pg(*fresh.args, **fresh.kwargs))
+    return baseline_of(metric, inputs.run(pg))
 
 
-def _why_alone(pg: PatchableGraph, metric: Callable[[Any], Any]) -> str | None:
-    if looks_at_patches(metric):
-        return "the metric looks at what patches have seen"
+def why_plain(pg: PatchableGraph) -> str | None:
+    """Returns why nothing may be shared whatever the cells patch, in words; `None` where something may."""
     if has_global_hooks() or any(has_hooks(module) for module in all_modules(pg._module)):
-        return "hooks on modules would see several cells at once"
-    return None
-
-
-def _why_plain(pg: PatchableGraph) -> str | None:
+        return "there are hooks on modules, which may keep what they see"
     if pg._has_own_graphs():
         return "graphs of their own run in place of modules"
     if contexts.innermost(pg) is not None:
@@ -170,15 +173,17 @@ def _survey(
         found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=keeps_pairs, state=state)
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
+        value = None
         if keeps_last := "logits_to_keep" in extra:
-            if not reads_last_position(metric, own_tensors(found.output)):
+            value = last_position_value(metric, own_tensors(found.output))
+            if value is None:
                 continue
         elif extra:
             full = full or _baseline(pg, inputs, metric)
             if not _gives(metric, own_tensors(found.output), full):
                 continue
         common.inputs, common.survey, common.keeps_last_logits = trimmed, found, keeps_last
-        common.baseline = full or baseline_of(metric, found.take_returned())
+        common.baseline = full or (measurement(value) if keeps_last else baseline_of(metric, found.take_returned()))
         common.replays = not is_fused
         break
     assert common.survey is not None

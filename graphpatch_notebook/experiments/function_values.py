@@ -1,65 +1,118 @@
-"""What a function of the user's refers to, besides its arguments."""
+"""What functions of the user's refer to besides their arguments: whether that has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from types import FunctionType
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from graphpatch_notebook.patches import Patch
-from graphpatch_notebook.values import readable_children
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.checks.model_state import MANY, version_of
+from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _DEEPEST = 3
+_FEW_BYTES = 4096
+_PLAIN = frozenset({bool, int, str, bytes, type(None)})
+_BY_IDENTITY = (Module, PatchableGraph, BuiltinFunctionType, ModuleType, type)
 
 
-def looks_at_patches(function: Any) -> bool:
-    """Whether a function refers to patches, such as a `ProbePatch` whose `activation` it reads.
+class ReferredValues:
+    """What values, and functions among them, hold at one moment: two are equal if nothing that can be seen changed.
 
-    Seen are closures, globals that it names, defaults, attributes of callable objects, and what lists and dicts hold
-    among these.
+    Seen are closures, globals that functions name, defaults, what methods name of their object, and what containers and
+    plain objects among these hold; not what is in models and modules of Python.
+
+    Args:
+        *values: The values.
 
     Example:
-        >>> from graphpatch_notebook.patches import ProbePatch
-        >>> probe = ProbePatch()
-        >>> looks_at_patches(lambda output: probe.activation), looks_at_patches(lambda output: output)
-        (True, False)
+        >>> now = {"position": 0}
+        >>> def metric(output):
+        ...     return output[now["position"]]
+        >>> before = ReferredValues(metric)
+        >>> before == ReferredValues(metric)
+        True
+        >>> now["position"] = 1
+        >>> before == ReferredValues(metric)
+        False
     """
-    return any(_holds_patch(value, _DEEPEST) for value in _referred(function, _DEEPEST))
+
+    def __init__(self, *values: Any) -> None:
+        self._held: list[Any] = []  # lest another object gets the id of one that is gone
+        self._marks = [mark for value in values for mark in self._marks_of(value, _DEEPEST)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ReferredValues) and self._marks == other._marks
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared with a later one only
+
+    def _marks_of(self, value: Any, depth: int) -> Iterator[Any]:
+        kind = type(value)
+        if kind in _PLAIN:
+            yield value
+            return
+        if kind in (float, complex):
+            yield repr(value)  # it may be NaN
+            return
+        if kind is not MethodType:  # these are made anew each time that they are asked for
+            self._held.append(value)
+            yield id(value)
+        if isinstance(value, Tensor):
+            yield version_of(value)
+            if kind is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES:
+                yield repr(value.tolist())  # writes through `numpy` and `data` are not counted
+        elif isinstance(value, np.ndarray):
+            yield value.tobytes() if value.nbytes <= _FEW_BYTES else None
+        elif isinstance(value, torch.Generator):
+            yield repr(value.get_state().tolist())
+        elif depth > 0 and not isinstance(value, _BY_IDENTITY):
+            for part in _parts(value):
+                yield from self._marks_of(part, depth - 1)
 
 
-def _referred(function: Any, depth: int) -> Iterator[Any]:
-    if depth == 0:
-        return
-    if isinstance(function, partial):
-        yield from (*function.args, *function.keywords.values())
-        yield from _referred(function.func, depth - 1)
-        return
-    inner = getattr(function, "__func__", function)
-    if not isinstance(inner, FunctionType):
-        yield from getattr(function, "__dict__", {}).values()
-        return
-    found = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
-    found += [inner.__globals__[name] for name in inner.__code__.co_names if name in inner.__globals__]
-    found += [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
-    for value in found:
-        yield value
-        if isinstance(value, (FunctionType, partial)):
-            yield from _referred(value, depth - 1)
+def _parts(value: Any) -> Iterable[Any]:
+    """Returns what a function refers to, what a container holds, or the attributes of a plain object."""
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        return _referred(value)
+    if isinstance(value, MethodType):
+        return [*_parts(value.__func__), *_named(value.__self__, value.__func__)]
+    if callable(value) and isinstance(type(value).__call__, FunctionType):
+        return _parts(value.__call__)
+    is_container = isinstance(value, (Mapping, list, tuple, set, frozenset))
+    if is_container and len(value) > MANY:  # data
+        return []
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    return value if is_container else getattr(value, "__dict__", {}).values()
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises for a variable without a value
-    except ValueError:
-        return False
-    return True
+def _referred(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # of a variable without a value
+            yield cell.cell_contents
+    for name in _names(function.__code__):
+        yield function.__globals__.get(name)
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
-def _holds_patch(value: Any, depth: int) -> bool:
-    if isinstance(value, Patch):
-        return True
-    if depth == 0 or isinstance(value, type):
-        return False
-    inside = readable_children(value) if isinstance(value, (list, tuple, dict)) else None
-    return any(_holds_patch(child, depth - 1) for _, child in inside or ())
+def _named(owner: Any, function: Any) -> Iterator[Any]:
+    """Yields the attributes, and the other methods, of an object that a method of it names."""
+    for name in _names(function.__code__) if isinstance(function, FunctionType) else ():
+        if name in getattr(owner, "__dict__", ()):
+            yield owner.__dict__[name]
+        elif isinstance(method := getattr(type(owner), name, None), FunctionType):
+            yield MethodType(method, owner)
+
+
+@lru_cache(maxsize=256)
+def _names(code: CodeType) -> tuple[str, ...]:
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,11 @@ class Inputs:
         """Returns copies for one run: a model may write into its inputs, or let a cache grow."""
         args, kwargs = copied((self.args, self.kwargs))
         return Inputs(args, kwargs)
+
+    def run(self, model: Callable[..., Any]) -> Any:
+        """Returns what a model gives for a copy of the arguments."""
+        fresh = self.fresh()
+        return model(*fresh.args, **fresh.kwargs)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the arguments that are tensors."""

@@ -40,15 +40,6 @@ class Measurement:
         scale = float(finite.max()) if finite.size else 0.0
         return bool(np.allclose(self.values, other.values, rtol=1e-4, atol=1e-4 * scale, equal_nan=True))
 
-    def distance(self, other: Measurement) -> float:
-        """Returns how far the numbers are from those of another measurement of the same form."""
-        if self.form != other.form:
-            return 0.0
-        with np.errstate(invalid="ignore"):  # of infinite numbers
-            distances = np.abs(self.values - other.values)
-            whole = float(distances.sum())
-        return whole if math.isfinite(whole) else float(np.nan_to_num(distances).sum())
-
     def to_json(self) -> Any:
         """Returns what `from_json` makes the same measurement of, bit for bit."""
         return {"values": _listed(self.values.tolist()), "names": None if self.names is None else list(self.names)}

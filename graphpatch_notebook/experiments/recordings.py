@@ -15,6 +15,7 @@ from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.experiments.call_checks import check_inputs
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
+from graphpatch_notebook.experiments.random_draws import draws_from_python
 from graphpatch_notebook.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches import ProbePatch
@@ -59,13 +60,15 @@ def record(
         PatchNotFiredError: A path did not come up.
     """
     check_inputs(pg, inputs)
-    fresh = inputs.fresh()
     probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
     with torch.no_grad(), pg.patch(probes, strict=True):
         state = SharedRandomState()
-        output = pg(*fresh.args, **fresh.kwargs)
-        drawn = state.differing(SharedRandomState())
+        output = inputs.run(pg)
+        after = SharedRandomState()
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
+    drawn = state.differing(after)
+    if "Python" in drawn and not draws_from_python(lambda: inputs.run(pg), pg._module):
+        drawn.remove("Python")
     values = {}
     for path, probe in probes.items():
         value = probe.activation

@@ -27,8 +27,9 @@ from graphpatch_notebook.experiments.rows import (
 )
 from graphpatch_notebook.experiments.survey import Survey, paths_read_after, watched_run
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.patches import AddPatch, CustomPatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
+
+_UNREACHED = "the model does not reach it on these inputs"
 
 
 @dataclass
@@ -109,7 +110,8 @@ def row_work(
         most = rows_at_once(tokens, device, is_sparse=True)
     work = Work.of(survey.tree, instead)
     extra = overhead(work, tokens, device)
-    more = {**_read_after(pg, inputs, survey, targets), **_asks_for_identity(targets)}
+    unreached = {path: _UNREACHED for path, mark in survey.marks.items() if mark.came_up == NEVER}
+    more = {**_read_after(pg, inputs, survey, targets), **_asks_for_identity(targets), **unreached}
     if may_assume:
         size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
         assumed = _assumed(survey, size)
@@ -158,7 +160,7 @@ def _assumed(survey: Survey, size: int) -> tuple[Layout, dict[FrameNode, Layout]
     kept = {
         node: rows(node.value) for node in survey.tree.root.walk() if node.problem is None and node.value is not None
     }
-    marks = {path: mark.value for path, mark in survey.marks.items()}
+    marks = {path: mark.value for path, mark in survey.marks.items() if mark.came_up != NEVER}
     if output is None or None in kept.values():
         return None
     if any(not isinstance(value, Tensor) or rows(value) is None for value in marks.values()):
@@ -179,7 +181,8 @@ def _doubled(
     for leaf, place in zip(leaves_of(output), output_layout, strict=True):
         if place is not None and place.dim is None and leaf.numel() > 0:
             raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} that is one for all rows")
-    found = {path: _rows_of_mark(mark.value, marks[path].value) for path, mark in survey.marks.items()}
+    reached = {path: mark.value for path, mark in survey.marks.items() if mark.came_up != NEVER}
+    found = {path: _rows_of_mark(value, marks[path].value) for path, value in reached.items()}
     of_paths = {path: rows for path, rows in found.items() if isinstance(rows, Rows)}
     problems = {path: problem for path, problem in found.items() if isinstance(problem, str)}
     return output_layout, recording.layouts, of_paths, problems
@@ -194,22 +197,6 @@ def _rows_of_mark(single: Any, double: Any) -> Rows | str:
     except RowsError as problem:
         return str(problem)
     return "its value is one for all rows" if rows.dim is None else rows
-
-
-def shared_patches(entries: Sequence[Sequence[Entry]]) -> set[int]:
-    """Returns the numbers of cells with a patch that another one has, too, and that keeps what it sees.
-
-    In one forward it would see the values of all of these, before one of them makes use of it.
-    """
-    holders: dict[int, set[int]] = {}
-    for number, own in enumerate(entries):
-        for patch in (patch for entry in own for patch in entry.patches):
-            if type(patch) not in _WITHOUT_MEMORY:
-                holders.setdefault(id(patch), set()).add(number)
-    return {number for numbers in holders.values() if len(numbers) > 1 for number in numbers}
-
-
-_WITHOUT_MEMORY = (ZeroPatch, AddPatch, ReplacePatch, CustomPatch)
 
 
 def _size(inputs: Inputs) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from graphpatch_notebook.execution.frame_effects import leaves_of
 from graphpatch_notebook.execution.frame_results import FrameStack, FrameTree
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.values import mapped, readable_children, rebuilt, with_own_containers
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
@@ -222,7 +222,7 @@ class RowsRecording:
 
 
 class RowsPatch(Patch[Any]):
-    """Applies the patches of each intervention to its rows.
+    """Applies the patches of each intervention, all of them pure (see `purity`), to its rows.
 
     Args:
         entries: For each intervention, its entries on this value.
@@ -232,22 +232,17 @@ class RowsPatch(Patch[Any]):
 
     def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, wild: int = 0) -> None:
         super().__init__(any_shape=True)  # each entry looks at the shape of its rows
-        self._entries = entries
-        self._rows = rows
-        self._wild = wild
+        self._entries, self._rows = entries, rows
         patched = [number for number, own in enumerate(entries) if own]
-        self._touched = [*patched, *range(len(entries), len(entries) + wild)]
-        # What is asked of each row, once for all of them.
-        patches = [patch for own in entries for entry in own for patch in entry.patches]
-        self._all_write = all(type(patch) in _WRITING for patch in patches)
-        self._some_look = any(patch.observes_only for patch in patches)
+        self._count = len(entries) + wild
+        self._touched = [*patched, *range(len(entries), self._count)]
 
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
         if not isinstance(original_output, Tensor):
             raise RowsError(f"a patched value is no tensor but of type {type(original_output).__name__}")
         assert dim is not None
-        count = len(self._entries) + self._wild
+        count = self._count
         if original_output.dim() <= dim or original_output.shape[dim] != size * count:
             raise RowsError(
                 f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
@@ -257,10 +252,8 @@ class RowsPatch(Patch[Any]):
             pieces = [self._piece(number, block) for number, block in enumerate(blocks)]
             is_same = all(piece is block for piece, block in zip(pieces, blocks, strict=True))
             return original_output if is_same else torch.cat(pieces, dim)
-        result = original_output
+        result = original_output.clone() if self._touched else original_output
         for number in self._touched:
-            if result is original_output and not self._only_looks(number):
-                result = original_output.clone()
             block = self._rows.taken(result, number)
             piece = self._piece(number, block)
             if piece is not block:
@@ -268,33 +261,12 @@ class RowsPatch(Patch[Any]):
         return result
 
     def _piece(self, number: int, block: Tensor) -> Tensor:
-        """Returns what an intervention makes of its rows; built-in patches write into them, as they are a clone's."""
-        among_wild = number - len(self._entries)
-        if among_wild >= 0:
-            return wild(block, among_wild)
-        entries = self._entries[number]
-        is_own = not torch.is_grad_enabled() and (
-            self._all_write or all(type(p) in _WRITING for entry in entries for p in entry.patches)
-        )
-        return _patched(block, entries, is_own=is_own)
-
-    def _only_looks(self, number: int) -> bool:
-        if not self._some_look:
-            return False
-        entries = self._entries[number] if number < len(self._entries) else None
-        return entries is not None and all(patch.observes_only for entry in entries for patch in entry.patches)
-
-
-_WRITING = frozenset({ZeroPatch, AddPatch, ReplacePatch})
-
-
-def _patched(block: Tensor, entries: Sequence[Entry], *, is_own: bool) -> Tensor:
-    patched: Any = block
-    for entry in entries:
-        patched = apply_to_rows(entry, patched, is_own=is_own)
-    if not isinstance(patched, Tensor) or patched.shape != block.shape or patched.dtype != block.dtype:
-        raise RowsError("a patch changes the shape or the dtype of a value")
-    return patched
+        """Returns what an intervention makes of its rows; patches write into them where they are a clone's."""
+        if number >= len(self._entries):
+            return wild(block, number - len(self._entries))
+        for entry in self._entries[number]:
+            block = apply_to_rows(entry, block, is_own=not torch.is_grad_enabled())
+        return block
 
 
 def wild(value: Tensor, number: int) -> Tensor:

@@ -4,15 +4,14 @@
     ├── alone      one cell in one forward, in which frames before its first patched value return recorded results
     └── together   several cells in the rows of one forward, likewise; one row more has no patches, and is looked at
 
-Each cell has the numbers of `with pg.patch(...): metric(pg(...))`. Where it is not certain that one of the two gives
-them, cells run as in that loop, and a remark says why.
+Each cell has the numbers of `with pg.patch(...): metric(pg(...))`. Patch maps that are not pure run just like that;
+so does all else where it is not certain that one of the two gives these numbers, and a remark says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,25 +22,26 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution.frame_results import FrameNode, FramesSeen, Replay, own_tensors
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.experiments.alone_test import DifferenceError, assure_same_alone
 from graphpatch_notebook.experiments.cells import Cell, CellResult, PatchMap
 from graphpatch_notebook.experiments.changed_positions import read_at_last_only
 from graphpatch_notebook.experiments.chunking import chunked
-from graphpatch_notebook.experiments.common_work import CommonWork, common_work, leave_nothing_out
-from graphpatch_notebook.experiments.function_values import looks_at_patches
+from graphpatch_notebook.experiments.common_work import CommonWork, common_work
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
-from graphpatch_notebook.experiments.row_test import assure_rows_never_meet, check_control, check_rows
-from graphpatch_notebook.experiments.row_work import row_work, shared_patches
+from graphpatch_notebook.experiments.purity import is_pure
+from graphpatch_notebook.experiments.row_test import (
+    assure_rows_never_meet,
+    assure_same_alone,
+    check_control,
+    check_rows,
+)
+from graphpatch_notebook.experiments.row_work import row_work
 from graphpatch_notebook.experiments.rows import RowsError, RowsPatch, parted, repeated, repeated_inputs, taken
 from graphpatch_notebook.experiments.trimming import ReadElsewhereError, watched_metric
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.patches import CustomPatch
-from graphpatch_notebook.resolution import Target, resolve
+from graphpatch_notebook.resolution import resolve
 from graphpatch_notebook.values import readable_children
 
-_FEW = 4
-_LOOKS = "their functions look at what other patches have seen"
 _READS_OTHERS = "the metric reads other positions for some of them than without patches"
 _UNVERIFIED_RUNS = 2
 
@@ -53,7 +53,7 @@ class CellRunner:
         pg: The graph.
         inputs: What the model runs on.
         metric: From the output of the model to numbers.
-        paths: All paths that cells patch.
+        paths: All paths that pure cells patch.
         batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
         backward: Whether gradients of the metric are accumulated.
 
@@ -63,7 +63,7 @@ class CellRunner:
 
     Raises:
         UnknownPathError: Some paths do not exist.
-        ExperimentError: The metric gives no numbers, or `batch` is none that can be.
+        ExperimentError: The metric gives no numbers.
     """
 
     def __init__(
@@ -76,8 +76,6 @@ class CellRunner:
         batch: int | str | None = "auto",
         backward: bool = False,
     ) -> None:
-        if batch is not None and batch != "auto" and (type(batch) is not int or batch < 1):
-            raise ExperimentError(f'batch must be "auto", a number of cells, or None, not {batch!r}')
         self._pg = pg
         self._metric = metric
         self._backward = backward
@@ -91,18 +89,17 @@ class CellRunner:
         self._has_compared = False
         self._known_entries: dict[int, tuple[PatchMap, list[Entry]]] = {}
 
-    def chunks(self, cells: Sequence[Cell]) -> list[list[Cell]]:
-        """Returns the cells in the portions in which they are best given to `run`, in the best order."""
+    def chunks(self, cells: Sequence[Cell], entries_by_number: Mapping[int, list[Entry]]) -> list[list[Cell]]:
+        """Returns pure cells in the portions in which they are best given to `run`, in the best order."""
+        self._known_entries = {id(cell.patches): (cell.patches, entries_by_number[cell.number]) for cell in cells}
         common = self._common
         if common.survey is None or common.rows is None:
             return [[cell] for cell in cells]
-        known = self._pg._current().targets
-        entries = [self._entries(cell.patches, known) for cell in cells]
-        problems = self._problems(entries)
+        entries = [self._entries(cell.patches) for cell in cells]
+        problems = {n: why for n, own in enumerate(entries) if (why := common.rows.problem(own)) is not None}
+        if problems:
+            self._remark(f"{len(problems):,} of {len(cells):,} cells ran one by one: {problems[min(problems)]}")
         fitting = [number for number in range(len(cells)) if number not in problems]
-        if len(fitting) < _FEW:
-            self._run_alone()
-            return [[cell] for cell in cells]
         cuts = [self._cut(entries[number]) for number in fitting]
         groups = chunked(cuts, common.rows.work, common.rows.most, common.rows.overhead)
         return [
@@ -110,29 +107,11 @@ class CellRunner:
             *([cells[number]] for number in sorted(problems)),
         ]
 
-    def _problems(self, entries: Sequence[Sequence[Entry]]) -> dict[int, str]:
-        """Returns for some cells, by number, why they cannot share a forward."""
-        rows = self._common.rows
-        assert rows is not None
-        problems = dict.fromkeys(shared_patches(entries), "they share a patch that keeps what it sees")
-        problems |= {n: _LOOKS for n, own in enumerate(entries) if any(map(looks_at_patches, _functions(own)))}
-        problems |= {n: why for n, own in enumerate(entries) if (why := rows.problem(own)) is not None}
-        if problems:
-            first = problems[min(problems)]
-            self._remark(f"{len(problems):,} of {len(entries):,} cells ran one by one: {first}")
-        return problems
-
-    def _run_alone(self) -> None:
-        common = self._common
-        assert common.survey is not None
-        common.rows = None
-        targets = [resolve(self._pg._root_frame, path) for path in common.survey.marks]
-        with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
-            leave_nothing_out(self._pg, common, self._metric, targets)
-        self.baseline = common.baseline
-
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
-        """Returns a result for each cell (given by number and patch map); none keeps the others from theirs."""
+        """Returns a result for each cell (given by number and patch map); none keeps the others from theirs.
+
+        Several at once are pure (see `purity`); what is not runs as in a plain loop.
+        """
         # Tensors of inference mode do not tell whether somebody writes into them.
         with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
             if len(cells) > 1 and self._common.rows is not None:
@@ -140,8 +119,6 @@ class CellRunner:
                     return self._in_rows(cells)
                 except ReadElsewhereError:
                     self._give_up_all(_READS_OTHERS)
-                except DifferenceError as reason:
-                    self._give_up_all(str(reason))
                 except RowsError as reason:
                     self._give_up_rows(str(reason))
                 except torch.OutOfMemoryError:
@@ -151,11 +128,15 @@ class CellRunner:
                     self._remark(f"some cells ran one by one: together they raised {type(error).__name__}")
             return [self._result(number, patches) for number, patches in cells]
 
-    def _entries(self, patches: PatchMap, targets: dict[str, Target] | None = None) -> list[Entry]:
+    def run_whole(self, number: int, patches: PatchMap) -> CellResult:
+        """Returns the result of a cell that runs as in a plain loop, whatever its patches are."""
+        with torch.inference_mode(False), torch.set_grad_enabled(self._backward):
+            return self._result(number, patches, is_whole=True)
+
+    def _entries(self, patches: PatchMap) -> list[Entry]:
         known = self._known_entries.get(id(patches))
         if known is None or known[0] is not patches:
-            targets = self._pg._current().targets if targets is None else targets
-            entries = entries_of(self._pg._root_frame, patches, targets)
+            entries = entries_of(self._pg._root_frame, patches, self._pg._current().targets)
             known = self._known_entries[id(patches)] = (patches, entries)
         return known[1]
 
@@ -180,30 +161,25 @@ class CellRunner:
         common.rows = common.survey = None
         self._remark(f"cells ran one by one, each as a whole: {why}")
         # What was left out of its run may have mattered.
-        inputs = common.full_inputs.fresh()
         with self._pg.patch({}).quiet():
-            output = self._pg(*inputs.args, **inputs.kwargs)
+            output = common.full_inputs.run(self._pg)
         self.baseline = common.baseline = baseline_of(self._metric, output)
 
     # -- one cell ------------------------------------------------------------------------------------------------------
 
-    def _result(self, number: int, patches: PatchMap) -> CellResult:
+    def _result(self, number: int, patches: PatchMap, *, is_whole: bool = False) -> CellResult:
         try:
-            return CellResult(number, self._alone(patches))
-        except ReadElsewhereError:
-            self._give_up_all(_READS_OTHERS)
-            return self._result(number, patches)
+            return CellResult(number, self._alone(patches, is_whole=is_whole or not is_pure(patches)))
         except Exception as error:
             return CellResult(number, None, f"{type(error).__name__}: {error}")
 
-    def _alone(self, patches: PatchMap) -> Measurement:
+    def _alone(self, patches: PatchMap, *, is_whole: bool) -> Measurement:
         common = self._common
         # Where others share forwards, this one is no part of what was compared: nothing is left out of its run.
-        is_whole = common.inputs is not common.full_inputs
-        inputs = common.full_inputs.fresh()
+        is_whole = is_whole or common.survey is None or common.inputs is not common.full_inputs
         frames = frozenset() if is_whole else self._left_out(patches)
         with self._without(frames), self._pg.patch(patches):
-            value = self._metric(self._pg(*inputs.args, **inputs.kwargs))
+            value = self._metric(common.full_inputs.run(self._pg))
             if self._backward:
                 _backward(value)
         return measurement(value)
@@ -214,9 +190,6 @@ class CellRunner:
 
     def _left_out(self, patches: PatchMap) -> frozenset[FrameNode]:
         """Returns the frames whose results a run under these patches can take from the record."""
-        survey = self._common.survey
-        if survey is None or not self._common.replays:
-            return frozenset()
         frames = self._frames_before(patches)
         if not frames:
             return frames
@@ -237,10 +210,9 @@ class CellRunner:
         return frozenset(self._common.survey.tree.replayable(self._cut(self._entries(patches))))
 
     def _is_replay_equal(self, frames: frozenset[FrameNode]) -> bool:
-        inputs = self._common.inputs.fresh()
         assert self._common.survey is not None
         with self._without(frames), self._pg.patch({}).quiet():
-            output = self._pg(*inputs.args, **inputs.kwargs)
+            output = self._common.inputs.run(self._pg)
         expected, found = list(_tensors_inside(self._common.survey.output)), list(_tensors_inside(output))
         return len(expected) == len(found) and all(
             difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
@@ -256,9 +228,7 @@ class CellRunner:
         replay = Replay(survey.tree, values)
         return FramesSeen(self._pg._module, replay, replay.modules())
 
-    def _without_in_rows(
-        self, frames: frozenset[FrameNode], count: int, entries: Iterable[Entry]
-    ) -> AbstractContextManager[None]:
+    def _without_in_rows(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
         """Leaves frames, and positions that are as without patches, out of a run of several interventions."""
         survey, rows = self._common.survey, self._common.rows
         assert rows is not None
@@ -267,7 +237,7 @@ class CellRunner:
             frame: repeated(frame.value, rows.layouts[frame], count, may_share=not frame.is_written_later)
             for frame in frames
         }
-        at_last = read_at_last_only(rows.stand_ins, survey, entries)
+        at_last = read_at_last_only(rows.stand_ins, survey)
         replay = Replay(survey.tree, values, {**rows.stand_ins, **at_last})
         return FramesSeen(self._pg._module, replay, replay.modules())
 
@@ -289,48 +259,48 @@ class CellRunner:
             common.rows = row_work(self._pg, common.inputs, common.survey, targets, self._batch, may_assume=False)
             return self._together(cells)
 
-    def _together(self, cells: Sequence[tuple[int, PatchMap]], *, is_trial: bool = False) -> list[CellResult]:
+    def _together(self, cells: Sequence[tuple[int, PatchMap]]) -> list[CellResult]:
         common = self._common
-        if self._backward and not is_trial and not self._has_compared:
-            with torch.no_grad():  # gradients that were accumulated cannot be taken back
-                self._together(cells, is_trial=True)
         rows, survey = common.rows, common.survey
         assert rows is not None
         assert survey is not None
         entries = [self._entries(patches) for _, patches in cells]
         problem = next(filter(None, map(rows.problem, entries)), None)
-        if problem is not None or shared_patches(entries):
-            raise RowsError(problem or "cells share a patch that keeps what it sees")
+        if problem is not None:
+            raise RowsError(problem)
         paths = list(dict.fromkeys(entry.target.path for own in entries for entry in own))
         frames = frozenset(survey.tree.replayable(survey.came_up(paths), rows.layouts) if common.replays else ())
         assure_rows_never_meet(self._pg, common.inputs, survey, rows)
         with_control = frames not in self._checked_frames
-        count = len(cells) + with_control
+        own_rows = [*entries, *([[]] if with_control else [])]
         patches: PatchMap = {
-            path: RowsPatch(
-                [*([e for e in own if e.target.path == path] for own in entries), *([[]] if with_control else [])],
-                rows.of_paths[path],
-            )
+            path: RowsPatch([[e for e in own if e.target.path == path] for own in own_rows], rows.of_paths[path])
             for path in paths
         }
-        inputs = repeated_inputs(common.inputs.fresh(), rows.inputs, count)
-        with self._without_in_rows(frames, count, chain.from_iterable(entries)), self._pg.patch(patches):
-            output = self._pg(*inputs.args, **inputs.kwargs)
-            check_rows(output, survey, rows, count)
+
+        def outputs() -> list[Any]:
+            inputs = repeated_inputs(common.inputs.fresh(), rows.inputs, len(own_rows))
+            with self._without_in_rows(frames, len(own_rows)):
+                output = self._pg(*inputs.args, **inputs.kwargs)
+            check_rows(output, survey, rows, len(own_rows))
             if with_control:
                 check_control(taken(output, rows.output, len(cells)), survey)
-            outputs = parted(output, rows.output, len(cells))
-            pairs = [self._row_result(number, own) for (number, _), own in zip(cells, outputs, strict=True)]
-            if self._backward and not is_trial:
-                self._backpropagate([value for result, value in pairs if result.error is None])
-        results = [result for result, _ in pairs]
+            return parted(output, rows.output, len(cells))
+
+        found: list[Any] | None = None
         if not self._has_compared:
-            found = [(result.measurement, patches) for result, (_, patches) in zip(results, cells, strict=True)]
-            measured = [(values, patches) for values, patches in found if values is not None]
-            all_entries = chain.from_iterable(entries)
-            self._has_compared = assure_same_alone(self._pg, common, self._metric, measured, all_entries)
+            # Before the metric is asked, and before there are gradients, which cannot be taken back.
+            with torch.no_grad(), self._pg.patch(patches):
+                found = outputs()
+            self._has_compared = assure_same_alone(self._pg, common, self._metric, [p for _, p in cells], found)
+        with self._pg.patch(patches):
+            if found is None or self._backward:
+                found = outputs()
+            pairs = [self._row_result(number, own) for (number, _), own in zip(cells, found, strict=True)]
+            if self._backward:
+                self._backpropagate([value for result, value in pairs if result.error is None])
         self._checked_frames.add(frames)
-        return results
+        return [result for result, _ in pairs]
 
     def _backpropagate(self, values: Sequence[Any]) -> None:
         if values:
@@ -344,11 +314,6 @@ class CellRunner:
             raise
         except Exception as error:
             return CellResult(number, None, f"{type(error).__name__}: {error}"), None
-
-
-def _functions(entries: Sequence[Entry]) -> Iterator[Any]:
-    for entry in entries:
-        yield from (patch.custom_op for patch in entry.patches if isinstance(patch, CustomPatch))
 
 
 def _tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

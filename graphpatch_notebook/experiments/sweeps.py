@@ -14,7 +14,7 @@ from graphpatch_notebook.experiments.call_checks import (
     check_metric,
     check_no_inputs,
 )
-from graphpatch_notebook.experiments.cells import PatchMap, axes_of, cells_of
+from graphpatch_notebook.experiments.cells import CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
 from graphpatch_notebook.experiments.executors import Dispatch, check_executor, task_maker
@@ -22,6 +22,7 @@ from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.fitness import Reference
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.interrupts import interrupts_deferred
+from graphpatch_notebook.experiments.plans import planned
 from graphpatch_notebook.experiments.progress import Progress, shown_progress
 from graphpatch_notebook.experiments.runner import CellRunner
 from graphpatch_notebook.experiments.scheduling import Ledger, remaining, run_here
@@ -30,6 +31,9 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 
 if TYPE_CHECKING:
     from xarray import DataArray
+
+_FEW = 4
+"""Fewer cells do not share forwards: to find out how costs more."""
 
 
 def sweep(
@@ -48,16 +52,25 @@ def sweep(
 ) -> DataArray:
     """Returns what `metric` gives for each combination of the values of `axes`: `pg.sweep(...)` as a function.
 
+    A sweep is the loop `for ...: with pg.patch(make_patches(...)): metric(pg(*inputs))`. Cells share work where that is
+    known to change nothing: where their patches are `ZeroPatch`, `AddPatch` and `ReplacePatch`, which hold plain data
+    and tensors. These are copied when they are made, so you may reuse tensors and patches. From the first other
+    patch on (a `CustomPatch`, a `ProbePatch`, a kind of your own), each cell is made just before it runs, runs as a
+    whole, once, and may use what earlier cells left behind. `attrs["remarks"]` says so.
+
     A cell that fails does not lose the others: it is NaN, `attrs["errors"]` says why, and one `ExperimentWarning` is
-    given at the end.
+    given at the end. So does a cell that is made just before it runs and cannot be made, or names an unknown path.
 
     Args:
         pg: The graph.
         axes: From names to values, the dimensions of the result.
-        make_patches: From a value of each axis to the patch map of a cell. It is called for all cells before any of
-            them runs: what a patch looks up later (a variable that is set here) is what the last call left.
+        make_patches: From a value of each axis to the patch map of a cell. It is called once for each cell, in order,
+            but before earlier cells run as long as all are of the first kind: then it cannot use what the metric keeps
+            of these, and if it changes the model or its inputs, that is an error.
         *inputs: What the model runs on, positional; or all of it as one `Inputs`.
-        metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name.
+        metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name. It is
+            called without patches first (more than once, where a part of the output may be left out), then once for
+            each cell: in their order, if a call changes what it refers to, or if cells do not share forwards.
         batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
         progress: Whether to show how far it is, how many cells are done in a second, and how long it will take.
         backward: Whether the metric of each cell is differentiated, with gradients that add up. Neither with
@@ -66,7 +79,9 @@ def sweep(
             it, after an interrupt, a crash or a power cut: cells that are done are not run again, cells that failed
             are. The file of another sweep (axes, patches, metric, inputs, or weights, by the metric without patches)
             is refused and left as it is; `Digester` says what it cannot see. Numbers are those of an uninterrupted
-            sweep, bit for bit, in the same environment.
+            sweep, bit for bit, in the same environment. All patch maps are made before any cell runs, as with
+            `executor`: functions that use what others left behind do not find what cells left that ran earlier, or
+            elsewhere.
         executor: What runs the chunks: an executor as in `concurrent.futures`, with a method `submit` that returns a
             future. Threads share this process's graph. Other executors (processes, `joblib`'s, a Dask `Client` or its
             `get_executor()`) need a `recipe`, and no weights go through them. Where a worker is lost, its chunk is
@@ -104,30 +119,35 @@ def sweep(
     check_input_names(pg, given.kwargs, sweep)
     check_inputs(pg, given)
     extra("xarray", "the result of a sweep")
-    _check_options(backward, checkpoint, executor)
+    _check_options(batch, backward, checkpoint, executor)
     if executor is not None:
         check_executor(executor, recipe, pg)
     values = axes_of(axes)
-    cells = cells_of(values, make_patches)
-    paths = list(dict.fromkeys(str(path) for cell in cells for path in cell.patches))
-    runner = CellRunner(pg, given, metric, paths, batch=batch, backward=backward)
+    making = Cells(values, make_patches)
+    cells = making.unmade
+    plan = planned(pg, making, given, metric, is_all=checkpoint is not None or executor is not None, backward=backward)
+    batch = batch if len(plan.shared) >= _FEW else None
+    runner = CellRunner(pg, given, metric, plan.paths, batch=batch, backward=backward)
     metric_dims(runner.baseline, values)  # refuses names before anything is run
     file = None
     if checkpoint is not None:
-        file = Checkpoint(checkpoint, Identity.of(values, cells, metric, given, runner.baseline), cells)
+        file = Checkpoint(checkpoint, Identity.of(values, plan.made, metric, given, runner.baseline), cells)
     results = dict(file.done) if file is not None else {}
-    chunks = list(remaining(runner.chunks(cells), results))
+    chunks = list(remaining([*runner.chunks(plan.shared, plan.entries), *([cell] for cell in plan.alone)], results))
     dispatch = None
     if executor is not None and chunks:
-        work = Work(given, metric, paths, batch, Reference.of(pg, given, runner.baseline))
+        work = Work(given, metric, plan.paths, batch, Reference.of(pg, given, runner.baseline))
         dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
 
     def run(shown: Progress) -> None:
         ledger = Ledger(runner.baseline, file, shown, results)
         run_here(runner, chunks, ledger) if dispatch is None else dispatch.run(chunks, ledger)
+        for number in plan.later:
+            ledger.keep([_made_and_run(runner, making, number)])
 
     is_whole = _runs_through(run, len(cells), len(results), progress)
-    remarks = list(dict.fromkeys([*runner.remarks, *(dispatch.remarks if dispatch is not None else ())]))
+    remarks = [*plan.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
+    remarks = list(dict.fromkeys(remarks))
     if not is_whole:
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
     result = None
@@ -143,6 +163,14 @@ def sweep(
     return result
 
 
+def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
+    try:
+        cell = cells.made(number)
+    except Exception as error:
+        return CellResult(number, None, f"{type(error).__name__}: {error} (raised by make_patches)")
+    return runner.run_whole(number, cell.patches)
+
+
 def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_shown: bool) -> bool:
     """Returns whether `run` comes to its end without an interrupt."""
     try:
@@ -153,7 +181,9 @@ def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_sho
     return True
 
 
-def _check_options(backward: bool, checkpoint: Any, executor: Any) -> None:
+def _check_options(batch: Any, backward: bool, checkpoint: Any, executor: Any) -> None:
+    if batch is not None and batch != "auto" and (type(batch) is not int or batch < 1):
+        raise ExperimentError(f'batch must be "auto", a number of cells, or None, not {batch!r}')
     if backward and checkpoint is not None:
         raise ExperimentError(
             "backward=True accumulates gradients, which checkpoint= does not keep: they would lack the cells that were "

@@ -76,16 +76,12 @@ def logits_in(output: Any) -> Tensor | None:
     return logits if isinstance(logits, Tensor) and logits.dim() == 3 else None
 
 
-def reads_last_position(metric: Callable[[Any], Any], output: Any) -> bool:
-    """Whether `metric` reads the logits in `output` at the last position only."""
-    logits = logits_in(output)
-    if logits is None:
-        return False
+def last_position_value(metric: Callable[[Any], Any], output: Any) -> Any:
+    """Returns what `metric` gives, if it reads the logits in `output` at the last position only; else `None`."""
     try:
-        watched_metric(metric, output)
+        return None if logits_in(output) is None else watched_metric(metric, output)
     except Exception:  # it reads others, or what is not there
-        return False
-    return True
+        return None
 
 
 def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:

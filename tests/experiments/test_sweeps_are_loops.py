@@ -1,0 +1,299 @@
+"""What patches share, keep and draw is in a sweep what it is in a loop of plain hooks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExperimentError,
+    ExperimentWarning,
+    PatchableGraph,
+    ReplacePatch,
+    UnknownPathError,
+    ZeroPatch,
+)
+from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.recordings import record
+from tests.experiments.awkward_prefixes import Layers
+from tests.experiments.loops import TOLERANCE
+from tests.zoo.case import floats, seeded
+
+X = floats(2, 4)
+Edit = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return seeded(Layers)
+
+
+def looped(model: nn.Module, edits: Callable[[int], dict[str, Edit]], count: int = 5) -> np.ndarray:
+    """The loop: hooks that edit what modules return, one cell after the other."""
+    found = []
+    for number in range(count):
+        handles = [
+            getattr(model, name).register_forward_hook(lambda _module, _args, output, edit=edit: edit(output.clone()))
+            for name, edit in edits(number).items()
+        ]
+        with torch.no_grad():
+            found.append(model(X)[0].double().numpy().copy())
+        for handle in handles:
+            handle.remove()
+    return np.stack(found)
+
+
+def swept(model: nn.Module, make_patches: Callable[[int], dict[str, Any]], batch: Any = "auto", count: int = 5) -> Any:
+    pg = PatchableGraph(model, X)
+    return pg.sweep(
+        {"cell": range(count)}, make_patches, X, metric=lambda output: output[0], batch=batch, progress=False
+    )
+
+
+@pytest.mark.parametrize("batch", ["auto", None])
+def test_a_value_that_is_handed_on_is_that_of_its_cell(model: nn.Module, batch: Any) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def save(value: Tensor) -> Tensor:
+        kept["value"] = value.clone()
+        return value
+
+    def cell(number: int) -> tuple[Edit, Edit, Edit]:
+        return lambda value: value + number, save, lambda value: value - kept["value"]
+
+    def edits(number: int) -> dict[str, Edit]:
+        change, keep, use = cell(number)
+        return {"a": change, "b": keep, "c": use}
+
+    def patches(number: int) -> dict[str, Any]:
+        return {f"{name}.output": CustomPatch(custom_op=edit) for name, edit in edits(number).items()}
+
+    expected = looped(model, edits)
+    harmless = lambda number: {f"{name}.output": CustomPatch(custom_op=torch.clone) for name in "abc"}  # noqa: E731
+    swept(model, harmless, batch)
+    assert (swept(model, patches, batch).values == expected).all()
+
+
+def written(value: Tensor, index: Any, number: Any) -> Tensor:
+    value[index] = number
+    return value
+
+
+@pytest.mark.parametrize("way", ["fill_", "data", "numpy", "mask", "list", "patch", "late"])
+@pytest.mark.parametrize("batch", ["auto", None])
+def test_what_make_patches_reuses_is_that_of_its_cell(model: nn.Module, way: str, batch: Any) -> None:
+    value, mask, units, patch = torch.zeros(4), torch.zeros(4, dtype=torch.bool), [0], ZeroPatch()
+    now: dict[str, int] = {}
+
+    def make(number: int) -> dict[str, Any]:
+        if way in ("fill_", "data", "numpy"):
+            written_into = {"fill_": value.fill_, "data": value.data.fill_, "numpy": value.numpy().fill}
+            written_into[way](number)
+            return {"b.output": ReplacePatch(value=value)}
+        mask.zero_()[number % 4] = True
+        units[0] = number % 4
+        patch.slice = (..., number % 4)
+        now["unit"] = number % 4
+        late = CustomPatch(custom_op=lambda given: written(given, (..., now["unit"]), 0))
+        of_way = {"mask": ZeroPatch(slice=(..., mask)), "list": ZeroPatch(slice=(..., units)), "patch": patch}
+        return {"b.output": of_way.get(way, late)}
+
+    def edits(number: int) -> dict[str, Edit]:
+        if way in ("fill_", "data", "numpy"):
+            return {"b": lambda given: torch.full_like(given, number)}
+        return {"b": lambda given: written(given, (..., number % 4), 0)}
+
+    found = swept(model, make, batch).values
+    assert np.abs(found - looped(model, edits)).max() <= (0 if batch is None else TOLERANCE)
+
+
+@pytest.mark.parametrize("batch", ["auto", None])
+def test_functions_are_called_as_often_and_draw_what_they_draw_in_a_loop(model: nn.Module, batch: Any) -> None:
+    def edits() -> Callable[[int], dict[str, Edit]]:
+        generator, state, numbers = torch.Generator().manual_seed(1), np.random.RandomState(1), iter(range(100))
+        return lambda number: {
+            "a": lambda value: value + torch.randn(value.shape, generator=generator),
+            "b": lambda value: value * state.rand(),
+            "c": lambda value: called.append(number) or value + next(numbers),
+        }
+
+    called: list[int] = []
+    expected = looped(model, edits())
+    assert called == [0, 1, 2, 3, 4]
+    of_sweep = edits()
+    called.clear()
+    found = swept(
+        model, lambda n: {f"{name}.output": CustomPatch(custom_op=edit) for name, edit in of_sweep(n).items()}, batch
+    )
+    assert (found.values == expected).all()
+    assert called == [0, 1, 2, 3, 4]
+    assert "5 of 5 cells ran one by one, each as a whole: a CustomPatch" in found.remarks[0]
+
+
+def test_pure_cells_before_the_first_other_one_share_forwards(model: nn.Module) -> None:
+    sizes: list[int] = []
+    forward = model.c.forward
+    model.c.forward = lambda value: sizes.append(len(value)) or forward(value)
+
+    def make(number: int) -> dict[str, Any]:
+        return {"b.output": ZeroPatch(slice=(..., number % 4)) if number < 20 else CustomPatch(custom_op=torch.neg)}
+
+    found = swept(model, make, count=24)
+    assert len(sizes) < 12
+    assert found.remarks[0].startswith("4 of 24 cells ran one by one")
+
+
+@pytest.mark.parametrize("batch", ["auto", None])
+def test_metrics_read_what_make_patches_set_for_their_cell(model: nn.Module, batch: Any) -> None:
+    now = {"unit": 0}
+
+    def make(number: int) -> dict[str, Any]:
+        now["unit"] = 1 + number % 3
+        return {"b.output": AddPatch(value=float(number))}
+
+    pg = PatchableGraph(model, X)
+    found = pg.sweep(
+        {"cell": range(5)}, make, X, metric=lambda output: output[0, now["unit"]], batch=batch, progress=False
+    )
+    expected = looped(model, lambda number: {"b": lambda value: value + number})
+    assert (found.values == [expected[number, 1 + number % 3] for number in range(5)]).all()
+
+
+def test_metrics_that_keep_something_are_called_for_each_cell_in_order(model: nn.Module) -> None:
+    kept: list[float] = []
+
+    def metric(output: Tensor) -> float:
+        kept.append(output[0, 0].item())
+        return kept[-1]
+
+    def make(number: int) -> dict[str, Any]:
+        return {("a.output" if number % 2 else "c.output"): AddPatch(value=float(number))}
+
+    found = PatchableGraph(model, X).sweep({"cell": range(8)}, make, X, metric=metric, progress=False)
+    assert kept == [found.baseline, *found.values.tolist()]
+
+
+def test_make_patches_that_changes_what_all_cells_run_on_is_refused(model: nn.Module) -> None:
+    def make(number: int) -> dict[str, Any]:
+        with torch.no_grad():
+            model.a.bias.fill_(number)
+        return {"b.output": ZeroPatch()}
+
+    with pytest.raises(ExperimentError, match="make_patches changes the model, and is called for some cells before"):
+        swept(model, make)
+
+
+def test_values_with_gradients_that_are_written_into_are_refused(model: nn.Module) -> None:
+    value = torch.zeros(4, requires_grad=True)
+
+    def make(number: int) -> dict[str, Any]:
+        value.data.fill_(number)
+        return {"b.output": AddPatch(value=value)}
+
+    pg = PatchableGraph(model, X)
+    with pytest.raises(ExperimentError, match=r"has gradients.*value\.clone\(\)"):
+        pg.sweep({"cell": range(5)}, make, X, metric=torch.sum, backward=True, progress=False)
+
+
+def test_all_unknown_paths_are_told_before_anything_runs(model: nn.Module) -> None:
+    runs: list[int] = []
+    pg = PatchableGraph(model, X)
+    model.c.register_forward_hook(lambda *_: None).remove()
+    forward = model.c.forward
+    model.c.forward = lambda value: runs.append(1) or forward(value)
+    with pytest.raises(UnknownPathError) as raised:
+        pg.sweep(
+            {"path": ["bb.output", "b.output", "cc.output"]}, lambda path: {path: ZeroPatch()}, X, metric=torch.sum
+        )
+    assert "bb" in str(raised.value)
+    assert "cc" in str(raised.value)
+    assert runs == []
+
+
+def test_a_cell_that_is_made_late_and_cannot_be_made_is_one_that_failed(model: nn.Module) -> None:
+    paths = iter(["b.output", "bb.output", "b.output"])
+    with pytest.warns(ExperimentWarning, match="3 of 5 cells failed"):
+        found = swept(model, lambda _: {next(paths): CustomPatch(custom_op=torch.neg)})
+    assert np.isnan(found.values).any(1).tolist() == [False, True, False, True, True]
+    assert [error["error"].split(":")[0] for error in found.errors] == [
+        "UnknownPathError", "StopIteration", "StopIteration",
+    ]  # fmt: skip
+
+
+class Drawing(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (1 + random.random() + random.choice([0, 1]))
+
+
+@contextmanager
+def another_thread_that_draws() -> Iterator[None]:
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", [Layers, Drawing])
+def test_another_thread_that_draws_random_numbers_does_not_matter(kind: type[nn.Module]) -> None:
+    model = seeded(kind)
+    with another_thread_that_draws():
+        found = swept(model, lambda number: {"b.output": AddPatch(value=float(number))})
+        drawn = record(PatchableGraph(model, X), Inputs((X,)), ["b.output"]).drawn
+    assert list(drawn) == (["Python"] if kind is Drawing else [])
+    assert any("draws random numbers (of Python)" in remark for remark in found.remarks) == (kind is Drawing)
+
+
+class Branching(Layers):
+    def forward(self, x: Tensor, deep: bool = True) -> Any:
+        h = self.a(x)
+        return self.c(self.b(h)) if deep else self.c(h)
+
+
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.PatchNotFiredWarning")
+def test_a_path_that_the_model_does_not_reach_is_named() -> None:
+    pg = PatchableGraph(seeded(Branching), X)
+    paths = ["a.output"] * 6 + ["b.output"] * 2
+    found = pg.sweep(
+        {"cell": range(8)}, lambda cell: {paths[cell]: AddPatch(value=1.0)}, X, deep=False, metric=torch.sum,
+        progress=False,
+    )  # fmt: skip
+    assert found.remarks == ["2 of 8 cells ran one by one: 'b.output': the model does not reach it on these inputs"]
+
+
+class Measured:
+    """A metric that is an object, with a method of its own."""
+
+    def __init__(self) -> None:
+        self.units = [0, 1]
+
+    def __call__(self, output: Tensor) -> Tensor:
+        return self.chosen(output).sum()
+
+    def chosen(self, output: Tensor) -> Tensor:
+        return output[0, self.units]
+
+
+@pytest.mark.parametrize("metric", [Measured(), Measured().chosen, torch.sum, nn.Flatten(0)])
+def test_metrics_that_keep_nothing_do_not_keep_cells_from_sharing_forwards(model: nn.Module, metric: Any) -> None:
+    pg = PatchableGraph(model, X)
+    found = pg.sweep({"cell": range(8)}, lambda n: {"b.output": AddPatch(value=n)}, X, metric=metric, progress=False)
+    assert found.remarks == []

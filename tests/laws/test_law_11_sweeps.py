@@ -1,0 +1,281 @@
+"""Law 11: a sweep *is* the loop `with pg.patch(make_patches(cell)): metric(pg(...))`, whatever the patches do.
+
+Random sweeps are put together of patches that are alike each time and of patches that are not, and `make_patches`
+reuses what it can. Each is made twice, for the loop and for the sweep; what they leave behind is compared, too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, RecordPatch, ReplacePatch, ZeroPatch
+from tests.experiments.loops import TOLERANCE, differing, numbers
+from tests.laws.captures import capture_of
+from tests.zoo import Call, case_by_name, seed_all
+from tests.zoo.case import floats, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+
+CELLS = 8
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(self.drop(torch.tanh(self.a(x))))))
+
+
+def chain(*, training: bool = False) -> tuple[PatchableGraph, list[str], Call]:
+    x = floats(1, 3, 4)
+    model = seeded(Chain)
+    return PatchableGraph(model.train(training), x), ["a.output", "b.output", "c.output"], Call.of(x)
+
+
+def language_model() -> tuple[PatchableGraph, list[str], Call]:
+    capture = capture_of(case_by_name("gpt2-eager"))
+    paths = [path for path in capture.pg.nodes if path.endswith(("mlp.output", "attn.c_proj.output"))]
+    return capture.pg, paths, capture.case.example()
+
+
+MODELS: dict[str, Callable[[], tuple[PatchableGraph, list[str], Call]]] = {
+    "chain": chain,
+    "chain that draws": lambda: chain(training=True),
+    "language model": language_model,
+}
+
+
+class Cells:
+    """A random sweep, and all that its patches, `make_patches` and metric share.
+
+    Args:
+        seed: What it is made from.
+        paths: The paths that may be patched, in order.
+        shapes: The shapes of the values there.
+        kinds: The names of the methods that make patches.
+    """
+
+    def __init__(self, seed: int, paths: list[str], shapes: list[torch.Size], kinds: list[str]) -> None:
+        self.rng = random.Random(seed)
+        self.is_aimed = seed % 5 == 0
+        self.paths, self.shapes, self.kinds = paths, shapes, kinds
+        self.generator = torch.Generator().manual_seed(seed)
+        self.numpy = np.random.RandomState(seed)
+        self.numbers = iter(np.linspace(-1, 1, 100).tolist())
+        self.now: dict[str, Any] = {"kept": torch.zeros(1)}
+        self.at = 0
+        self.calls: list[Any] = []
+        self.value = floats(*shapes[0][-1:])
+        self.whole = {path: floats(*shape, seed=1) for path, shape in zip(paths, shapes, strict=True)}
+        self.mask = torch.zeros(shapes[0][-1], dtype=torch.bool)
+        self.units = [0]
+        self.patch = AddPatch(value=0.0, slice=(..., 0))
+        self.probe, self.record = ProbePatch(), RecordPatch()
+
+    def make(self, number: int) -> dict[str, Any]:
+        patches: dict[str, Any] = {}
+        if self.is_aimed:
+            self.at = number + 1
+        for kind in self.rng.sample(self.kinds, min(len(self.kinds), self.rng.randint(1, 2))):
+            for path, patch in getattr(self, kind)(number).items():
+                patches[path] = [*patches.get(path, []), patch]
+        return patches
+
+    def metric(self, output: Any) -> Tensor:
+        logits = output if isinstance(output, Tensor) else output.logits
+        return logits[0, -1, :7].double() + self.at
+
+    def state(self) -> Iterator[Any]:
+        yield from (self.generator.get_state(), torch.from_numpy(self.numpy.get_state()[1].astype(np.int64)))
+        yield torch.tensor([next(self.numbers), self.rng.random(), random.random()])
+        yield from (torch.rand(1), torch.tensor(self.calls, dtype=torch.float64), self.value, self.mask)
+        yield from (self.now["kept"], torch.zeros(0) if self.probe.activation is None else self.probe.activation)
+        yield from self.record.activations
+
+    @property
+    def path(self) -> str:
+        return self.rng.choice(self.paths)
+
+    @property
+    def unit(self) -> tuple[Any, ...]:
+        return (..., self.rng.randrange(self.shapes[0][-1]))
+
+    # -- alike each time -----------------------------------------------------------------------------------------------
+
+    def plain(self, number: int) -> dict[str, Any]:
+        return {self.path: self.rng.choice([ZeroPatch(slice=self.unit), AddPatch(value=float(number))])}
+
+    def whole_value(self, number: int) -> dict[str, Any]:
+        path = self.path
+        return {path: ReplacePatch(value=self.whole[path] * (1 + number // 4))}
+
+    def position(self, number: int) -> dict[str, Any]:
+        path, at = self.path, number % 3
+        return {path: ReplacePatch(value=self.whole[path][:, at], slice=(slice(None), at))}
+
+    def nothing(self, number: int) -> dict[str, Any]:
+        return {}
+
+    # -- alike, but made of what is reused -----------------------------------------------------------------------------
+
+    def reused_value(self, number: int) -> dict[str, Any]:
+        self.value.fill_(number)
+        return {self.path: AddPatch(value=self.value)}
+
+    def reused_data(self, number: int) -> dict[str, Any]:
+        self.value.data.fill_(-number)
+        return {self.path: ReplacePatch(value=self.value)}
+
+    def reused_numpy(self, number: int) -> dict[str, Any]:
+        self.value.numpy()[number % 4] += 1
+        return {self.path: ReplacePatch(value=self.value, slice=(0, 0))}
+
+    def reused_whole(self, number: int) -> dict[str, Any]:
+        path = self.path
+        self.whole[path].numpy()[..., number % 4] = number
+        return {path: ReplacePatch(value=self.whole[path])}
+
+    def reused_mask(self, number: int) -> dict[str, Any]:
+        self.mask.numpy()[:] = False
+        self.mask[number % 4] = True
+        return {self.path: ReplacePatch(value=2.0, slice=(..., self.mask))}
+
+    def reused_list(self, number: int) -> dict[str, Any]:
+        self.units[:] = [number % 4, 3]
+        return {self.path: ZeroPatch(slice=(..., self.units))}
+
+    def reused_patch(self, number: int) -> dict[str, Any]:
+        self.patch.slice, self.patch.value = (..., number % 4), 1.5 * number
+        return {self.path: self.patch}
+
+    def drawn_value(self, number: int) -> dict[str, Any]:
+        return {self.path: AddPatch(value=torch.randn(self.shapes[0][-1]))}
+
+    def generated_value(self, number: int) -> dict[str, Any]:
+        return {self.path: AddPatch(value=torch.randn(self.shapes[0][-1], generator=self.generator))}
+
+    def next_value(self, number: int) -> dict[str, Any]:
+        return {self.path: AddPatch(value=next(self.numbers))}
+
+    # -- another thing each time ---------------------------------------------------------------------------------------
+
+    def handed_on(self, number: int) -> dict[str, Any]:
+        def save(value: Tensor) -> Tensor:
+            self.now["kept"] = value.detach().clone()
+            return value
+
+        def use(value: Tensor) -> Tensor:
+            return value + self.now["kept"].mean()
+
+        return {self.paths[0]: CustomPatch(custom_op=save), self.paths[-1]: CustomPatch(custom_op=use)}
+
+    def late(self, number: int) -> dict[str, Any]:
+        self.now["late"] = number
+        return {self.path: CustomPatch(custom_op=lambda value: value + self.now["late"])}
+
+    def counted(self, number: int) -> dict[str, Any]:
+        def count(value: Tensor) -> Tensor:
+            self.calls.append(number)
+            return value + len(self.calls)
+
+        return {self.path: CustomPatch(custom_op=count)}
+
+    def noisy(self, number: int) -> dict[str, Any]:
+        def noise(value: Tensor) -> Tensor:
+            return value + torch.randn(value.shape, generator=self.generator)
+
+        return {self.path: CustomPatch(custom_op=noise)}
+
+    def noisy_by_numpy(self, number: int) -> dict[str, Any]:
+        return {self.path: CustomPatch(custom_op=lambda value: value + self.numpy.rand())}
+
+    def noisy_by_all(self, number: int) -> dict[str, Any]:
+        return {self.path: CustomPatch(custom_op=lambda value: value + torch.rand(1) + random.random())}
+
+    def iterated(self, number: int) -> dict[str, Any]:
+        return {self.path: CustomPatch(custom_op=lambda value: value * next(self.numbers))}
+
+    def subclassed(self, number: int) -> dict[str, Any]:
+        return {self.path: Adding(value=1.0, calls=self.calls)}
+
+    def overridden(self, number: int) -> dict[str, Any]:
+        patch = ZeroPatch()
+        patch.op = lambda value: value * 0.5 + len(self.calls)  # type: ignore[method-assign]
+        return {self.path: patch}
+
+    def seen(self, number: int) -> dict[str, Any]:
+        before = self.probe.activation
+        return {
+            self.paths[0]: AddPatch(value=0.0 if before is None else before.mean().item()),
+            self.paths[-1]: self.probe,
+        }
+
+    def recorded(self, number: int) -> dict[str, Any]:
+        return {self.paths[-1]: self.record, self.paths[0]: AddPatch(value=float(len(self.record.activations)))}
+
+
+class Adding(AddPatch):
+    """A kind of somebody else's, which counts."""
+
+    def __init__(self, value: float, calls: list[Any]) -> None:
+        super().__init__(value=value)
+        self.calls = calls
+
+    def op(self, value: Any) -> Any:
+        self.calls.append(-1)
+        return super().op(value) * len(self.calls)
+
+
+PURE = ["plain", "whole_value", "position", "nothing"]
+REUSED = ["reused_value", "reused_data", "reused_numpy", "reused_whole", "reused_mask", "reused_list", "reused_patch"]
+REUSED += ["drawn_value", "generated_value", "next_value"]
+IMPURE = ["handed_on", "late", "counted", "noisy", "noisy_by_numpy", "noisy_by_all", "iterated", "subclassed"]
+IMPURE += ["overridden", "seen", "recorded"]
+
+
+def kinds_of(seed: int) -> list[str]:
+    rng = random.Random(seed)
+    some = rng.sample(REUSED, rng.randint(1, 3)) + rng.sample(PURE, rng.randint(0, 2))
+    return some if seed % 2 else some + rng.sample(IMPURE, rng.randint(1, 3))
+
+
+@pytest.mark.parametrize("batch", ["auto", 3, None])
+@pytest.mark.parametrize("model", MODELS)
+def test_random_sweeps_equal_loops(model: str, batch: Any) -> None:
+    pg, paths, call = MODELS[model]()
+    shapes = [pg.nodes[path].shape for path in paths]
+    for seed in range(24):
+        kinds = kinds_of(seed)
+        if seed % 3 == 0:  # what an earlier sweep has shown is no news of this one
+            swept(pg, Cells(seed, paths, shapes, ["plain"]), call, batch)
+        looped, other = Cells(seed, paths, shapes, kinds), Cells(seed, paths, shapes, kinds)
+        seed_all(seed)
+        expected = []
+        with torch.no_grad():
+            for number in range(CELLS):
+                with pg.patch(looped.make(number)):
+                    expected.append(numbers(looped.metric(call.run(pg))))
+        left = list(looped.state())
+        seed_all(seed)
+        found = swept(pg, other, call, batch)
+        for number, value in enumerate(expected):
+            problem = differing(value, found.values[number], 0.0 if batch is None else TOLERANCE)
+            assert problem is None, f"{seed=}, {kinds}, cell {number}: {problem}; {found.attrs}"
+        for one, two in zip(left, other.state(), strict=True):
+            assert torch.equal(one, two), f"{seed=}, {kinds}: {one} is not {two}; {found.attrs}"
+
+
+def swept(pg: PatchableGraph, cells: Cells, call: Call, batch: Any) -> Any:
+    return pg.sweep(
+        {"cell": range(CELLS)}, cells.make, *call.args, metric=cells.metric, batch=batch, progress=False, **call.kwargs
+    )
