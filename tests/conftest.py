@@ -9,11 +9,31 @@ import hypothesis
 import pytest
 import torch
 
+from tests.browser import leaving_out
+
 # A busy machine is no failure; nothing here is measured in seconds.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-browser-tests", action="store_true", help="fail, rather than leave out tests, if no browser starts"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of pytest-xdist: this process starts the others
+        leaving_out.begin()
+        config.add_cleanup(leaving_out.end)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if line := leaving_out.summary():
+        terminalreporter.write_line(line, yellow=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

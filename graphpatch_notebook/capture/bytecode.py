@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import bisect
 import dis
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import dropwhile, islice
 from types import CodeType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Assigned: TypeAlias = "str | tuple[str | None, ...] | None"
 """A variable; one for each value of an unpacked sequence; or `None` where the result has no variable."""
 
 _STORES = {"STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL", "STORE_FAST_MAYBE_NULL"}
+_COMBINED = {
+    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
+    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
+}
 _DUPLICATES = {"COPY", "DUP_TOP"}  # `a = b = f()` and `(a := f())`
 _PADDING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "NOT_TAKEN"}
 
@@ -79,48 +85,51 @@ def assigned_variable(code: CodeType, lasti: int) -> Assigned:
 def _read(code: _Code, lasti: int) -> Assigned:
     position = code.position(lasti) + 1
     following = code.instructions[position : position + 40]
+    # `a = f() if x else g()`: before Python 3.12, and in blocks, one branch jumps to the store of the other.
+    while following and following[0].opname == "JUMP_FORWARD":
+        position = bisect.bisect_left(code.offsets, following[0].argval)
+        following = code.instructions[position : position + 40]
     while following and following[0].opname in _DUPLICATES:
         following = following[1:]
     if not following:
         return None
-    first = following[0]
-    if first.opname == "UNPACK_SEQUENCE":
-        names = [name for instruction in following[1:] for name in _stored(instruction)]
-        count = int(first.arg or 0)
-        plain = _leading_stores(following[1:])
-        return tuple(names[:count]) if plain >= count else None
-    stored = _stored(first) or _stored_attribute(following)
-    return stored[0] if stored else None
+    count = int(following[0].arg or 0)
+    if following[0].opname != "UNPACK_SEQUENCE":
+        # `a, b = f(), g()`: the result of `g` is below that of `f` when they are stored.
+        depth = {"ROT_TWO": 1, "ROT_THREE": 2, "SWAP": count - 1}.get(following[0].opname, 0)
+        stores = dropwhile(lambda instruction: instruction.opname in ("ROT_TWO", "ROT_THREE", "SWAP"), following)
+        return next(islice(_stored(stores), depth, None), None)
+    names = tuple(islice(_stored(following[1:]), count))
+    return names if len(names) == count else None
 
 
-def _leading_stores(instructions: list[dis.Instruction]) -> int:
-    count = 0
+def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | None]:
+    """Yields the name for each value on the stack that these instructions store or drop before they do anything else.
+
+    `self.keys = torch.cat(...)`: the attribute is the name that the user gave.
+    """
+    is_object_loaded = False
+    for name, argument in _single_steps(instructions):
+        if name in _STORES and not is_object_loaded:
+            yield _usable(argument)
+        elif name == "POP_TOP" and not is_object_loaded:
+            yield None
+        elif name == "STORE_ATTR" and is_object_loaded:
+            yield _usable(argument)
+            is_object_loaded = False
+        elif name.startswith("LOAD_") and not is_object_loaded:
+            is_object_loaded = True
+        else:
+            return
+
+
+def _single_steps(instructions: Iterable[dis.Instruction]) -> Iterator[tuple[str, Any]]:
+    """Yields names and arguments of instructions, of which Python 3.13 and later combine some."""
     for instruction in instructions:
-        stored = _stored(instruction)
-        if not stored:
-            break
-        count += len(stored)
-    return count
-
-
-def _stored(instruction: dis.Instruction) -> list[str | None]:
-    name = instruction.opname
-    if name in _STORES:
-        return [_usable(instruction.argval)]
-    if name == "STORE_FAST_STORE_FAST":
-        return [_usable(v) for v in instruction.argval]
-    if name == "STORE_FAST_LOAD_FAST":
-        return [_usable(instruction.argval[0])]
-    if name in ("STORE_ATTR", "POP_TOP"):
-        return [None]
-    return []
-
-
-def _stored_attribute(following: list[dis.Instruction]) -> list[str | None]:
-    """`self.keys = torch.cat(...)`: the attribute is the name that the user gave."""
-    if len(following) > 1 and following[0].opname.startswith("LOAD_FAST") and following[1].opname == "STORE_ATTR":
-        return [_usable(following[1].argval)]
-    return []
+        if instruction.opname in _COMBINED:
+            yield from zip(_COMBINED[instruction.opname], instruction.argval, strict=True)
+        else:
+            yield instruction.opname, instruction.argval
 
 
 @lru_cache(maxsize=4096)

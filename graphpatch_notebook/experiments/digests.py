@@ -22,7 +22,7 @@ from graphpatch_notebook.patches import Patch
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _DATA = (*_SIMPLE, *_FUNCTIONS, Tensor, np.ndarray, np.generic, slice, range, list, tuple, set, frozenset, dict, Patch)
-_GLOBAL_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
+_GLOBAL_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class Digester:

@@ -48,9 +48,7 @@ class _SharedCode:
 
     def __init__(self, text: str) -> None:
         file = f"{_FILE} {next(_numbers)}>"
-        module_code = compile(text, file, "exec")
-        self.code = next(part for part in module_code.co_consts if isinstance(part, CodeType))
-        self.module_code = module_code
+        self.module_code = compile(text, file, "exec")
         # Without a modification time the entry stays until it is taken out.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         weakref.finalize(self, linecache.cache.pop, file, None)

@@ -1,15 +1,18 @@
-"""Chromium, which reaches nothing but this machine."""
+"""Chromium: found or fetched, and started so that it reaches nothing but this machine."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from playwright.sync_api import Browser, Page, Playwright, Request
+from playwright.sync_api import Browser, Error, Page, Playwright, Request, sync_playwright
 
 # A busy machine is no failure.
 TIMEOUT_SECONDS = 120
@@ -22,15 +25,68 @@ _FLAGS = (
 _ON_THIS_MACHINE = ("http://127.0.0.1:", "ws://127.0.0.1:", "file:", "data:", "blob:", "about:")
 
 
+# The same browser, as Debian, Ubuntu and Google call it.
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_DOWNLOAD_SECONDS = 300
+_LONG = 100
+
+
+class NoBrowserError(RuntimeError):
+    """No browser starts on this machine, and none can be fetched."""
+
+
 def launch(playwright: Playwright) -> Browser:
-    """Starts Debian's Chromium, or the one that the variable CHROMIUM names."""
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    if not found:
-        raise RuntimeError(
-            "these tests drive a browser: install chromium (Debian: apt-get install chromium), or say where one is "
-            "in the variable CHROMIUM; -m 'not browser and not gpu' leaves them out"
-        )
-    return playwright.chromium.launch(executable_path=found, headless=True, args=list(_FLAGS))
+    """Starts the browser that the variable CHROMIUM names, or else the first that starts: installed, or Playwright's.
+
+    Playwright's own is downloaded into its cache if it is not there yet.
+
+    Raises:
+        NoBrowserError: None of them starts.
+    """
+    problems = {}
+    for executable in _executables():
+        try:
+            return playwright.chromium.launch(executable_path=executable, headless=True, args=list(_FLAGS))
+        except Error as error:  # noqa: PERF203  # a second at least goes into each start
+            text = re.sub(r"[\s═║╔╗╚╝]+", " ", error.message)
+            problems[executable or "Playwright's"] = text.removeprefix("BrowserType.launch: ").strip()[:_LONG]
+    tried = "; ".join(f"{executable}: {text}" for executable, text in problems.items())
+    raise NoBrowserError(
+        "no browser starts: install Chromium (Debian: apt-get install chromium), or name one by the variable CHROMIUM "
+        f"(tried {tried})"
+    )
+
+
+def problem() -> str:
+    """Returns why no browser starts; empty where one does."""
+    try:
+        with sync_playwright() as playwright:
+            launch(playwright).close()
+    except NoBrowserError as error:
+        return str(error)
+    return ""
+
+
+def _executables() -> Iterator[str | None]:
+    """Yields what may be started, one after the other; `None` is Playwright's own browser."""
+    if named := os.environ.get("CHROMIUM"):
+        yield named
+        return
+    yield from filter(None, map(shutil.which, _NAMES))
+    yield None
+    if _has_downloaded():
+        yield None
+
+
+def _has_downloaded() -> bool:
+    """Whether Playwright could download its browser; needs no rights of an administrator."""
+    command = [sys.executable, "-m", "playwright", "install", "--only-shell", "chromium"]
+    environment = {"PLAYWRIGHT_DOWNLOAD_CONNECTION_TIMEOUT": "10000", **os.environ}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_DOWNLOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 @dataclass

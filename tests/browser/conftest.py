@@ -12,18 +12,25 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.browser.chromium import Watch, launch, opened
+from tests.browser.leaving_out import is_left_out
 from tests.browser.notebook_page import NotebookPage, notebook_of
 from tests.browser.server import CHECKOUT, Server, serving
 from tests.browser.tree_page import TreePage
 
 
-# First: before pytest leaves out by marks, and before pytest-xdist reads the groups.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Around all others: the marks are there before pytest leaves out by marks and pytest-xdist reads the groups, and a
+# browser is looked for only if tests that need one are left.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("browser")
             item.add_marker(pytest.mark.xdist_group("browser"))
+    yield
+    driving = [item for item in items if item.get_closest_marker("browser")]
+    if driving and not config.getoption("all_browser_tests") and is_left_out(len(driving)):
+        items[:] = [item for item in items if item not in driving]
+        config.hook.pytest_deselected(items=driving)
 
 
 # Package scope: while Playwright is there, asyncio has a running loop, which the tests of other folders must not meet.

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from typing import Any, Literal
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.server import CHECKOUT
 from tests.browser.tree_page import HEADS, TreePage
-
-AXE = CHECKOUT / "node_modules" / "axe-core" / "axe.min.js"
 
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    if not AXE.exists():
-        raise RuntimeError("the checks of accessibility need axe-core: npm ci --ignore-scripts")
-    return AXE.read_text(encoding="utf8")
+    return (importlib.resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf8")
 
 
 def violations(view: TreePage, axe: str) -> list[dict[str, Any]]:
