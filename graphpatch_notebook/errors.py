@@ -27,6 +27,7 @@ GraphPatchWarning(UserWarning)
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
+├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
 ├── LiveFallbackWarning                   a graph was refused, the original module ran instead
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
@@ -193,6 +194,10 @@ class DecompositionWarning(GraphPatchWarning):
 
 class AliasedPatchWarning(GraphPatchWarning):
     """The patched node is a view that the model fills in later: the patch cuts it off from its base."""
+
+
+class SharedGradientWarning(GraphPatchWarning):
+    """A probed input of a module has no gradient of its own: it is that of other uses of the same tensor, too."""
 
 
 class LiveFallbackWarning(GraphPatchWarning):
