@@ -322,7 +322,7 @@ def _warn_of_other_uses(paths: list[str]) -> None:
     shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     warn(
         f"the gradients of probed inputs are those of other uses of the same tensors, too: {shown}. Their modules are "
-        "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute of it",
+        "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
         SharedGradientWarning,
         stacklevel=level_of_caller(),
     )
