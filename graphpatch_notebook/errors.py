@@ -28,6 +28,7 @@ GraphPatchWarning(UserWarning)
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 ├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
+├── ShardedValueWarning                   patches see parts of values, since the model is sharded over processes
 ├── LiveFallbackWarning                   a graph was refused, the original module ran instead
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
@@ -198,6 +199,10 @@ class AliasedPatchWarning(GraphPatchWarning):
 
 class SharedGradientWarning(GraphPatchWarning):
     """A probed input of a module has no gradient of its own: it is that of other uses of the same tensor, too."""
+
+
+class ShardedValueWarning(GraphPatchWarning):
+    """The model is sharded over several processes: patches see the part of a value that is on their own."""
 
 
 class LiveFallbackWarning(GraphPatchWarning):

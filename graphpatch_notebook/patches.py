@@ -189,7 +189,10 @@ class ZeroPatch(_SlicePatch):
     slice: TensorIndex = None
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
-        target[index] = 0
+        if index is ...:
+            target.zero_()  # which a `DTensor` can do
+        else:
+            target[index] = 0
 
     def _number(self, number: Scalar) -> Scalar:
         return type(number)(0)

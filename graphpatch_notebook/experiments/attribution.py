@@ -14,7 +14,7 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
-from graphpatch_notebook.experiments.call_checks import check_graph, check_inputs, check_metric
+from graphpatch_notebook.experiments.call_checks import check_graph, check_inputs, check_metric, check_unsharded
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.heads import head_places
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
@@ -118,6 +118,7 @@ def attribute(
         faith in faithfulness (2024).
     """
     check_graph(pg)
+    check_unsharded(pg, "attribute")
     check_metric(metric)
     fractions = _fractions(method, steps)
     given = (inputs_of(clean), inputs_of(corrupted))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options
+from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options, check_unsharded
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Comparison
 from graphpatch_notebook.experiments.components import default_components
@@ -101,6 +101,7 @@ def path_patch(
         Patching, 2023.
     """
     check_graph(pg)
+    check_unsharded(pg, "path_patch")
     check_metric(metric)
     check_options(options, path_patch, sweep)
     if isinstance(corrupted, (Noise, type)):
