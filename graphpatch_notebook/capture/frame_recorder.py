@@ -60,7 +60,7 @@ class FrameRecorder:
         self.recorder = recorder
         self.wants_ops = True
         is_inside = bool(recorder.stack) and recorder.stack[-1].gathers_weights
-        self.gathers_weights = is_inside or is_fully_sharded(record.module)
+        self.gathers_weights: bool = is_inside or is_fully_sharded(record.module)
         self._switches = _switches()
         self.composite: CompositeCall | None = None
         self._values: dict[int, tuple[Callable[[], Any], Ref]] = {}
@@ -250,12 +250,9 @@ class FrameRecorder:
         for source, tensor in held_tensors(record.module):
             path = source.attribute_path
             spec = _held_spec(record.module, path, tensor)
-            is_freed = source.kind == "parameter" and self.gathers_weights
-            boundary.append(
-                Node(
-                    kind=source.kind, op=path, target=path, spec=spec, base_name=path, is_mutated_later=is_freed
-                )  # fmt: skip
-            )
+            node = Node(kind=source.kind, op=path, target=path, spec=spec, base_name=path)
+            node.is_mutated_later = source.kind == "parameter" and self.gathers_weights
+            boundary.append(node)
         boundary += record.calls()
         record.nodes = boundary
         record.output = None

@@ -29,7 +29,6 @@ from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload
 from graphpatch_notebook.values import describe, readable_children, replaced
 
-
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
 

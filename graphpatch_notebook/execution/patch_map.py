@@ -65,8 +65,8 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
 
 
 _LOCAL = (
-    "on each of them a patch sees what is there of a value, which may be a part of it (some heads, some neurons) or one "
-    "term of a sum"
+    "on each of them a patch sees what is there of a value, which may be a part of it (some heads, some neurons) or "
+    "one term of a sum"
 )
 
 

@@ -15,10 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+try:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+except ImportError:  # before torch 2.6 these lie elsewhere
+    is_possible = False
+else:
+    is_possible = True
 
 from graphpatch_notebook import (
     AddPatch,
@@ -93,14 +99,15 @@ def by_hook(path: str, edit: Callable[[Tensor], Tensor]) -> Tensor:
 
 def refusals(run: Callable[[Any], Any], cases: dict[str, Any]) -> dict[str, str]:
     """What is said of each case before the model runs."""
-    found = {}
-    for name, case in cases.items():
-        try:
-            run(case)
-            found[name] = "it ran"
-        except GraphPatchError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return {name: refusal(run, case) for name, case in cases.items()}
+
+
+def refusal(run: Callable[[Any], Any], case: Any) -> str:
+    try:
+        run(case)
+    except GraphPatchError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it ran"
 
 
 def patched(pg: PatchableGraph, patches: dict[str, Any]) -> Tensor:
@@ -144,8 +151,18 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
                 ),
             },
         ),
-        "ran": len(ran),
     }
+    found["ran"] = len(ran)
+    found["sweep"] = refusal(
+        lambda axis: pg.sweep(
+            {"unit": axis},
+            lambda unit: {query: ZeroPatch(slice=(..., unit))},
+            X,
+            metric=torch.sum,
+            progress=False,
+        ),
+        range(2),
+    )
     handle.remove()
 
     wrong = []
@@ -173,12 +190,8 @@ def tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
         with pg.patch({query: probe, "blocks_0.attention.pattern": record, "blocks_0.up.weight": weight}):
             found["is the model's output"] = torch.allclose(whole(pg(X)), model()(X), atol=1e-5)
         found["probed"] = torch.allclose(whole(probe.activation), model().blocks[0].attention.q(X), atol=1e-6)
-        found["recorded"] = tuple(record.activations[0].shape)
+        found["pattern"] = tuple(record.activations[0].shape)
         found["weight"] = torch.equal(whole(weight.activation), model().blocks[0].up.weight)
-        given = ProbePatch()
-        with pg.patch({"blocks_0.down.input": given}):
-            pg(X)
-        found["input"] = tuple(given.activation.shape)
     return found
 
 
@@ -235,6 +248,14 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
+def plain_parts(size: int) -> dict[str, str]:
+    """Of a model that holds its parts as plain tensors, only `tp_size` tells, as models of transformers have it."""
+    sharded = model()
+    sharded.tp_size = size  # type: ignore[assignment]
+    pg = PatchableGraph(sharded, X)
+    return refusals(lambda patches: patched(pg, patches), {"slice": {"blocks_0.output": ZeroPatch(slice=0)}})
+
+
 def main(rank: int, folder: str) -> None:
     """Writes down what process `rank` finds. It ends by itself, whatever happens."""
     faulthandler.enable()
@@ -245,7 +266,12 @@ def main(rank: int, folder: str) -> None:
         "gloo", f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=30)
     )
     mesh = init_device_mesh("cpu", (WORLD,))
-    found = {"tensor parallel": tensor_parallel(mesh), "fully sharded": fully_sharded(mesh)}
+    found = {
+        "tensor parallel": tensor_parallel(mesh),
+        "fully sharded": fully_sharded(mesh),
+        "by tp_size": plain_parts(WORLD),
+        "of one process": plain_parts(1),
+    }
     (Path(folder) / f"rank{rank}").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
