@@ -267,6 +267,15 @@ def test_an_input_of_an_edited_graph_is_an_alias() -> None:
     torch.testing.assert_close(_gradient_of(probe.activation, output), slope)
 
 
+def test_an_input_of_a_plain_fx_module_is_an_alias() -> None:
+    x, probe = torch.ones(1, 3), ProbePatch()
+    pg = PatchableGraph(Stream(lambda branch, x: branch(x), nn.Tanh()), x)
+    with pg.patch({"branch.input": probe}):
+        output = pg.to_fx((x,))(x)
+    slope = 1 - probe.activation.detach().tanh().square()
+    torch.testing.assert_close(_gradient_of(probe.activation, output), slope)
+
+
 def test_one_tensor_given_as_several_inputs_stays_one() -> None:
     """A module may ask for that, as attention does: the gradient is that of all these inputs, and this is said."""
 
