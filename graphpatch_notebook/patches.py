@@ -282,9 +282,9 @@ class ProbePatch(Patch[Any]):
         """The value from the last time the node came up; `None` before.
 
         It is the model's own tensor, not a copy, so that gradients reach it (call its `retain_grad()` before
-        `backward()`), unless the model writes into it later: then it is a copy made in time. Where a module's input
-        requires gradients, it is an alias that only this module is given: the gradient is that of what the module
-        does with it, whatever else becomes of the tensor.
+        `backward()`), unless the model writes into it later: then it is a copy made in time, which has none. Where a
+        module's input requires gradients, it is an alias that only this module is given: the gradient is that of what
+        the module does with it, whatever else becomes of the tensor.
 
         Raises:
             PatchValueError: The model wrote into the tensor through another one that shares its memory.

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch
-from graphpatch_notebook.values import leaves
+from graphpatch_notebook.values import TensorSpec, leaves
 
 
 def sharding(root: Frame) -> str | None:
@@ -38,7 +38,8 @@ def _is_parallel(model: Module) -> bool:
 
 
 def _is_distributed(node: Node) -> bool:
-    return any(getattr(leaf, "type_name", None) == "DTensor" for _, leaf in leaves(node.spec))
+    specs = [node.spec] if type(node.spec) is TensorSpec else [leaf for _, leaf in leaves(node.spec)]
+    return any(isinstance(spec, TensorSpec) and spec.type_name == "DTensor" for spec in specs)
 
 
 def sharding_problem(node: Node, patch: Patch[object]) -> str | None:
