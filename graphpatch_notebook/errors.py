@@ -29,6 +29,8 @@ GraphPatchWarning(UserWarning)
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
+├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
+├── ShardedValueWarning                   patches see parts of values, since the model is sharded over processes
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
 ├── UnresolvedPatchWarning                patches in a file name values that this graph has not, and were left out
@@ -202,6 +204,14 @@ class DecompositionWarning(GraphPatchWarning):
 
 class AliasedPatchWarning(GraphPatchWarning):
     """The patched node is a view that the model fills in later: the patch cuts it off from its base."""
+
+
+class SharedGradientWarning(GraphPatchWarning):
+    """A probed input of a module has no gradient of its own: it is that of other uses of the same tensor, too."""
+
+
+class ShardedValueWarning(GraphPatchWarning):
+    """The model is sharded over several processes: patches see the part of a value that is on their own."""
 
 
 class EditedGraphWarning(GraphPatchWarning):

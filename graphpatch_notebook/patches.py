@@ -226,7 +226,10 @@ class ZeroPatch(_SlicePatch):
     slice: TensorIndex = _Index()
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
-        target[index] = 0
+        if index is ...:
+            target.zero_()  # which a `DTensor` can do
+        else:
+            target[index] = 0
 
     def _number(self, number: Scalar) -> Scalar:
         return type(number)(0)
@@ -315,8 +318,10 @@ class ProbePatch(Patch[Any]):
     def activation(self) -> Any:
         """The value from the last time the node came up; `None` before.
 
-        It is the model's own tensor, not a copy, so that gradients reach it, unless the model writes into it later:
-        then it is a copy made in time.
+        It is the model's own tensor, not a copy, so that gradients reach it (call its `retain_grad()` before
+        `backward()`), unless the model writes into it later: then it is a copy made in time, which has none. Where a
+        module's input requires gradients, it is an alias that only this module is given: the gradient is that of what
+        the module does with it, whatever else becomes of the tensor.
 
         Raises:
             PatchValueError: The model wrote into the tensor through another one that shares its memory.

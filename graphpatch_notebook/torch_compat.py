@@ -78,6 +78,17 @@ def runs_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether `module` is under FSDP: its parameters are gathered for a call, and their memory is freed afterwards.
+
+    `FSDPModule` is public since torch 2.6, and elsewhere before. Told by: tests/distributed/test_sharded_models.py.
+    """
+    homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))
+    names = ("FSDPModule", "FullyShardedDataParallel")
+    kinds = tuple(kind for home in homes for name in names if (kind := getattr(home, name, None)) is not None)
+    return isinstance(module, kinds)
+
+
 def has_global_hooks() -> bool:
     """Whether there are hooks that run for all modules.
 

@@ -20,6 +20,7 @@ from graphpatch_notebook.capture.records import Site
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules", "")
 _MODULE_MACHINERY = os.path.join(_TORCH_MODULES, "module.py")
+_SHARDING = os.path.join(_TORCH, "distributed", "fsdp", "")
 _COLLECTING = os.path.join("transformers", "utils", "generic.py")
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
@@ -44,9 +45,11 @@ class _Code:
         file = code.co_filename
         in_torch = file.startswith(_TORCH) and (not file.startswith(_TORCH_MODULES) or file == _MODULE_MACHINERY)
         self.code = code
-        self.is_users = not in_torch and not file.startswith(_OWN)
+        is_sharding = file.startswith(_SHARDING)
+        self.is_users = is_sharding or (not in_torch and not file.startswith(_OWN))
         accelerate = getattr(sys.modules.get("accelerate"), "__file__", None)
-        self.is_offloading = accelerate is not None and file.startswith(os.path.join(os.path.dirname(accelerate), ""))
+        of_accelerate = accelerate is not None and file.startswith(os.path.join(os.path.dirname(accelerate), ""))
+        self.is_offloading = is_sharding or of_accelerate
         self.is_hook_of_offloading = self.is_offloading and code.co_name in ("pre_forward", "post_forward")
         self.is_collecting = code.co_name == "wrapped_forward" and file.endswith(_COLLECTING)
         self.offsets: dict[int, int] = {}
@@ -114,7 +117,7 @@ def leaf_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def is_offloading_code(code: CodeType) -> bool:
-    """Whether this is code of accelerate, which moves weights and inputs around a module's own forward."""
+    """Whether this is code of accelerate or FSDP, which moves weights and inputs around a module's own forward."""
     return _known(code).is_offloading
 
 
@@ -124,7 +127,7 @@ def is_collecting_code(code: CodeType) -> bool:
 
 
 def is_offloading(frame: FrameType | None) -> bool:
-    """Whether a torch call made from `frame` belongs to the machinery of accelerate, which moves weights and inputs.
+    """Whether a torch call made from `frame` belongs to what moves weights and inputs: accelerate, or FSDP.
 
     It does wherever one of its hooks stands above it: a weight may be loaded, or quantized, by code of others.
     """

@@ -24,6 +24,7 @@ from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
 from graphpatch_notebook.capture.value_sizes import part_count_by_values
 from graphpatch_notebook.doubts import Doubt, Reason
+from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
 
 _PLAIN = (
@@ -40,11 +41,13 @@ class FrameStack(Protocol):
     Attributes:
         stack: The frames that run at this moment, innermost last.
         owners: The nodes whose values lie in the same memory, by its address: of what lies there now.
+        freed_later: The addresses of weights that are gathered for a call only.
         held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
     """
 
     stack: list[FrameRecorder]
     owners: dict[int, list[Node]]
+    freed_later: set[int]
     held: dict[int, tuple[Tensor, Tensor]]
 
     def original(self, value: Any) -> Any: ...
@@ -57,6 +60,8 @@ class FrameRecorder:
         self.record = record
         self.recorder = recorder
         self.wants_ops = True
+        is_inside = bool(recorder.stack) and recorder.stack[-1].gathers_weights
+        self.gathers_weights: bool = is_inside or is_fully_sharded(record.module)
         self._switches = _switches()
         self.composite: CompositeCall | None = None
         self._values: dict[int, tuple[Callable[[], Any], Ref]] = {}
@@ -127,6 +132,7 @@ class FrameRecorder:
         if isinstance(value, Tensor):
             if (memory := memory_of(value)) is not None:
                 self.recorder.owners.setdefault(memory, []).append(node)
+                node.is_mutated_later |= memory in self.recorder.freed_later
             return
         for _, child in readable_children(value) or ():
             self._own(child, node)
@@ -169,6 +175,8 @@ class FrameRecorder:
                 kind="constant", op="constant", target=weakref.ref(tensor), spec=describe(tensor), is_live=False,
                 base_name="constant",
             )  # fmt: skip
+        if node.kind == "parameter" and self.gathers_weights:
+            self.recorder.freed_later.add(memory_of(tensor) or 0)
         self.record.nodes.append(node)
         self.register(tensor, node)
         return Ref(node)
@@ -243,7 +251,9 @@ class FrameRecorder:
         for source, tensor in held_tensors(record.module):
             path = source.attribute_path
             spec = _held_spec(record.module, path, tensor)
-            boundary.append(Node(kind=source.kind, op=path, target=path, spec=spec, base_name=path))
+            node = Node(kind=source.kind, op=path, target=path, spec=spec, base_name=path)
+            node.is_mutated_later = source.kind == "parameter" and self.gathers_weights
+            boundary.append(node)
         boundary += record.calls()
         record.nodes = boundary
         record.output = None
@@ -287,6 +297,7 @@ class FrameRecorder:
             memory = memory_of(tensor)
             if memory is not None and memory not in theirs:
                 self.recorder.owners.pop(memory, None)
+                self.recorder.freed_later.discard(memory)
 
     def add_op(self, node: Node, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
         """Adds an op with its result, and returns what the model is to go on with.

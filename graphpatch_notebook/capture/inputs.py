@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 from graphpatch_notebook.capture.records import Frame, InputParameter
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt, rebuilt_sequence
 
 _EMPTY = inspect.Parameter.empty
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -113,6 +116,19 @@ def with_input(
     if parameter.kind is not inspect.Parameter.KEYWORD_ONLY and position < len(args):
         return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value}
+
+
+def with_other_tensor(given: Any, old: Tensor, new: Tensor) -> tuple[Any, int]:
+    """Returns arguments with `new` wherever they have the very object `old`, and how often that was.
+
+    Only in tuples: lists and dicts are the caller's, who may look at what a module writes into them.
+    """
+    if given is old:
+        return new, 1
+    if not isinstance(given, tuple) or isinstance(given, torch.Size):
+        return given, 0
+    items, counts = zip(*(with_other_tensor(item, old, new) for item in given), strict=True) if given else ((), ())
+    return (rebuilt_sequence(given, list(items)), sum(counts)) if any(counts) else (given, 0)
 
 
 def _named(parameters: list[InputParameter]) -> set[str]:

@@ -32,6 +32,8 @@ from graphpatch_notebook.values import describe, readable_children, replaced
 
 OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 """The call site of an op, and its occurrence there; `None` for what is not recorded."""
+_AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
+"""Where torch's machinery around the calls of modules is: their backward hooks."""
 
 
 class Recorder(TorchFunctionMode):
@@ -45,6 +47,7 @@ class Recorder(TorchFunctionMode):
         self.sites = SiteTable()
         self.stack: list[FrameRecorder] = []
         self.owners: dict[int, list[Node]] = {}
+        self.freed_later: set[int] = set()
         self.root_frame: Frame | None = None
         self.decompositions = chosen(options.decompose)
         self.has_opened = False
@@ -113,7 +116,7 @@ class Recorder(TorchFunctionMode):
         is_inside_op = function_mode_depth() < self.depth  # an operator's own autograd function
         if is_inside_op or self.muted or not self.stack or not self.stack[-1].wants_ops:
             return apply(*args, **kwargs)
-        if cls.__module__.startswith("torch.nn.modules"):  # backward hooks: torch's machinery around a module's call
+        if cls.__module__.startswith(_AROUND_CALLS):
             with self.mute():
                 results = apply(*args, **kwargs)
             for value, result in zip(args, results if isinstance(results, tuple) else (results,), strict=False):

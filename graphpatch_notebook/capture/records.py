@@ -159,7 +159,7 @@ class Node:
         is_live: Whether a live run sees this value come up (arithmetic on sizes is not seen).
         is_in_place: Whether the op is one that writes into an argument: its value is that argument.
         written_argument: Which one: its position, or its keyword.
-        is_mutated_later: Whether an op of the model wrote into this very tensor later.
+        is_mutated_later: Whether an op of the model wrote into this very tensor later, or its memory was freed.
         is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
         frame: The frame of the called submodule (calls only).
         call_index: Which call of this submodule in this frame it is, from zero (calls only).

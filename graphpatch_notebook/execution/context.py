@@ -27,6 +27,7 @@ from graphpatch_notebook.errors import (
     GraphPatchError,
     PatchNotFiredError,
     PatchNotFiredWarning,
+    SharedGradientWarning,
 )
 from graphpatch_notebook.execution.frame_results import new_run
 from graphpatch_notebook.execution.live import Run
@@ -60,7 +61,7 @@ class Prepared:
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
         with_patched_inputs: The modules of which inputs are patched.
-        with_patched_output: The other modules of which the output is.
+        with_other_boundaries: The other modules of which the output is, or an input is probed.
     """
 
     entries: Sequence[Entry]
@@ -68,7 +69,7 @@ class Prepared:
     watched: Sequence[Module]
     watched_ids: set[int]
     with_patched_inputs: list[Module]
-    with_patched_output: list[Module]
+    with_other_boundaries: list[Module]
 
     @functools.cached_property
     def data_loops(self) -> dict[SourceLine, list[str]]:
@@ -83,8 +84,8 @@ def prepare(
     plan = make_plan(frame, entries, callers, own_graphs)
     plans = [p for p in plan.walk() if takes_hooks(p.frame.module)]
     with_inputs = [p.frame.module for p in plans if p.inputs]
-    with_output = [p.frame.module for p in plans if p.output and not p.inputs]
-    return Prepared(entries, plan, plan.watched, set(map(id, plan.watched)), with_inputs, with_output)
+    with_others = [p.frame.module for p in plans if (p.output or p.probed_inputs) and not p.inputs]
+    return Prepared(entries, plan, plan.watched, set(map(id, plan.watched)), with_inputs, with_others)
 
 
 class ActiveContext:
@@ -210,7 +211,7 @@ def _to_hook(prepared: Prepared) -> list[Module]:
     for one on outputs, which is to come last.
     """
     wraps = forwards_may_be_wrapped()
-    return prepared.with_patched_inputs + [m for m in prepared.with_patched_output if wraps or runs_hooks(m)]
+    return prepared.with_patched_inputs + [m for m in prepared.with_other_boundaries if wraps or runs_hooks(m)]
 
 
 def leave(context: ActiveContext) -> None:
@@ -284,6 +285,8 @@ def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, 
     unfired = unfired_entries(run)
     if steps is not None:
         unfired = steps.settle(unfired, run.fired)
+    if run.with_other_uses:
+        _warn_of_other_uses(run.with_other_uses)
     if unfired:
         _report(f"{_patches(unfired)} never fired during this call", unfired, context)
     if context.after_call and not is_inside:
@@ -321,6 +324,16 @@ def _observed(
     finally:
         observer.reset(token)
         eager.let_go()
+
+
+def _warn_of_other_uses(paths: list[str]) -> None:
+    shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    warn(
+        f"the gradients of probed inputs are those of other uses of the same tensors, too: {shown}. Their modules are "
+        "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
+        SharedGradientWarning,
+        stacklevel=level_of_caller(),
+    )
 
 
 def _patches(unfired: Sequence[object]) -> str:

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
-from graphpatch_notebook.capture.inputs import given_input, with_input
+from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.checks.dimensions import Inputs
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
@@ -30,6 +30,7 @@ from graphpatch_notebook.execution.stand_in import bound_with, held_value, tenso
 from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.torch_compat import runs_hooks, without_torch_functions
+from graphpatch_notebook.values import take
 
 _NOTHING_TO_HIDE = nullcontext()
 
@@ -73,12 +74,13 @@ class Run:
         self.fired: set[int] = set()
         self.missing: dict[int, str] = {}
         self.reached: set[int] = set()
+        self.with_other_uses: list[str] = []
         self._with_patched_inputs: set[int] = set()
         self._awaiting_output: dict[int, list[tuple[int, FramePlan]]] = {}
         self.repetitions = Repetitions()
         self._mode: LiveMode | None = None
         # Asked at the start: reentrant checkpointing itself switches gradients off.
-        self.may_be_checkpointed = torch.is_grad_enabled()
+        self.has_gradients = torch.is_grad_enabled()
         self.is_checkpointed = False
         self.has_changed = False
 
@@ -103,7 +105,7 @@ class Run:
             if plan is None:
                 return invoke(forward, args, kwargs)
             self.reached.add(id(plan.frame))
-            if self.may_be_checkpointed and not self.is_checkpointed and is_in_checkpoint():
+            if self.has_gradients and not self.is_checkpointed and is_in_checkpoint():
                 self.is_checkpointed = True
             hooks_follow = bool(plan.output) and self._hooks_follow(module)
             output = self._run(module, plan, forward, args, kwargs)
@@ -156,6 +158,8 @@ class Run:
         if self.steps is not None and len(self.stack) == 1:
             self._count_step(module, args, kwargs)
         self._with_patched_inputs.add(id(module))
+        if plan.probed_inputs and self.has_gradients:
+            args, kwargs = self._with_aliases(plan, args, kwargs)
         self._watch_inputs(plan, args, kwargs)
         return self._patched_inputs(plan, args, kwargs)
 
@@ -211,6 +215,8 @@ class Run:
         kwargs: dict[str, Any],
     ) -> Any:
         __tracebackhide__ = True
+        if plan.probed_inputs and self.has_gradients and id(module) not in self._with_patched_inputs:
+            args, kwargs = self._with_aliases(plan, args, kwargs)
         if plan.own_graph is not None:
             return plan.own_graph.run_patched(plan.graph_names, partial(self._in_graph, plan.graph), args, kwargs)
         if self._with_patched_inputs and id(module) in self._with_patched_inputs:
@@ -263,6 +269,40 @@ class Run:
                 else:
                     value = given_input(plan.frame.parameters, name, args, kwargs)
                 self._watch(entry, value)
+
+    def _with_aliases(
+        self, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call with an alias of its own for each tensor that a patch looks at.
+
+        A caller may use the tensor elsewhere, too (the residual stream): the gradient of the alias is that of what
+        the module does with it.
+        """
+        seen: set[int] = set()
+        with self._unseen():
+            for entry in plan.probed_inputs:
+                value = given_input(plan.frame.parameters, entry.target.node.target, args, kwargs)
+                try:
+                    for key in entry.target.dig:
+                        value = take(value, key)
+                except (LookupError, AttributeError, TypeError):  # told where the patch is applied
+                    continue
+                if not isinstance(value, Tensor) or not value.requires_grad or id(value) in seen:
+                    continue
+                if not torch.is_grad_enabled():  # an alias would have no gradient, and the module might ask for one
+                    self.with_other_uses.append(entry.target.path)
+                    continue
+                alias = value.view_as(value)
+                # A module may ask whether two of its inputs are one tensor: then they stay one.
+                args, count = with_other_tensor(args, value, alias)
+                named = {name: with_other_tensor(given, value, alias) for name, given in kwargs.items()}
+                kwargs = {name: given for name, (given, _) in named.items()}
+                count += sum(each for _, each in named.values())
+                if count:
+                    seen.add(id(alias))
+                if count != 1:
+                    self.with_other_uses.append(entry.target.path)
+        return args, kwargs
 
     def _watch(self, entry: Entry, value: Any) -> None:
         """Applies an entry that only looks at a tensor."""

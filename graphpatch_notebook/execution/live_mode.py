@@ -38,7 +38,7 @@ class PatchedRun(Protocol):
 
     fired: set[int]
     missing: dict[int, str]
-    may_be_checkpointed: bool
+    has_gradients: bool
     repetitions: Repetitions
 
     def is_observed(self, entry: Entry, value: Any) -> bool:
@@ -161,7 +161,7 @@ class LiveMode(TorchFunctionMode):
             patched = self.run.apply(entry, value)
             if patched is value:
                 continue
-            if self.run.may_be_checkpointed and is_in_checkpoint():
+            if self.run.has_gradients and is_in_checkpoint():
                 raise GraphPatchError(_RECOMPUTED.format(path=entry.target.path))
             if node.is_in_place:
                 write_back(value, patched, entry.target)

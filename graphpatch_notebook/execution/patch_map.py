@@ -12,12 +12,14 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.dimensions import fixed_sizes
-from graphpatch_notebook.errors import PatchMapError, UnknownPathError
+from graphpatch_notebook.checks.sharding import REPAIR, sharding, sharding_problem
+from graphpatch_notebook.errors import PatchMapError, ShardedValueWarning, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
 from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.values import TensorSpec
+from graphpatch_notebook.warning_places import level_of_caller, warn
 
 
 def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[Entry]:
@@ -55,9 +57,28 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
         problems += found
         if not found:
             entries += _entries(root, target, listed, problems)
+    if (sharded := sharding(root)) is not None:
+        problems += _sharding_problems(entries, sharded)
     if problems:
         raise _error(problems, PatchMapError if has_all_paths else UnknownPathError)
+    if sharded is not None and entries:
+        warn(f"{sharded}: {_LOCAL}", ShardedValueWarning, stacklevel=level_of_caller())
     return entries
+
+
+_LOCAL = (
+    "on each of them a patch sees what is there of a value, which may be a part of it (some heads, some neurons) or "
+    "one term of a sum"
+)
+
+
+def _sharding_problems(entries: Sequence[Entry], sharded: str) -> list[str]:
+    return [
+        f"{entry.target.path!r}: {type(patch).__name__}: {sharded}, and {problem}; {REPAIR}"
+        for entry in entries
+        for patch in entry.patches
+        if (problem := sharding_problem(entry.target.node, patch)) is not None
+    ]
 
 
 _PROBES = (ProbePatch, RecordPatch)

@@ -103,6 +103,7 @@ class FramePlan:
         graph: Entries on the nodes of a graph that *is* the module (edited, or custom), by the node's name.
         watched_inputs: Those of `inputs` that only look at a tensor, with where a call gives it: taken out of `inputs`.
         watched_tensors: Those of `tensors` that only look at a parameter of the module: taken out of `tensors`.
+        probed_inputs: The entries on inputs with probes: each is shown a tensor that the module alone is given.
         entries: All entries of this frame.
         count: How many entries there are in this frame and below (of the root's plan only).
         own_graph: What runs the graph that is the module, if there is one.
@@ -123,6 +124,7 @@ class FramePlan:
     graph: dict[str, list[Entry]] = field(default_factory=dict)
     watched_inputs: list[tuple[int, str, Entry]] = field(default_factory=list)
     watched_tensors: list[tuple[str, Entry]] = field(default_factory=list)
+    probed_inputs: list[Entry] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     count: int = 0
     own_graph: CompiledGraphModule | None = None
@@ -169,6 +171,10 @@ class FramePlan:
         """Adds an entry of this frame."""
         self.entries.append(entry)
         node = entry.target.node
+        # What the model writes into later is shown as a copy, and so are some positions of a value.
+        shows_itself = not node.is_mutated_later and (entry.restriction is None or entry.restriction.positions is None)
+        if node.kind == "input" and shows_itself and any(isinstance(patch, _PROBES) for patch in entry.patches):
+            self.probed_inputs.append(entry)
         if node.kind == "output":
             self.output.append(entry)
         elif self.own_graph is not None:

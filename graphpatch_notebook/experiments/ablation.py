@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.call_checks import check_graph, check_input_names, check_metric
+from graphpatch_notebook.experiments.call_checks import check_graph, check_input_names, check_metric, check_unsharded
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.heads import HeadPlaces, head_places, shapes_of
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
@@ -96,6 +96,8 @@ def ablate(
         (resampling).
     """
     check_graph(pg)
+    if method != "zero" or heads is not None or positions is not None:
+        check_unsharded(pg, "ablate(..., heads=..., positions=...) and other methods than 'zero'")
     check_metric(metric)
     check_input_names(pg, input_kwargs, ablate)
     _check_method(method, reference, mean_over, seed)

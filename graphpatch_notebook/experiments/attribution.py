@@ -14,12 +14,12 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.attribution_runs import AttributionRuns, Found
-from graphpatch_notebook.experiments.call_checks import check_graph, check_inputs, check_metric
+from graphpatch_notebook.experiments.call_checks import check_graph, check_inputs, check_metric, check_unsharded
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.heads import head_places
 from graphpatch_notebook.experiments.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.labels import metric_name
-from graphpatch_notebook.experiments.positions import PositionDim, Positions
+from graphpatch_notebook.experiments.positions import PositionDim, Positions, by_problem, check_problems
 from graphpatch_notebook.experiments.ranking import ranked
 from graphpatch_notebook.experiments.recordings import check_same_shapes
 from graphpatch_notebook.experiments.reductions import Kept
@@ -79,7 +79,8 @@ def attribute(
         steps: At how many points.
         paths: The nodes to score; all that hold floating-point tensors by default.
         positions: Give scores by position in the sequence: `True` for all of them; or which: a number, several or a
-            slice, negative ones counted from the end.
+            slice, negative ones counted from the end. Where `paths` are given, each of them must have positions;
+            otherwise an `ExperimentWarning` says which values have none.
         position_dim: Which dimension of a value runs along the sequence, where several could, or where the model takes
             no tokens: one number for all, or a dict by path.
         heads: Give a score to each of so many heads; `paths` are then values in which heads are apart
@@ -117,6 +118,7 @@ def attribute(
         faith in faithfulness (2024).
     """
     check_graph(pg)
+    check_unsharded(pg, "attribute")
     check_metric(metric)
     fractions = _fractions(method, steps)
     given = (inputs_of(clean), inputs_of(corrupted))
@@ -129,6 +131,8 @@ def attribute(
     selected = selected_nodes(pg.nodes, paths)
     wanted = [node for node in selected.nodes if node.is_wanted]
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
+    if axis is not None and paths is not None:
+        check_problems(axis.problems)
     kept = {path: Kept(dim) for path, dim in (axis.dims if axis is not None else {}).items()}
     if heads is not None:
         kept = _with_heads(pg, wanted, paths, heads, position_dim, kept)
@@ -139,6 +143,9 @@ def attribute(
     result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
     result.attrs["same_values"] = same_values(pg, wanted)
     _tell(result)
+    if axis is not None:
+        weights = {node.path for node in wanted if node.is_state}
+        _tell_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
     return result
 
 
@@ -270,6 +277,16 @@ def _data_array(
     }
     result: DataArray = xarray.DataArray(data, coords, list(coords), name="score", attrs=attrs)
     return result
+
+
+def _tell_of_no_positions(problems: Mapping[str, str]) -> None:
+    if problems:
+        warn(
+            f"{len(problems)} values have no scores by position (NaN). The most common reasons, of those in the "
+            "attribute 'skipped':\n  " + "\n  ".join(by_problem(problems)[:3]),
+            ExperimentWarning,
+            stacklevel=level_of_caller(),
+        )
 
 
 def _tell(result: DataArray) -> None:

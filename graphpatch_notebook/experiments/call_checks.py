@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.checks.sharding import REPAIR, sharding
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -28,6 +29,16 @@ def check_graph(pg: Any) -> None:
     """
     if not isinstance(pg, PatchableGraph):
         raise TypeError(f"give a PatchableGraph, not a {_kind(pg)}: PatchableGraph(model, *example_inputs)")
+
+
+def check_unsharded(pg: PatchableGraph, what: str) -> None:
+    """Checks that the values of a model are whole on this process.
+
+    Raises:
+        ExperimentError: The model is sharded over several.
+    """
+    if (sharded := sharding(pg.nodes.root)) is not None:
+        raise ExperimentError(f"{what}: {sharded}, and each has parts of its values only; {REPAIR}")
 
 
 def check_metric(metric: Any) -> None:

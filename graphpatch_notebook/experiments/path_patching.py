@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options
+from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options, check_unsharded
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Comparison
 from graphpatch_notebook.experiments.components import default_components
@@ -101,6 +101,7 @@ def path_patch(
         Patching, 2023.
     """
     check_graph(pg)
+    check_unsharded(pg, "path_patch")
     check_metric(metric)
     check_options(options, path_patch, sweep)
     if isinstance(corrupted, (Noise, type)):
@@ -192,7 +193,7 @@ class _Edges:
         self.held = [target.path for target in self._components]
         self.sending = list(dict.fromkeys(end.path for end in senders.values()))
         self.receiving = list(dict.fromkeys(end.path for end in receivers.values() if end.path))
-        self._unreached: dict[str, str | None] = {}
+        self._unreached: dict[str, list[tuple[str, str | None]]] = {}
         self._through: dict[str, dict[str, list[Patch[Any]]]] = {}
         self._received: dict[tuple[str, str], Tensor] = {}
 
@@ -217,16 +218,26 @@ class _Edges:
             ends = {end: receiver for end, receiver in self._receivers.items() if (start, end) in self._pairs}
             if not ends:
                 continue
-            run = self._reach(inputs, patches, [end.path for end in ends.values()])
-            received = {
-                end: receiver.part(run.values[receiver.path]) for end, receiver in ends.items() if receiver.path
+            paths = [end.path for end in ends.values()]
+            run = self._reach(inputs, patches, paths)
+            self._received |= {
+                (start, end): receiver.part(run.values[receiver.path])
+                for end, receiver in ends.items()
+                if receiver.path
             }
-            self._received |= {(start, end): part for end, part in received.items()}
-            is_reached = run.has_output and not _is_same(run.output, without)
-            for end, part in received.items():
-                is_reached = is_reached or not _is_same(part, ends[end].part(corrupted[ends[end].path]))
-            if not is_reached and not _is_same(value, sender.part(corrupted[sender.path])):
-                self._unreached[start] = self._in_the_way(inputs, patches, corrupted)
+            before, own = _Reached(corrupted, run.has_output, without), sender.part(corrupted[sender.path])
+            if _is_same(value, own) or _gets_to(ends.values(), run, before):
+                continue
+            why, component = _TOO_SMALL, None
+            if not any(
+                _gets_to(
+                    ends.values(), self._reach(inputs, patches | {sender.path: [larger]}, paths), before, is_larger=True
+                )
+                for larger in _larger_changes(sender, own, value)
+            ):
+                component = self._in_the_way(inputs, patches, corrupted)
+                why = "" if component is None else _IN_THE_WAY
+            self._unreached.setdefault(why, []).append((start, component))
 
     def _in_the_way(
         self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], corrupted: Mapping[str, Tensor]
@@ -270,31 +281,58 @@ class _Edges:
                 f"in {missing} of {count} pairs the receiver does not run after the sender: the metric is the "
                 "corrupted one"
             )
-        return [*found, *([self._unreached_text()] if self._unreached else [])]
+        return [*found, *self._unreached_texts()]
 
     def warn_of_unreached(self) -> None:
         """Warns of senders of which nothing gets to any receiver, if there are such."""
-        if self._unreached:
-            warn_each_time(self._unreached_text(), ExperimentWarning)
+        for text in self._unreached_texts():
+            warn_each_time(text, ExperimentWarning)
 
-    def _unreached_text(self) -> str:
-        start, component = next(iter(self._unreached.items()))
-        more = f" (and {len(self._unreached) - 1} others)" if len(self._unreached) > 1 else ""
-        text = f"nothing of sender {start!r}{more} gets to any receiver directly: the metric is the corrupted one"
-        if component is None:
-            return text
-        return (
-            f"{text}. It is component {component!r} that takes it up first and is held; if that is what the sender "
-            "itself adds to the model, leave it out of components="
-        )
+    def _unreached_texts(self) -> list[str]:
+        texts = []
+        for why, found in self._unreached.items():
+            start, component = found[0]
+            more = f" (and {len(found) - 1} others)" if len(found) > 1 else ""
+            text = f"nothing of sender {start!r}{more} gets to any receiver directly: the metric is the corrupted one"
+            texts.append(text + why.format(component=component))
+        return texts
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether the tensors of two values are the same numbers."""
+_IN_THE_WAY = (
+    ". It is component {component!r} that takes it up first and is held; if that is what the sender itself adds to the "
+    "model, leave it out of components="
+)
+_TOO_SMALL = (
+    ". No held component is in its way: a larger change in the same direction would get there, but this one is lost "
+    "to the rounding of what it is added to or in a function that is flat there"
+)
+_LARGER = (2.0**10, 2.0**20, 2.0**30, 2.0**40)
+
+
+def _larger_changes(sender: EdgeEnd, own: Tensor, value: Tensor) -> Iterator[Patch[Any]]:
+    """Yields patches that change a sender like its clean value does, but by more."""
+    if value.is_floating_point():
+        yield from (sender.replaced(own + (value - own) * factor) for factor in _LARGER)
+
+
+def _gets_to(ends: Iterable[EdgeEnd], run: _Reached, before: _Reached, *, is_larger: bool = False) -> bool:
+    """Whether a run gave anything else than another one at any of some ends.
+
+    In a run with a larger change, what overflowed does not count: masked values that are not finite get everywhere.
+    """
+    if run.has_output and not _is_same(run.output, before.output, but_overflow=is_larger):
+        return True
+    pairs = ((end.part(run.values[end.path]), end.part(before.values[end.path])) for end in ends if end.path)
+    return any(not _is_same(value, other, but_overflow=is_larger) for value, other in pairs)
+
+
+def _is_same(value: Any, other: Any, *, but_overflow: bool = False) -> bool:
+    """Whether the tensors of two values are the same numbers; those that overflowed in `value` may be left out."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
+        return torch.equal(torch.where(value.isfinite(), value, other) if but_overflow else value, other)
     parts, others = readable_children(value) or [], readable_children(other) or []
-    return len(parts) == len(others) and all(_is_same(a, b) for (_, a), (_, b) in zip(parts, others, strict=True))
+    pairs = zip(parts, others, strict=False)
+    return len(parts) == len(others) and all(_is_same(a, b, but_overflow=but_overflow) for (_, a), (_, b) in pairs)
 
 
 def _lies_in(sender: EdgeEnd, component: Target) -> bool:

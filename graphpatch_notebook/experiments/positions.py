@@ -43,14 +43,23 @@ def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: Positi
     else:
         given = dict.fromkeys(paths, position_dim)
     found = {path: _dim(root, target, given[path]) for path, target in targets(pg, paths).items()}
-    paths_by_problem: dict[str, list[str]] = {}
-    for path, dim in found.items():
-        if isinstance(dim, str):
-            paths_by_problem.setdefault(dim, []).append(path)
-    if paths_by_problem:
-        problems = [f"{_listed(paths)}: {problem}" for problem, paths in paths_by_problem.items()]
-        raise ExperimentError("which dimension runs along the sequence cannot be told:\n  " + "\n  ".join(problems))
+    check_problems({path: dim for path, dim in found.items() if isinstance(dim, str)})
     return {path: dim for path, dim in found.items() if isinstance(dim, int)}
+
+
+def check_problems(problems: Mapping[str, str]) -> None:
+    """Raises an `ExperimentError` if there are paths for which no dimension is known to run along the sequence."""
+    if problems:
+        told = "\n  ".join(by_problem(problems))
+        raise ExperimentError(f"which dimension runs along the sequence cannot be told:\n  {told}")
+
+
+def by_problem(problems: Mapping[str, str]) -> list[str]:
+    """Returns each problem once, with the paths that have it; the most common first."""
+    paths: dict[str, list[str]] = {}
+    for path, problem in problems.items():
+        paths.setdefault(problem, []).append(path)
+    return [f"{_listed(paths[problem])}: {problem}" for problem in sorted(paths, key=lambda each: -len(paths[each]))]
 
 
 def _listed(paths: Sequence[str]) -> str:

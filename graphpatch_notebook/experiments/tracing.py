@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options
+from graphpatch_notebook.experiments.call_checks import check_graph, check_metric, check_options, check_unsharded
 from graphpatch_notebook.experiments.cells import PatchMap
 from graphpatch_notebook.experiments.comparisons import Array, Comparison
 from graphpatch_notebook.experiments.heads import HeadPlaces, head_places, shapes_of
@@ -165,6 +165,7 @@ def causal_trace(
         Meng et al., Locating and Editing Factual Associations in GPT, 2022.
     """
     check_graph(pg)
+    check_unsharded(pg, "causal_trace")
     check_metric(metric)
     check_options(options, causal_trace, sweep)
     if isinstance(corrupted, type):

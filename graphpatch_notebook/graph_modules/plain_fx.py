@@ -78,16 +78,24 @@ class PatchedValue(Module):
         dig: The keys that lead from the value to what is patched in it.
         is_written: Whether the value was written into a tensor that others hold, and so must be what stands in for it.
         is_shown_copied: Whether patches that only look are shown a copy: the model writes into the value later.
+        is_shown_alias: Whether they are shown an alias that takes the place of the value: an input of the module.
     """
 
     def __init__(
-        self, patches: Sequence[Patch[Any]], dig: tuple[Key, ...], *, is_written: bool, is_shown_copied: bool
+        self,
+        patches: Sequence[Patch[Any]],
+        dig: tuple[Key, ...],
+        *,
+        is_written: bool,
+        is_shown_copied: bool,
+        is_shown_alias: bool,
     ) -> None:
         super().__init__()
         self.patches = list(patches)
         self.dig = dig
         self.is_written = is_written
         self.is_shown_copied = is_shown_copied
+        self.is_shown_alias = is_shown_alias
 
     def forward(self, value: Any) -> Any:
         """Returns the patched value; containers on the way to it are copied, never written into."""
@@ -109,6 +117,8 @@ class PatchedValue(Module):
         for patch in self.patches:
             is_tensor = isinstance(value, Tensor)
             if patch.observes_only:
+                if self.is_shown_alias and is_tensor and value.requires_grad and torch.is_grad_enabled():
+                    value = value.view_as(value)  # whose gradient is that of this use of the tensor
                 patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
             else:
                 value = patch.op(value.clone() if patch.requires_clone and is_tensor else value)
@@ -218,8 +228,13 @@ class _Writer:
     def _call(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]], record: Node) -> fx.Node:
         self._woven.add(record)
         name = unique_name(f"patch_{_safe_name(record.name)}", self._held)
+        with_others = {name for pair in self._frame.same_inputs for name, _ in pair}
         self._held[name] = PatchedValue(
-            patches, dig, is_written=record.is_in_place, is_shown_copied=record.is_mutated_later
+            patches,
+            dig,
+            is_written=record.is_in_place,
+            is_shown_copied=record.is_mutated_later,
+            is_shown_alias=record.kind == "input" and not record.is_mutated_later and record.target not in with_others,
         )
         return self._graph.create_node("call_module", name, (value,), name=name)
 

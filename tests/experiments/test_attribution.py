@@ -410,7 +410,10 @@ def test_scores_by_position() -> None:
     pg = PatchableGraph(token_model(), torch.tensor([[5, 17, 40]]))
     whole = attribute(pg, last_logit, clean, corrupted)
 
-    scores = attribute(pg, last_logit, clean, corrupted, positions=True)
+    with pytest.warns(
+        ExperimentWarning, match=r"24 values have no scores by position .*\n *'transformer\.h_0\.attn\.matmul'"
+    ):
+        scores = attribute(pg, last_logit, clean, corrupted, positions=True)
 
     assert scores.dims == ("path", "position")
     assert scores.coords["position"].values.tolist() == [0, 1, 2, 3, 4]
@@ -428,6 +431,16 @@ def test_scores_by_position() -> None:
     assert some.coords["position"].values.tolist() == [2, 3, 4]
     assert "output|logits" not in some.attrs["skipped"]
     assert some.sel(path=path).sum() == pytest.approx(whole.sel(path=path))
+
+
+def test_paths_without_positions_are_refused() -> None:
+    """Before anything runs, as `causal_trace` does, and with the reason: an array of NaN would say nothing."""
+    ids, model = torch.tensor([[5, 17, 40]]), token_model()
+    pg = PatchableGraph(model, ids)
+    model.register_forward_pre_hook(never)
+    path = "transformer.h_0.attn.attn_weights"
+    with pytest.raises(ExperimentError, match=rf"'{path}': several dimensions .* position_dim=2 or 3"):
+        attribute(pg, last_logit, ids, ids, positions=True, paths=["output|logits", path])
 
 
 def test_positions_after_a_cache() -> None:
@@ -491,7 +504,8 @@ def test_negative_positions_of_two_sequences() -> None:
     corrupted = clean | {"input_ids": torch.tensor([[5, 17, 41, 61]])}
     with pytest.raises(ExperimentError, match="the encoder has 4 positions and the decoder 2: count from the start"):
         attribute(pg, last_logit, clean, corrupted, positions=-1)
-    whole = attribute(pg, last_logit, clean, corrupted, positions=True)
+    with pytest.warns(ExperimentWarning, match="several dimensions of its shape"):
+        whole = attribute(pg, last_logit, clean, corrupted, positions=True)
     assert whole.sizes["position"] == 4
     for path, last in (("encoder.output|last_hidden_state", 3), ("lm_head.output", 1)):
         some = attribute(pg, last_logit, clean, corrupted, positions=-1, paths=[path])

@@ -321,3 +321,39 @@ def test_senders_that_are_held_at_once() -> None:
     np.testing.assert_allclose(mended.values, expected.values, atol=1e-6)
     assert not mended.remarks
     path_patch(pg, senders, receivers, CLEAN, CLEAN, components=held, **settings)  # there is nothing to hold
+
+
+class Stack(nn.Module):
+    """A stream of numbers around one, to which a head adds something of a size; an MLP reads what the head reads."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.norm, self.head, self.mlp, self.size = nn.Identity(), nn.Identity(), nn.Linear(3, 3), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm(x)
+        return torch.full_like(x, 1.5) + self.head(read * self.size) + self.mlp(read)
+
+
+def unreached(size: float, sender: str, components: list[str]) -> str:
+    """Returns what is said of a sender that gets nowhere."""
+    clean, corrupted = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[3.0, 1.0, 2.0]])
+    pg = PatchableGraph(Stack(size), clean)
+    with pytest.warns(ExperimentWarning) as warned:
+        found = path_patch(pg, sender, None, clean, corrupted, lambda y: y[0, 0], components=components, progress=False)
+    assert found.item() == found.corrupted
+    assert [str(warning.message) for warning in warned] == found.remarks
+    return str(warned[0].message)
+
+
+def test_what_rounding_loses_is_told_from_what_is_held() -> None:
+    """A head that writes 1e-10 into the stream is not kept from it by an MLP; more of the same gets there."""
+    for sender in ("norm.output", "head.output"):
+        rounded = unreached(1e-10, sender, ["mlp.output"])
+        assert "No held component is in its way: a larger change in the same direction would get there" in rounded
+        assert "mlp" not in rounded
+    for size in (1e-10, 1.0):
+        held = unreached(size, "norm.output", ["mlp.output", "head.output"])
+        assert "It is component 'head.output' that takes it up first and is held" in held
+    unchanged = unreached(0.0, "norm.output", ["mlp.output"])
+    assert "It is component 'mlp.output' that takes it up first and is held" in unchanged

@@ -250,6 +250,16 @@ def variant_edits(capture: Capture, call_name: str, frame_count: int) -> Iterato
                 yield Edit(meta.path, Change(rng.choice(["zero", "add", "replace"]), 0.5, index), oracle)
 
 
+def input_edits(capture: Capture, frame_count: int) -> Iterator[tuple[str, Oracle]]:
+    """Inputs of some frames that hold floating-point tensors, and the hooks that edit these."""
+    rng = capture.random("inputs")
+    frames = frames_with_hooks(capture, capture.case.example())
+    for frame in rng.sample(frames, min(frame_count, len(frames))):
+        for meta, oracle in _at_boundary(capture, frame, rng):
+            if meta.kind == "input" and meta.dtype.is_floating_point and not frame.names[meta.name].is_mutated_later:
+                yield meta.path, oracle
+
+
 def _at_boundary(capture: Capture, frame: Frame, rng: random.Random) -> Iterator[tuple[NodeMeta, Oracle]]:
     module = capture.counterpart(frame.module)
     where = ".".join(frame.path)

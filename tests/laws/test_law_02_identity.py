@@ -66,6 +66,7 @@ def test_every_node_comes_up_again(case: Case) -> None:
         assert capture.difference(run(capture.reference, case.example()), found) is None
 
 
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.SharedGradientWarning")
 @each_case(runs_the_same_code_again)
 def test_probes_find_what_was_recorded(case: Case) -> None:
     capture = capture_of(case)

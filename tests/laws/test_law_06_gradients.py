@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import random
+import warnings
 import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import AddPatch, CheckpointWarning, GraphPatchError, PatchableGraph, ReplacePatch, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    CheckpointWarning,
+    GraphPatchError,
+    PatchableGraph,
+    PatchValueError,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    SharedGradientWarning,
+    ZeroPatch,
+)
 from tests.laws.captures import Capture, capture_of, each_case, raise_if_out_of_memory, run
-from tests.laws.edits import Edit, boundary_edits, returned_op_edits
+from tests.laws.edits import Edit, boundary_edits, input_edits, returned_op_edits
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import scalar_loss
 
@@ -121,6 +135,229 @@ def test_backward_outside_of_the_block_is_warned_of() -> None:
         capture.pg.patch({path: AddPatch(1.0)}),
     ):
         capture.pg(*call.args, **call.kwargs)
+
+
+class Alias:
+    """An edit that puts an alias of the tensor in its place."""
+
+    value: Tensor
+
+    def edit(self, value: Tensor) -> Tensor:
+        self.value = value.view_as(value)
+        return self.value
+
+
+def _gradient_of(value: Tensor, output: Any) -> Tensor | None:
+    """Returns the gradient of a loss on the output by a value of the run, `None` where it has none."""
+    loss = scalar_loss(output)
+    if loss is None or not loss.requires_grad or not value.requires_grad:
+        return None
+    value.retain_grad()
+    loss.backward()
+    return value.grad
+
+
+def _gradient_by_a_probe(capture: Capture, path: str) -> Tensor | None:
+    probe = ProbePatch()
+    with capture.pg.patch({path: probe}):
+        output = run(capture.pg, capture.case.example())
+        return _gradient_of(probe.activation, output)
+
+
+@each_case(has_gradients)
+def test_a_probed_input_has_the_gradient_of_what_the_module_does_with_it(case: Case) -> None:
+    """Whatever else becomes of the same tensor: as if a hook gave the module an alias of it."""
+    capture = capture_of(case)
+    for path, oracle in input_edits(capture, frame_count=5):
+        alias = Alias()
+        with oracle(alias):
+            output = run(capture.reference, case.example())
+            expected = _gradient_of(alias.value, output)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = _gradient_by_a_probe(capture, path)
+        if not any(issubclass(warning.category, SharedGradientWarning) for warning in caught):
+            assert _difference([expected], [found]) is None, path
+
+
+class Branch(nn.Module):
+    """Uses what it is given twice, in whatever form it is given."""
+
+    def __init__(self, take: Callable[..., Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.take = take
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x = self.take(*args, **kwargs)
+        return x.sin() * x
+
+
+class Stream(nn.Module):
+    """A residual stream that a branch is given by `give`."""
+
+    def __init__(self, give: Callable[[nn.Module, Tensor], Tensor], branch: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 3)
+        self.branch = branch or Branch()
+        self.give = give
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = self.embed(x)
+        return stream * 5 + self.give(self.branch, stream) + stream.cos()
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@pytest.mark.parametrize(
+    ("path", "take", "give"),
+    [
+        pytest.param("branch.args|sub_0", lambda x: x, lambda branch, x: branch(x), id="positional"),
+        pytest.param("branch.kwargs|x", lambda x: x, lambda branch, x: branch(x=x), id="keyword"),
+        pytest.param("branch.args|sub_0.sub_1", lambda pair: pair[1], lambda b, x: b((x + 1, x)), id="tuple"),
+        pytest.param("branch.args|sub_0.sub_1", lambda pair: pair.right, lambda b, x: b(Pair(x + 1, x)), id="named"),
+        pytest.param("branch.args|sub_0.sub_0.sub_0", lambda p: p[0][0], lambda b, x: b(((x,), 1)), id="nested"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ProbePatch, RecordPatch])
+def test_an_input_is_an_alias_in_whatever_form_it_is_given(path: str, take: Any, give: Any, kind: Any) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 3), Stream(give, Branch(take))
+    pg = PatchableGraph(model, x)
+    patch = kind()
+    with pg.patch({path: patch}):
+        output = pg(x)
+    value = patch.activation if kind is ProbePatch else patch.activations[0]
+    assert torch.equal(output, model(x))
+
+    stream = model.embed(x).detach().requires_grad_()
+    (stream.sin() * stream).sum().backward()
+    assert torch.equal(_gradient_of(value, output), stream.grad)
+
+
+def test_both_patch_and_probe_of_an_input() -> None:
+    """What the probe is shown after a patch is what the patch made; before it, what the patch is given."""
+    x, model = torch.ones(1, 3), Stream(lambda branch, x: branch(x), nn.Tanh())
+    pg = PatchableGraph(model, x)
+    before, after = ProbePatch(), ProbePatch()
+    with pg.patch({"branch.input": [before, ZeroPatch(slice=(..., 0)), after]}):
+        loss = pg(x).sum()
+    for probe in (before, after):
+        probe.activation.retain_grad()
+    loss.backward()
+    slope = 1 - after.activation.detach().tanh().square()
+    torch.testing.assert_close(after.activation.grad, slope)
+    torch.testing.assert_close(before.activation.grad, slope * torch.tensor([0.0, 1.0, 1.0]))
+
+
+def test_an_input_of_an_edited_graph_is_an_alias() -> None:
+    x = torch.ones(1, 3)
+    pg = PatchableGraph(Stream(lambda branch, x: branch(x), nn.Tanh()), x)
+    edited: Any = pg._graph_module.branch
+    output = next(node for node in edited.graph.nodes if node.op == "output")
+    with edited.graph.inserting_before(output):
+        output.args = (edited.graph.call_function(torch.mul, (output.args[0], 10.0)),)
+    edited.recompile()
+    probe = ProbePatch()
+    with pg.patch({"branch.input": probe}):
+        output = pg(x)
+    slope = 10 * (1 - probe.activation.detach().tanh().square())
+    torch.testing.assert_close(_gradient_of(probe.activation, output), slope)
+
+
+def test_an_input_of_a_plain_fx_module_is_an_alias() -> None:
+    x, probe = torch.ones(1, 3), ProbePatch()
+    pg = PatchableGraph(Stream(lambda branch, x: branch(x), nn.Tanh()), x)
+    with pg.patch({"branch.input": probe}):
+        output = pg.to_fx((x,))(x)
+    slope = 1 - probe.activation.detach().tanh().square()
+    torch.testing.assert_close(_gradient_of(probe.activation, output), slope)
+
+
+def test_one_tensor_given_as_several_inputs_stays_one() -> None:
+    """A module may ask for that, as attention does: the gradient is that of all these inputs, and this is said."""
+
+    class Self(nn.MultiheadAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+            assert query is key is value
+            return super().forward(query, key, value, **kwargs)
+
+    def attend(attention: nn.Module, x: Tensor) -> Tensor:
+        return attention(x, x, value=x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 4, 3), Stream(attend, Self(3, 1, batch_first=True))
+    pg = PatchableGraph(model, x)
+    probes = {f"branch.{name}": ProbePatch() for name in ("query", "value")}
+    with pytest.warns(SharedGradientWarning, match=r"'branch\.query'"), pg.patch(probes):
+        output = pg(x)
+    assert torch.equal(output, model(x))
+
+    stream = model.embed(x).detach().requires_grad_()
+    model.branch(stream, stream, stream)[0].sum().backward()
+    found = [_gradient_of(probes["branch.query"].activation, output), probes["branch.value"].activation.grad]
+    for gradient in found:
+        torch.testing.assert_close(gradient, stream.grad)
+
+
+def test_a_list_stays_the_callers() -> None:
+    """The module may write into it, which the caller sees: its tensor cannot be another one, and this is said."""
+
+    class Appends(nn.Module):
+        def forward(self, values: list[Tensor]) -> Tensor:
+            values.append(values[0] * 2)
+            return values[0] + values[1]
+
+    def give(branch: nn.Module, x: Tensor) -> Tensor:
+        values = [x]
+        return branch(values) + values[1]
+
+    x, model = torch.ones(1, 3), Stream(give, Appends())
+    pg = PatchableGraph(model, x)
+    with (
+        pytest.warns(SharedGradientWarning, match=r"in a list or dict"),
+        pg.patch({"branch.values|sub_0": ProbePatch()}),
+    ):
+        assert torch.equal(pg(x), model(x))
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_writing_into_a_probed_input_is_as_before(is_leaf: bool) -> None:
+    """It reaches the caller's tensor, also where capture did not see it; into a leaf torch allows no writing."""
+
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] > 1:
+                x.mul_(3)
+            return x * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Writes()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if is_leaf else x.sin()
+            return self.inner(x) + x
+
+    pg, probe, runs = PatchableGraph(Outer(), torch.ones(1)), ProbePatch(), []
+    for runner in (pg, Outer()):
+        x = torch.ones(2, requires_grad=True)
+        with pg.patch({"inner.x": probe}):
+            try:
+                output = runner(x)
+                output.sum().backward()
+            except RuntimeError as error:
+                runs.append(["a leaf" in str(error)])
+            else:
+                runs.append([output.detach(), x.grad])
+    for found, expected in zip(*runs, strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    if not is_leaf:
+        with pytest.raises(PatchValueError, match="has been written into since"):
+            probe.activation  # noqa: B018
 
 
 def test_values_of_patches_are_learnt() -> None:

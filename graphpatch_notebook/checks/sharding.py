@@ -1,0 +1,63 @@
+"""Is the model sharded over several processes, so that each of them computes with parts of its values?
+
+Of a model under tensor parallelism, a process holds some heads, some neurons, or one term of a sum: what a slice, a
+position, a head or a number means there is another thing than in the whole value. FSDP is no such case: its weights are
+whole while a module runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node
+from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch
+from graphpatch_notebook.values import TensorSpec, leaves
+
+
+def sharding(root: Frame) -> str | None:
+    """Returns in words over what the model of a capture is sharded; `None` where each process holds whole values.
+
+    Told by the values of the capture that are a `DTensor`, and by `tp_size`, as models of transformers have it.
+    """
+    if "torch.distributed.tensor" not in sys.modules and "torch.distributed._tensor" not in sys.modules:
+        return None
+    if not torch.distributed.is_initialized() or (count := torch.distributed.get_world_size()) == 1:
+        return None
+    is_sharded = _is_parallel(root.module) or any(
+        _is_distributed(node) for frame in root.walk() for node in frame.nodes
+    )
+    return f"the model is sharded over {count} processes" if is_sharded else None
+
+
+def _is_parallel(model: Module) -> bool:
+    size = getattr(model, "tp_size", None)
+    return type(size) is int and size > 1
+
+
+def _is_distributed(node: Node) -> bool:
+    specs = [node.spec] if type(node.spec) is TensorSpec else [leaf for _, leaf in leaves(node.spec)]
+    return any(isinstance(spec, TensorSpec) and spec.type_name == "DTensor" for spec in specs)
+
+
+def sharding_problem(node: Node, patch: Patch[object]) -> str | None:
+    """Returns why a patch cannot be used on a node of a sharded model, or `None` where it can.
+
+    Zero is zero in each part and each term of a sum, and what only looks changes nothing. What a function does, only
+    its author knows.
+    """
+    for name in ("slice", "positions"):
+        if getattr(patch, name, None) is not None:
+            return f"{name}= would be applied to this process's part of the value"
+    if patch.observes_only:
+        return None
+    if node.kind in HELD_KINDS:
+        return f"this process holds a part of the {node.kind}"
+    if isinstance(patch, (AddPatch, ReplacePatch)):
+        return "its value would be written into this process's part of the value, which may be one term of a sum"
+    return None
+
+
+REPAIR = "zero or probe whole values (ZeroPatch(), ProbePatch()), or run the model unsharded"
