@@ -7,6 +7,7 @@ Only these share forwards with others, and run from recorded results. This is de
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import fields
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 
 _KINDS = frozenset({ZeroPatch, AddPatch, ReplacePatch})
-_FIELDS = frozenset({"any_shape", "steps", "positions", "position_dim", "slice", "value"})
+_FIELDS = frozenset(field.name for kind in _KINDS for field in fields(kind))
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), type(Ellipsis), range})
 _SEVERAL = frozenset({list, tuple, set, frozenset})
