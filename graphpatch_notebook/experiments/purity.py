@@ -7,8 +7,8 @@ Only these share forwards with others, and run from recorded results. This is de
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import fields
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
