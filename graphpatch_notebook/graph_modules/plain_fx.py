@@ -54,7 +54,7 @@ def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> t
     Raises:
         GraphError: There is no graph of some frame; the message names them all.
     """
-    opaque = [graph for graph in _walk(root) if graph.frame.opaque_reason is not None]
+    opaque = [graph for graph in root.walk() if graph.frame.opaque_reason is not None]
     if opaque:
         listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
         raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
@@ -64,10 +64,6 @@ def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> t
     if missing := [node.name for node in patched if node not in woven]:
         raise GraphError(f"these patched nodes do not stand in the graphs: {', '.join(map(repr, missing))}")
     return result, form
-
-
-def _walk(graph: GraphModule) -> list[GraphModule]:
-    return [graph, *(below for callee in graph.callees() for below in _walk(callee))]
 
 
 class PatchedValue(Module):
@@ -295,7 +291,7 @@ def _safe_name(name: str) -> str:
 
 def listed_doubts(root: GraphModule) -> str:
     """Returns what speaks against the graphs on other inputs, frame by frame; empty where nothing does."""
-    found = ((graph.path or "<root>", str(doubt)) for graph in _walk(root) for doubt in graph.frame.doubts)
+    found = ((graph.path or "<root>", str(doubt)) for graph in root.walk() for doubt in graph.frame.doubts)
     return "; ".join(f"{path!r} {doubt}" for path, doubt in found)
 
 
