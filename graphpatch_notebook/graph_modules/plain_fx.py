@@ -120,7 +120,7 @@ class _Writer:
         self._frame: Frame = graph_module.frame
         self._patched = patched
         self._woven = woven
-        self._check_of_inputs = check
+        self._input_check = check
         self._held: dict[str, Any] = {}
         self._not_saved: list[str] = []
         self._graph = fx.Graph()
@@ -158,7 +158,7 @@ class _Writer:
             result.get_submodule(holder)._non_persistent_buffers_set.add(name)
         result.training = self._frame.training
         if self._frame.parent is not None:
-            self._check_of_inputs.add_module_below(self._source.path, result)
+            self._input_check.add_module_below(self._source.path, result)
         return result
 
     # -- what the graph refers to --------------------------------------------------------------------------------------
@@ -171,9 +171,7 @@ class _Writer:
             path = str(old.target if record is None else record.target)
             if record is not None and record.call_index > 0:
                 path = f"{path}_call_{record.call_index}"
-            below = (
-                old if callee is None else _Writer(callee, self._patched, self._woven, self._check_of_inputs).module()
-            )
+            below = old if callee is None else _Writer(callee, self._patched, self._woven, self._input_check).module()
             new.target = self._put(path, below)
         elif new.op == "get_attr":
             value = self._value_of(old)
@@ -234,7 +232,7 @@ class _Writer:
 
     def _check(self, placeholders: list[fx.Node]) -> None:
         with self._graph.inserting_after(placeholders[-1]) if placeholders else self._graph.inserting_before():
-            self._held["check_inputs"] = self._check_of_inputs
+            self._held["check_inputs"] = self._input_check
             self._graph.create_node("call_module", "check_inputs", tuple(placeholders), name="check_inputs")
 
 
