@@ -202,13 +202,13 @@ class CallSignature:
     def differences(self, values: Sequence[Any]) -> list[Difference]:
         """Returns in what a call with these inputs, in order, differs. `torch.compile` can trace it.
 
-        If the structure or a plain value differs, nothing else is looked at.
+        If tensors are missing, nothing is said of the others but that.
         """
         found: list[Difference] = []
         tensors: list[tuple[str, Tensor]] = []
         for number, (name, spec) in enumerate(self.inputs):
             _compare_values(name, spec, values[number], tensors, found)
-        if found and any(difference.aspect is Aspect.VALUE for difference in found):
+        if len(tensors) != len(self.tensors):
             return found
         for number, (name, tensor) in enumerate(tensors):
             self._compare_tensor(name, self.tensors[number], tensor, found)

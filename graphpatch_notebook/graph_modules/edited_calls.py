@@ -107,7 +107,7 @@ class EditedCalls:
         """Whether the graph has what differs in it as it was, however the call compares on these numbers."""
         if difference.aspect is Aspect.SPLIT:
             return True
-        if difference.aspect is not Aspect.VALUE or (difference.was, difference.now) == (ABSENT, ScalarSpec(None)):
+        if difference.aspect is not Aspect.VALUE or {difference.was, difference.now} <= {ABSENT, ScalarSpec(None)}:
             return False
         is_used = difference.name.partition("|")[0] not in self._unused
         return not (is_used and _is_size(difference.was) and _is_size(difference.now))
