@@ -20,6 +20,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.values import (
+    ABSENT,
     ContainerSpec,
     ObjectSpec,
     ScalarSpec,
@@ -41,7 +42,6 @@ Layout: TypeAlias = "tuple[int, ...] | str | None"
 """How a tensor lies in memory: contiguous, not contiguous, its strides, or not known."""
 
 CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
-ABSENT = "absent"
 
 
 class Aspect(enum.Enum):

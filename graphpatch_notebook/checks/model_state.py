@@ -38,9 +38,9 @@ from graphpatch_notebook.capture.held_values import (
 )
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import ABSENT, outer_objects
+from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.torch_compat import without_torch_functions
-from graphpatch_notebook.values import children
+from graphpatch_notebook.values import ABSENT, children
 
 LARGE = 64 * 2**20
 """Tensors of more bytes are not copied: these are weights (of quantized models), not state."""
@@ -273,10 +273,16 @@ class ModuleState:
 
         To write into a tensor is a change, also if it holds the same afterwards.
         """
+        return next(iter(self.changes_in(module)), None)
+
+    def changes_in(self, module: Module | None, *, counts_writes: bool = True) -> list[Change]:
+        """Returns the changes in what one module holds, or anywhere, as `change_in` does."""
         span = _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
+        if not counts_writes:
+            span = (*span[:2], slice(0))
         has_contents = module is not None and module.training
         with without_torch_functions():
-            return next(self._changes(span, has_versions=True, has_contents=has_contents), None)
+            return list(self._changes(span, has_versions=True, has_contents=has_contents))
 
     def unrepeatable_change(self) -> str | None:
         """Returns the first change that no graph repeats, or that `restore` did not take back, in words.
@@ -428,10 +434,6 @@ class Fingerprint:
         )
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, (Module, Tensor))
 
 
 def version_of(tensor: Tensor) -> int:
