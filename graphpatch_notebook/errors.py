@@ -3,7 +3,7 @@
 GraphPatchError
 ├── CaptureError(RuntimeError)            a module could not be captured
 ├── PatchMapError(ValueError)             a patch map was refused before anything ran
-│   └── UnknownPathError(KeyError)        ... and at least one of its paths does not exist
+│   └── UnknownPathError(KeyError)        ... and at least one of its paths leads to no value to patch
 │       └── UnknownChildError(AttributeError)   `pg.graph.x`: there is no such child
 ├── OptionError(ValueError)               an option has a value that it cannot have
 ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
@@ -14,6 +14,7 @@ GraphPatchError
 │   ├── ChosenPatchError                  ... because a field of a chosen patch cannot be what it is
 │   ├── StaleEditError                    ... because somebody else changed them in the meantime
 │   ├── SessionFileError                  ... because the file with them cannot be read or written
+│   ├── UntrustedValueError               ... because a value is code from a file that the user has not trusted
 │   └── ExportError                       ... because Python code cannot say what they say
 ├── ExperimentError(ValueError)           an experiment cannot be done like this, or its results not be kept
 └── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
@@ -24,12 +25,12 @@ GraphPatchWarning(UserWarning)
 ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
 ├── PatchNotFiredWarning                  a patch never fired during a call, or in a block
 ├── RepeatedCallWarning                   a patched module or op came up more often than when it was captured
+├── DataLoopWarning                       a patched value is in a loop over data: on other inputs it may be another one
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
 ├── AliasedPatchWarning                   the patched node is a view that the model fills in later
 ├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
 ├── ShardedValueWarning                   patches see parts of values, since the model is sharded over processes
-├── LiveFallbackWarning                   a graph was refused, the original module ran instead
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
 ├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
 ├── UnresolvedPatchWarning                patches in a file name values that this graph has not, and were left out
@@ -83,7 +84,7 @@ class PatchMapError(GraphPatchError, ValueError):
 
 
 class UnknownPathError(PatchMapError, KeyError):
-    """A patch map names a path that does not exist."""
+    """A patch map names a path that does not exist, or does not lead to a single value that can be patched."""
 
     # `KeyError` prints the repr of its argument, which would show the line breaks as `\n`.
     __str__ = Exception.__str__
@@ -131,6 +132,10 @@ class StaleEditError(SessionError):
 
 class SessionFileError(SessionError):
     """A file with chosen patches cannot be read, or would overwrite something else."""
+
+
+class UntrustedValueError(SessionError):
+    """A value of a chosen patch is code from a file that the user has not trusted yet: it was not run."""
 
 
 class ExportError(SessionError):
@@ -185,6 +190,10 @@ class RepeatedCallWarning(GraphPatchWarning):
     """A module or an op came up more often in one frame than when it was captured, and all of that was patched."""
 
 
+class DataLoopWarning(GraphPatchWarning):
+    """A patched value is computed in a loop over data: its name means a turn of the loop, whatever that is for."""
+
+
 class CheckpointWarning(GraphPatchWarning):
     """A patched forward is to be recomputed in backward, but backward did not run inside the patch context."""
 
@@ -203,10 +212,6 @@ class SharedGradientWarning(GraphPatchWarning):
 
 class ShardedValueWarning(GraphPatchWarning):
     """The model is sharded over several processes: patches see the part of a value that is on their own."""
-
-
-class LiveFallbackWarning(GraphPatchWarning):
-    """A graph was refused for these inputs, so the original module ran instead."""
 
 
 class EditedGraphWarning(GraphPatchWarning):

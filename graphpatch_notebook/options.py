@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch.fx import Graph
@@ -142,12 +142,17 @@ def _shown(value: Any) -> str:
 
 
 def options_among(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Collection[str] | None = None
 ) -> tuple[ExtractionOptions, tuple[Any, ...], dict[str, Any]]:
     """Returns the options that are given with example inputs (else the default ones), and the inputs without them.
 
+    Args:
+        args: What was given, positional.
+        kwargs: What was given by keyword.
+        parameters: The names of the inputs of the model. With them, other inputs cannot have the name of an option.
+
     Raises:
-        TypeError: There are options where the model would get them.
+        TypeError: There are options, or fields of them, where the model would get them.
     """
     given = "extraction_options"
     found, inputs = [], dict(kwargs)
@@ -165,4 +170,14 @@ def options_among(
     for name, value in inputs.items():
         if isinstance(value, ExtractionOptions):
             raise TypeError(f"ExtractionOptions given as {name}= would go to the model; give them as {given}=")
+    if parameters is not None and given in inputs and given not in parameters:
+        raise TypeError(f"{given} takes ExtractionOptions(...), not {_shown(inputs[given])}")
+    options = {option.name for option in fields(ExtractionOptions)}
+    if parameters is not None and (lost := [name for name in inputs if name in options and name not in parameters]):
+        rest = [*(["*inputs"] if args else []), *(f"{name}=..." for name in inputs if name not in lost)]
+        meant = f"ExtractionOptions({', '.join(f'{name}=...' for name in lost)})"
+        raise TypeError(
+            f"{', '.join(lost)} given by keyword would go to the model, which takes no such input; options come first: "
+            f"PatchableGraph({', '.join(['model', meant, *rest])})"
+        )
     return (found[0] if found else ExtractionOptions()), args, inputs

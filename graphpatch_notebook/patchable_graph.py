@@ -8,14 +8,16 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
+from graphpatch_notebook.capture.inputs import signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
+from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
 from graphpatch_notebook.example_inputs import ExampleInputs
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.widget import Browser
 
 _OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored _examples".split())
-_OWN |= {"_has_custom_graphs", "_generation_config"}
+_OWN |= {"_has_custom_graphs", "_generation_config", "_drawn"}
 
 
 class PatchableGraph(ModuleDelegate):
@@ -91,9 +93,10 @@ class PatchableGraph(ModuleDelegate):
             raise TypeError(
                 f"PatchableGraph needs a torch.nn.Module, not {shown}: PatchableGraph(model, *example_inputs)"
             )
-        options, example_args, example_kwargs = options_among(example_args, example_kwargs)
+        parameters = signature_of(given.forward).parameters
+        options, example_args, example_kwargs = options_among(example_args, example_kwargs, parameters)
         super().__init__()
-        examples = ExampleInputs(example_args, example_kwargs)
+        examples, before = ExampleInputs(example_args, example_kwargs), SharedRandomState()
         try:
             root_frame = capture(module, options, example_args, example_kwargs)
         except Exception as error:
@@ -102,6 +105,7 @@ class PatchableGraph(ModuleDelegate):
             raise
         self._set_up(module, root_frame, options)
         self.__dict__["_examples"] = examples
+        self.__dict__["_drawn"] = before.differing(SharedRandomState())
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
@@ -153,7 +157,7 @@ class PatchableGraph(ModuleDelegate):
         state["_hierarchy"] = state["_derived"] = None
         state["_generation_config"] = copied_config(module) if options.copy_transformers_generation_config else None
         state["_unstored"] = {}
-        state["_examples"] = None
+        state["_examples"] = state["_drawn"] = None  # random generators that the model draws from: nobody knows
         state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
         # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
         is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
@@ -230,8 +234,8 @@ class PatchableGraph(ModuleDelegate):
         """Compares the graph of every frame with the model's own code on these inputs, bit for bit.
 
         Returns:
-            A report for each frame; printing it shows what is to be known. The inputs, the model's buffers and the
-            state of the random generators stay as they were.
+            A report for each frame; printing it shows what is to be known. The inputs, the model's state (buffers,
+            attributes) and that of the random generators stay as they were.
 
         Example:
             >>> import torch
@@ -245,7 +249,8 @@ class PatchableGraph(ModuleDelegate):
         """Returns what runs the graphs node by node (`torch.fx.Interpreter`), where an error names its node.
 
         It runs the graphs, not the model, and no patches: for looking into a graph, say one that `verify` says to
-        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`.
+        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`. The
+        model's state, and that of the random generators, stay as they were.
 
         Args:
             on_node: Called with the path and the value of each node, as it comes up.
@@ -321,7 +326,12 @@ class PatchableGraph(ModuleDelegate):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def save(self, file: str | os.PathLike[str], *, check: Sequence[tuple[Sequence[Any], dict[str, Any]]] = ()) -> None:
+    def save(
+        self,
+        file: str | os.PathLike[str] | IO[bytes],
+        *,
+        check: Sequence[tuple[Sequence[Any], dict[str, Any]]] = (),
+    ) -> None:
         """Writes graphs, options, structure and weights to one file, without pickle: JSON in a safetensors file.
 
         Before that, every graph is compared with the model, bit for bit, on inputs that are made up to look like the
@@ -329,7 +339,7 @@ class PatchableGraph(ModuleDelegate):
         that says why; patches that are active have no part in it.
 
         Args:
-            file: The name of the file.
+            file: The name of the file, or a file that is open for writing bytes, such as an `io.BytesIO`.
             check: Calls (arguments, keyword arguments) to compare graphs and model on, too: the loaded graph takes
                 inputs of their sizes. Needed where no inputs can be made up that the model can work with.
 
@@ -337,6 +347,7 @@ class PatchableGraph(ModuleDelegate):
             SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls; or a graph
                 that *is* its module (edited, or custom) cannot be stored. Then nothing is written.
             FileNotFoundError, IsADirectoryError: There is no such folder, or the name is that of a folder.
+            TypeError: `file` is neither the name of a file nor a file that takes bytes.
 
         Example:
             >>> import tempfile, torch
@@ -354,7 +365,11 @@ class PatchableGraph(ModuleDelegate):
 
     @classmethod
     def load(
-        cls, file: str | os.PathLike[str], *, model: Module | None = None, allow: Iterable[str] = ()
+        cls,
+        file: str | os.PathLike[str] | IO[bytes],
+        *,
+        model: Module | None = None,
+        allow: Iterable[str] = (),
     ) -> PatchableGraph:
         """Returns the `PatchableGraph` that `save` wrote to `file`, which needs none of the model's classes.
 
@@ -362,7 +377,7 @@ class PatchableGraph(ModuleDelegate):
         its graphs are no record of: other flags, other inputs than the example had, sizes that were not checked.
 
         Args:
-            file: The name of the file.
+            file: The name of the file, or a file that is open for reading bytes, which is read from where it is.
             model: The model itself: runs the frames that could not be stored, and all calls that the graphs do not
                 hold for, unless some of them were edited or are custom: then such calls are refused, as its code lacks
                 the edits. Its weights are used; they must be those of the file.
@@ -418,7 +433,7 @@ class PatchableGraph(ModuleDelegate):
             strict: Whether a patch that never fires during a call is an error rather than a warning.
 
         Raises:
-            UnknownPathError: On entry; a `KeyError`. The message names all that is wrong with the patch map.
+            UnknownPathError: On entry; a `KeyError`: paths that lead to no value. The message names all that is wrong.
             PatchMapError: On entry; a `ValueError`. Likewise, where all paths exist.
 
         Example:
@@ -582,7 +597,7 @@ class PatchableGraph(ModuleDelegate):
         module = copy.deepcopy(self._module, memo)
         result = memo[id(self)] = self._of(module, copied_frame(self._root_frame, memo), self._options)
         result.__dict__["_unstored"] = dict(self._unstored)
-        result.__dict__["_examples"] = self._examples
+        result.__dict__.update(_examples=self._examples, _drawn=self._drawn)
         # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
         for name in ("_hierarchy", "_generation_config"):
             result.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
@@ -591,7 +606,7 @@ class PatchableGraph(ModuleDelegate):
     def __copy__(self) -> PatchableGraph:
         result = self._of(self._module, self._root_frame, self._options)
         result.__dict__["_unstored"] = dict(self._unstored)
-        result.__dict__["_examples"] = self._examples
+        result.__dict__.update(_examples=self._examples, _drawn=self._drawn)
         result.__dict__["_hierarchy"] = self._graph_module
         return result
 

@@ -7,8 +7,8 @@ model sees. One object may stand on several nodes, and in several contexts, at o
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.selections import Numbers, Steps, selection
-from graphpatch_notebook.tensor_indices import TensorIndex, index_problem
+from graphpatch_notebook.tensor_indices import TensorIndex, as_index, index_problem, selection_problem, takes_nothing
 
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
@@ -50,6 +50,15 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+# A field for what users write for an index, which is kept as torch takes it.
+class _Index:
+    def __get__(self, patch: Any, owner: type | None = None) -> Any:
+        return None if patch is None else patch.__dict__.get("slice")
+
+    def __set__(self, patch: Any, value: Any) -> None:
+        patch.__dict__["slice"] = as_index(value)
+
+
 @dataclass(kw_only=True, eq=False)
 class Patch(Generic[T]):
     """Base class of all patches: subclass it as a (keyword-only) dataclass and write `op`.
@@ -62,6 +71,9 @@ class Patch(Generic[T]):
         observes_only: Whether `op` only looks: what it returns is ignored, the model's own value goes on.
         any_shape: Apply the patch also where the node holds a value of another rank, or of other sizes (beyond those
             that follow the inputs), than when the model was captured. Without it that is a `PatchShapeError`.
+        allow_empty: Whether `slice`, `steps` and `positions` may select nothing (`slice=(..., slice(64, 80))` of 64
+            entries, a mask without a `True`, an empty list). Without it that is an error: a `PatchMapError` on entry,
+            or a `PatchValueError` during the run where it depends on the sizes of the inputs.
         steps: The steps at which the patch has its effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
             (all after it), a number, or several (a range, a slice, a list); `None` for every step. A step is one call
             of the model within one call of a method, such as `pg.generate`. In direct calls of `pg`, one without a
@@ -91,6 +103,7 @@ class Patch(Generic[T]):
     requires_clone: ClassVar[bool] = False
     observes_only: ClassVar[bool] = False
     any_shape: bool = False
+    allow_empty: bool = False
     steps: Steps | None = _SetOnce()  # type: ignore[assignment]
     positions: Numbers | None = _SetOnce()  # type: ignore[assignment]
     position_dim: int | None = _SetOnce()  # type: ignore[assignment]
@@ -108,17 +121,26 @@ class Patch(Generic[T]):
         """
         return _restriction_problem(self, shape)
 
+    def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
+        """Returns which part of the patch's slice is out of range or selects nothing, in words; `None` where none is.
+
+        Args:
+            sizes: The sizes of the value, `None` for those that may be any; `None` where none is known.
+            shown: What the value is called in the message.
+        """
+        return None
+
 
 def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | None:
     try:
         for what in ("steps", "positions"):
             if getattr(patch, what) is not None:
-                selection(getattr(patch, what), what)
+                selection(getattr(patch, what), what, allow_empty=patch.allow_empty)
     except ValueError as error:
         return str(error)
-    flag: Any = patch.any_shape
-    if not isinstance(flag, bool):
-        return f"any_shape must be True or False, not {flag!r}"
+    for name in ("any_shape", "allow_empty"):
+        if not isinstance(flag := getattr(patch, name), bool):
+            return f"{name} must be True or False, not {flag!r}"
     dim = patch.position_dim
     if dim is None:
         return None
@@ -131,15 +153,30 @@ def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | N
     return None
 
 
+class _SlicedPatch(Patch[Any]):
+    """A patch with a field `slice`: what part of a tensor it is for."""
+
+    slice: TensorIndex
+
+    def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
+        return None if self.slice is None else selection_problem(self.slice, sizes, shown, allow_empty=self.allow_empty)
+
+    def _check_taken(self, index: TensorIndex, value: Tensor) -> None:
+        if index is not None and not self.allow_empty and takes_nothing(index, value.shape):
+            shape = tuple(value.shape)
+            raise PatchValueError(str(self.selection_problem(shape, f"the value here, of shape {shape},")))
+
+
 @dataclass(eq=False)
-class _SlicePatch(Patch[Any]):
+class _SlicePatch(_SlicedPatch):
     """A patch that writes into a slice of a tensor, or replaces a number."""
 
     requires_clone: ClassVar[bool] = True
 
     def op(self, original_output: Any) -> Any:
-        index = getattr(self, "slice", None)
+        index = self.slice
         if isinstance(original_output, Tensor):
+            self._check_taken(index, original_output)
             self._write(original_output, ... if index is None else index)
             return original_output
         if isinstance(original_output, (bool, int, float, complex)):
@@ -157,7 +194,7 @@ class _SlicePatch(Patch[Any]):
         )
 
     def problem(self, shape: torch.Size | None) -> str | None:
-        if (problem := index_problem(getattr(self, "slice", None), shape)) is not None:
+        if (problem := index_problem(self.slice, shape)) is not None:
             return problem
         value = getattr(self, "value", 0)
         if not isinstance(value, (Tensor, bool, int, float, complex)):
@@ -175,7 +212,7 @@ class _SlicePatch(Patch[Any]):
 class ZeroPatch(_SlicePatch):
     """Sets the value, or a slice of it, to zero.
 
-    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+    The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
         slice: What to set, as in `value[slice] = 0`; `None` for everything.
@@ -186,7 +223,7 @@ class ZeroPatch(_SlicePatch):
                 [1., 0.]])
     """
 
-    slice: TensorIndex = None
+    slice: TensorIndex = _Index()
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
         if index is ...:
@@ -202,7 +239,7 @@ class ZeroPatch(_SlicePatch):
 class AddPatch(_SlicePatch):
     """Adds to the value, or to a slice of it. Gradients flow to `value`.
 
-    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+    The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
         value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for `+=`.
@@ -215,7 +252,7 @@ class AddPatch(_SlicePatch):
     """
 
     value: Tensor | Scalar
-    slice: TensorIndex = None
+    slice: TensorIndex = _Index()
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
         target[index] += self.value
@@ -228,7 +265,7 @@ class AddPatch(_SlicePatch):
 class ReplacePatch(_SlicePatch):
     """Replaces the value, or a slice of it. Gradients flow to `value`.
 
-    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+    The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
         value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for writing
@@ -242,7 +279,7 @@ class ReplacePatch(_SlicePatch):
     """
 
     value: Tensor | Scalar
-    slice: TensorIndex = None
+    slice: TensorIndex = _Index()
 
     def _write(self, target: Tensor, index: TensorIndex) -> None:
         target[index] = self.value  # type: ignore[assignment]  # torch takes complex numbers too
@@ -255,7 +292,7 @@ class ReplacePatch(_SlicePatch):
 class ProbePatch(Patch[Any]):
     """Keeps the value of the node, which stays as it is.
 
-    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+    The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Example:
         >>> probe = ProbePatch()
@@ -297,7 +334,7 @@ class ProbePatch(Patch[Any]):
 class RecordPatch(Patch[Any]):
     """Keeps the value of the node each time that it comes up, in order; the value stays as it is.
 
-    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+    The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Example:
         >>> record = RecordPatch()
@@ -352,10 +389,10 @@ def _check_unchanged(value: Any, version: int | None) -> None:
 
 
 @dataclass(eq=False)
-class CustomPatch(Patch[Any]):
+class CustomPatch(_SlicedPatch):
     """Applies a function of your own to the value, or to a slice of it.
 
-    The fields `any_shape`, `steps`, `positions` and `position_dim` are those of `Patch`.
+    The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
         custom_op: From the value to what stands in for it; with a slice, from `value[slice]` to what is written there.
@@ -373,8 +410,9 @@ class CustomPatch(Patch[Any]):
     """
 
     custom_op: Callable[[Any], Any]
-    requires_clone: bool = field(default=True, kw_only=True)  # type: ignore[misc]  # here the user chooses
-    slice: TensorIndex = field(default=None, kw_only=True)
+    _: KW_ONLY
+    requires_clone: bool = True  # type: ignore[misc]  # here the user chooses
+    slice: TensorIndex = _Index()
 
     def op(self, original_output: Any) -> Any:
         if self.slice is None:
@@ -389,6 +427,7 @@ class CustomPatch(Patch[Any]):
         return self._written(original_output)
 
     def _written(self, value: Tensor) -> Tensor:
+        self._check_taken(self.slice, value)
         try:
             part = value[self.slice]
         except (IndexError, RuntimeError) as error:

@@ -54,11 +54,11 @@ class Selection:
         return self.text
 
 
-def selection(given: Any, what: str) -> Selection:
+def selection(given: Any, what: str, *, allow_empty: bool = False) -> Selection:
     """Returns the selection that a user wrote for the field `what` of a patch.
 
     Raises:
-        ValueError: It cannot be one, with the reason in words.
+        ValueError: It cannot be one, or is empty and may not be so, with the reason in words.
 
     Example:
         >>> 0 in selection("prefill", "steps"), 7 in selection({5, 6}, "positions")
@@ -67,8 +67,8 @@ def selection(given: Any, what: str) -> Selection:
     if what == "steps" and isinstance(given, str) and given in NAMED_STEPS:
         return Selection(NAMED_STEPS[given], repr(given))
     chosen = _chosen(given, what)
-    if not isinstance(chosen, slice) and not chosen:
-        raise ValueError(f"{what}={given!r} selects nothing")
+    if not chosen and not allow_empty:
+        raise ValueError(f"{what}={given!r} selects nothing; if that is meant, give the patch allow_empty=True")
     parts = (chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
     if any(part is not None and part < 0 for part in parts):
         raise ValueError(_negative(given, what))
@@ -97,13 +97,12 @@ def _whole(number: Any) -> int:
     return operator.index(number)
 
 
-def _checked(given: slice, what: str) -> slice:
+def _checked(given: slice, what: str) -> frozenset[int] | slice:
     start, stop, step = (part if part is None else _whole(part) for part in (given.start, given.stop, given.step))
     if step is not None and step < 1:
         raise ValueError(f"{what}={given!r} must go upwards")
-    if stop is not None and 0 <= stop <= max(start or 0, 0):
-        raise ValueError(f"{what}={given!r} selects nothing")
-    return slice(start, stop, step)
+    is_empty = stop is not None and 0 <= stop <= max(start or 0, 0)
+    return frozenset() if is_empty else slice(start, stop, step)
 
 
 def _negative(given: Any, what: str) -> str:

@@ -1,9 +1,10 @@
-"""What indexes a tensor: how many of its dimensions that takes, and whether it has as many."""
+"""What indexes a tensor: how many of its dimensions that takes, whether it has as many, and what that selects."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,17 @@ from torch import Tensor
 
 TensorIndex: TypeAlias = Any
 """Anything that indexes a tensor: an int, a slice, `...`, `None`, a list or tensor of indices, a mask, or a tuple."""
+
+
+def as_index(given: TensorIndex) -> TensorIndex:
+    """Returns an index as torch takes it: a list that holds more than indices is a tuple.
+
+    Example:
+        >>> as_index([(0, 2), slice(1, 3)]), as_index([0, 2])
+        (((0, 2), slice(1, 3, None)), [0, 2])
+    """
+    is_tuple = isinstance(given, list) and any(p is None or p is Ellipsis or isinstance(p, slice) for p in given)
+    return tuple(given) if is_tuple else given
 
 
 def index_problem(index: TensorIndex, shape: torch.Size | None) -> str | None:
@@ -27,6 +39,73 @@ def index_problem(index: TensorIndex, shape: torch.Size | None) -> str | None:
     )
 
 
+def selection_problem(
+    index: TensorIndex, sizes: Sequence[int | None] | None, shown: str, *, allow_empty: bool = False
+) -> str | None:
+    """Returns which part of `index` is out of range, or selects nothing, in words; `None` where each selects something.
+
+    Args:
+        index: What `index_problem` finds nothing wrong with.
+        sizes: The sizes of the tensor's dimensions, `None` for those that may be any; `None` where none is known.
+        shown: What the tensor is called in the message.
+        allow_empty: Whether a part may select nothing.
+
+    Example:
+        >>> print(selection_problem((..., slice(64, 80)), (None, 64), "the value").partition(";")[0])
+        slice [..., 64:80] selects nothing: dimension 1 of the value has 64 entries
+        >>> selection_problem((..., slice(64, 80)), (None, None), "the value")
+    """
+    known = (None,) * indexed_dimensions(index) if sizes is None else sizes
+    for part, dim in _placed(index, len(known)):
+        size = known[dim] if dim < len(known) else None
+        problem = _problem_of(part, size)
+        if problem is None or (allow_empty and problem is _NOTHING):
+            continue
+        there = "" if size is None else f": dimension {dim} of {shown} has {size} entries"
+        repair = "; if that is meant, give the patch allow_empty=True" if problem is _NOTHING else ""
+        return f"slice [{index_text(index)}] {problem}{there}{repair}"
+    return None
+
+
+def takes_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
+    """Returns whether a slice in `index` selects nothing of a tensor of this shape, which has something there.
+
+    Values of indices and masks are not looked at: this is asked in each run.
+
+    Example:
+        >>> takes_nothing((..., slice(2, 4)), (1, 2)), takes_nothing((..., slice(2, 4)), (1, 3))
+        (True, False)
+    """
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, slice) and (part.start is not None or part.stop is not None):
+            break
+    else:
+        return False
+    rank = len(shape)
+    return any(
+        isinstance(part, slice) and dim < rank and _is_empty(part, shape[dim]) for part, dim in _placed(index, rank)
+    )
+
+
+def index_text(index: TensorIndex) -> str:
+    """Returns an index as it stands between brackets.
+
+    Example:
+        >>> index_text((..., slice(2, None), [0, 1]))
+        '..., 2:, [0, 1]'
+    """
+    return ", ".join(map(_part_text, index if isinstance(index, tuple) else (index,))) or "()"
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, slice):
+        parts = ["" if bound is None else repr(bound) for bound in (part.start, part.stop, part.step)]
+        return ":".join(parts if parts[2] else parts[:2])
+    if isinstance(part, Tensor) and part.numel() > 16:
+        return f"a tensor of {part.dtype} of shape {tuple(part.shape)}"
+    return "..." if part is Ellipsis else repr(part)
+
+
 def indexed_dimensions(index: TensorIndex) -> int:
     """Returns how many dimensions of a tensor `index` uses up.
 
@@ -39,6 +118,54 @@ def indexed_dimensions(index: TensorIndex) -> int:
     """
     parts = index if isinstance(index, tuple) else (index,)
     return sum(map(_used_by, parts))
+
+
+def _placed(index: TensorIndex, rank: int) -> Iterator[tuple[Any, int]]:
+    """Yields the parts of an index, each with the first of the dimensions that it uses up."""
+    dim = 0
+    for part in index if isinstance(index, tuple) else (index,):
+        if part is Ellipsis:
+            dim += rank - indexed_dimensions(index)
+        else:
+            yield part, dim
+            dim += _used_by(part)
+
+
+_NOTHING = "selects nothing"
+
+
+def _problem_of(part: Any, size: int | None) -> str | None:
+    """Returns what is wrong with a part of an index, in a dimension of this size (`None`: any)."""
+    if part is None or isinstance(part, bool):
+        return _NOTHING if part is False else None
+    if isinstance(part, slice):
+        return _NOTHING if _is_empty(part, size) else None
+    if isinstance(part, int) or not (isinstance(part, Sequence) or hasattr(part, "__array__")):
+        return None if size is None or -size <= operator.index(part) < size else "is out of range"
+    chosen = part if isinstance(part, Tensor) else torch.as_tensor(part)
+    is_mask = chosen.dtype in (torch.bool, torch.uint8)
+    if not chosen.numel() or (is_mask and not chosen.is_meta and not chosen.any()):
+        return _NOTHING
+    if size is None or is_mask or chosen.is_meta or chosen.is_complex():
+        return None
+    return None if -size <= int(chosen.min()) and int(chosen.max()) < size else "is out of range"
+
+
+def _is_empty(part: slice, size: int | None) -> bool:
+    """Returns whether a slice takes nothing of a dimension that has something; `None`: whatever its size."""
+    if part.start is None and part.stop is None:
+        return False
+    try:
+        start = 0 if part.start is None else operator.index(part.start)
+        stop = part.stop if part.stop is None else operator.index(part.stop)
+    except TypeError:  # no whole numbers: torch says so
+        return False
+    if size is None:
+        size = 2 * max(abs(start), abs(stop or 0)) + 2
+    stop = size if stop is None else stop
+    first = max(start + size, 0) if start < 0 else start
+    end = stop + size if stop < 0 else min(stop, size)
+    return size > 0 and first >= end
 
 
 def _used_by(part: Any) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -105,21 +104,6 @@ without_torch_functions = torch._C.DisableTorchFunction
 
 `torch._C.DisableTorchFunction`: torch 2.0 to 2.13. Told by: tests/laws/test_law_02_identity.py.
 """
-
-
-@contextmanager
-def tracing_paused() -> Iterator[None]:
-    """Keeps what runs in the block out of a `torch.jit.trace` that is under way.
-
-    `torch._C._get_tracing_state`, `_set_tracing_state`: torch 2.4 to 2.13. Told by:
-    tests/graph_modules/test_laziness.py (torch.jit.trace).
-    """
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def is_tracing() -> bool:

@@ -33,11 +33,22 @@ class TensorSpec:
         return f"{self.type_name}({', '.join(map(str, self.shape))})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScalarSpec:
-    """A number, or another plain constant (a string, `None`, a dtype) with the value it had."""
+    """A number, or another plain constant (a string, `None`, a dtype) with the value it had.
+
+    Example:
+        >>> ScalarSpec(1) == ScalarSpec(1), ScalarSpec(1) == ScalarSpec(True), ScalarSpec(0.0) == ScalarSpec(-0.0)
+        (True, False, False)
+    """
 
     value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ScalarSpec) and is_same_plain(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), repr(self.value)))
 
     @property
     def is_number(self) -> bool:
@@ -84,6 +95,13 @@ class ContainerSpec:
 
 
 ValueSpec: TypeAlias = "TensorSpec | ScalarSpec | ObjectSpec | UnknownSpec | ContainerSpec"
+
+
+def is_same_plain(one: Any, other: Any) -> bool:
+    """Whether two plain values are the same: of one class, zeros of one sign; NaN equals NaN."""
+    if type(one) is float or type(one) is complex:
+        return type(one) is type(other) and repr(one) == repr(other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def leaves(spec: ValueSpec) -> Iterator[tuple[tuple[str, ...], TensorSpec | ScalarSpec | UnknownSpec]]:

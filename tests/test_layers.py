@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import graphpatch_notebook
+from graphpatch_notebook.doubts import Reason
 
 ROOT = Path(graphpatch_notebook.__file__).parent
 FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts)
@@ -23,6 +25,7 @@ LAYERS = [
     "delegation",
     "paths",
     "values",
+    "doubts",
     "example_inputs",
     "selections",
     "tensor_indices",
@@ -200,6 +203,79 @@ fx.graph._z
     }
 
 
+# What tells whether two calls look alike, or whether two runs do the same. Other modules ask `checks`.
+ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
+SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
+COMPARE_TENSORS = {"experiments/runner.py", "notebook/run_state.py", "serialization/reattaching.py"}
+
+
+@each_file
+def test_calls_and_runs_are_compared_in_checks_only(file: Path) -> None:
+    name = file.relative_to(ROOT).as_posix()
+    if layer_of(file) in ("checks", "notebook") or name == SEES_SWITCHES:  # *Run* hands settings to its thread
+        return
+    tree = parse(file)
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = imported_names(ast.walk(tree), file)
+    assert not ANSWERS & (asked | {full.rpartition(".")[2] for full in imported})
+    assert f"{ROOT.name}.checks.equality.difference" not in imported or name in COMPARE_TENSORS
+
+
+@each_file
+def test_texts_of_doubts_are_made_in_one_place(file: Path) -> None:
+    if layer_of(file) == "doubts":
+        return
+    beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
+    texts = [node.value for node in ast.walk(parse(file)) if isinstance(node, ast.Constant)]
+    assert not [text for text in texts if isinstance(text, str) and text.startswith(beginnings)]
+
+
+FILES_FOR_RECORDED_SIZES = ("checks/dimensions.py", "checks/meta_runs.py")
+
+
+def single_sizes(tree: ast.Module) -> list[str]:
+    """Returns where single sizes of what was recorded of a value (`spec.shape`) are looked at, one by one."""
+    found = []
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.Lambda)):
+            continue
+        shapes = {"spec.shape"}
+        nodes = list(ast.walk(function))
+        for node in nodes:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).removesuffix(")").endswith("spec.shape"):
+                shapes |= {ast.unparse(target) for target in node.targets}
+        for node in nodes:
+            looked_at = []
+            if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice):
+                looked_at = [node.value]
+            elif isinstance(node, (ast.For, ast.comprehension)):
+                call = node.iter
+                looked_at = [call, *call.args] if isinstance(call, ast.Call) else [call]
+            texts = [ast.unparse(each) for each in looked_at]
+            found += [text for text in texts if text in shapes or text.endswith(".spec.shape")]
+    return found
+
+
+@each_file
+def test_which_dimension_is_which_is_decided_in_one_place(file: Path) -> None:
+    """Nobody else compares the sizes of a captured value with others to find out what its dimensions are."""
+    found = single_sizes(parse(file))
+    assert bool(found) == (file.relative_to(ROOT).as_posix() in FILES_FOR_RECORDED_SIZES), found
+
+
+def test_looking_at_recorded_sizes_is_recognised() -> None:
+    source = """
+def one(node, length):
+    return [dim for dim, size in enumerate(node.spec.shape) if size == length]
+def two(target, length):
+    shape = tuple(target.spec.shape)
+    return shape[1] == length
+def three(spec):
+    return len(spec.shape), tuple(spec.shape), spec.shape[:-1]
+"""
+    assert len(single_sizes(ast.parse(source))) == 2
+
+
 def test_no_import_cycles() -> None:
     modules = {module_name(file) for file in FILES}
     imports: dict[str, set[str]] = {}
@@ -210,3 +286,29 @@ def test_no_import_cycles() -> None:
     for name in modules - {ROOT.name}:
         imports[name] -= {ROOT.name}  # each module is imported while its package is
     tuple(graphlib.TopologicalSorter(imports).static_order())
+
+
+# Other answers to "has the model changed?" that there were.
+FORMER_STATES = {
+    "BufferState", "ModuleLook", "changed_object", "Settings", "KeptState", "AttributeTensors", "RandomNumbers",
+    "RandomState", "draws_random_numbers",
+}  # fmt: skip
+MODEL_STATE = "checks/model_state.py"
+# The walk that it is made of, and stand-ins for modules, which are copies of them.
+COPY_ATTRIBUTES = {"capture/held_values.py", "execution/stand_in.py"}
+
+
+@each_file
+def test_one_answer_to_whether_the_model_has_changed(file: Path) -> None:
+    nodes = list(ast.walk(parse(file)))
+    name = file.relative_to(ROOT).as_posix()
+    defined = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    assert not defined & FORMER_STATES
+    if name == MODEL_STATE:
+        return
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert not read & {"get_rng_state", "get_rng_state_all", "getstate"}
+    if name not in COPY_ATTRIBUTES:
+        calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
+        pattern = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
+        assert not [text for text in calls if pattern.match(text)]

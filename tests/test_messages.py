@@ -178,12 +178,12 @@ def test_steps_that_did_not_come_up_are_listed(pg: PatchableGraph) -> None:
         (
             lambda: PatchableGraph(Mlp(), X).to_fx((X,))(torch.ones(7, 4)),
             GraphError,
-            "'x' is Tensor(7, 4) of float32, and was Tensor(3, 4) when this graph was made; pg.to_fx(..., any_size=",
+            "dimension 0 of 'x' is 7, and was 3 in the example; pg.to_fx(..., any_size=True) makes a graph",
         ),
         (
             lambda: PatchableGraph(Mlp(), X).to_fx((X,))(X, is_other=True),
             GraphError,
-            "the input 'is_other' is True, and was bool(False) when this graph was made; make another graph",
+            "the input 'is_other' is True, and was False in the example; make another graph",
         ),
     ],
 )

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from graphpatch_notebook.patches import (
     ReplacePatch,
     ZeroPatch,
 )
-from graphpatch_notebook.tensor_indices import indexed_dimensions
+from graphpatch_notebook.tensor_indices import indexed_dimensions, selection_problem, takes_nothing
 
 SLICES = [
     None,
@@ -64,6 +65,63 @@ def test_slices_are_written_like_torch_writes_them(make, edit, index):
     expected[where] = edit(expected[where])
     assert patch.problem(expected.shape) is None
     assert torch.equal(patch.op(value()), expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "index"),
+    [
+        ([1, ...], (1, ...)),
+        ([..., 2], (..., 2)),
+        ([(0, 2), slice(1, 3)], ([0, 2], slice(1, 3))),
+        ([slice(1, 3)], slice(1, 3)),
+        ([None, 1], (None, 1)),
+    ],
+    ids=repr,
+)
+def test_lists_of_parts_are_taken_as_tuples(parts, index):
+    expected = value()
+    expected[index] = 7
+    patches = [ReplacePatch(value=7, slice=parts), CustomPatch(custom_op=lambda t: t * 0 + 7, slice=parts)]
+    changed = ReplacePatch(value=7)
+    changed.slice = parts
+    for patch in [*patches, changed, replace(changed)]:
+        assert patch.problem(expected.shape) is None
+        assert torch.equal(patch.op(value()), expected)
+
+
+@pytest.mark.parametrize("make", [ZeroPatch, lambda **fields: CustomPatch(custom_op=torch.relu, **fields)])
+def test_a_slice_that_selects_nothing_is_refused_unless_that_is_meant(make):
+    with pytest.raises(PatchValueError, match=r"slice \[:, 4:8\] selects nothing: dimension 1 of the value here"):
+        make(slice=(slice(None), slice(4, 8))).op(value())
+    assert torch.equal(make(slice=(slice(None), slice(4, 8)), allow_empty=True).op(value()), value())
+    assert make(slice=slice(0, 2)).op(torch.ones(0, 4)).shape == (0, 4)
+    assert "allow_empty must be True or False, not 1" in str(make(allow_empty=1).problem(None))
+
+
+class Whole:
+    """A whole number of some other library."""
+
+    def __index__(self):
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (Whole(), "is out of range"),
+        (np.int64(5), "is out of range"),
+        (np.array([0, 5]), "is out of range"),
+        (slice(Whole(), None), "selects nothing"),
+        (np.zeros(3, dtype=bool), "selects nothing"),
+        (torch.tensor([1, -4]), "is out of range"),
+        (slice(0.5, 2), None),  # what is no index is refused by torch
+        (torch.tensor([1.5j]), None),
+    ],
+    ids=repr,
+)
+def test_whatever_says_that_it_is_an_index_is_checked(index, expected):
+    problem = ZeroPatch(slice=index).selection_problem((3, 4), "the value")
+    assert (problem is None) if expected is None else expected in problem
 
 
 def test_values_broadcast_to_the_slice():
@@ -314,3 +372,34 @@ def test_an_index_has_too_many_dimensions_exactly_where_torch_says_so(index):
         says_too_many = other = False
     if not other:
         assert (indexed_dimensions(index) > len(SHAPE)) == says_too_many
+
+
+BOUNDS = st.none() | st.integers(-4, 4)
+CHOICES = st.one_of(
+    st.none(),
+    st.just(Ellipsis),
+    st.booleans(),
+    st.integers(-4, 3),
+    st.builds(slice, BOUNDS, BOUNDS, st.none() | st.integers(1, 2)),
+    st.lists(st.integers(-4, 3), max_size=2),
+    st.lists(st.integers(-4, 3), min_size=2, max_size=2).map(torch.tensor),
+    st.lists(st.booleans(), min_size=2, max_size=2),
+    st.lists(st.booleans(), min_size=6, max_size=6).map(lambda entries: torch.tensor(entries).view(2, 3)),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(CHOICES, min_size=1, max_size=4).filter(lambda parts: [*map(id, parts)].count(id(...)) < 2).map(tuple))
+def test_an_index_selects_nothing_exactly_where_torch_says_so(index):
+    problem = selection_problem(index, SHAPE, "the value") if indexed_dimensions(index) <= len(SHAPE) else None
+    try:
+        selected = torch.zeros(SHAPE)[index]
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        is_beyond = "out of range" in str(error) or "out of bounds" in str(error)
+        assert problem is not None or not is_beyond
+        return
+    allowed = selection_problem(index, SHAPE, "the value", allow_empty=True)
+    assert allowed is None or "is out of range" in allowed
+    if allowed is None:
+        assert (problem is not None) == (selected.numel() == 0)
+        assert not takes_nothing(index, SHAPE) or selected.numel() == 0

@@ -5,13 +5,16 @@ frame_recorder.py   one frame: which value belongs to which node; frame_count.py
 records.py          what is kept: frames, nodes, call sites
 decompositions.py   the steps of composite functions, for those that the options say to open
 call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
+held_values.py      what modules hold, in attributes, containers and plain objects: one walk
 sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
+value_sizes.py      tensors that are as long as values say; data_loops.py: loops that run as often
 custom_graphs.py    graphs of custom extraction functions
 packed_weights.py   weights that modules hold quantized, and what they stand for; bitsandbytes_weights.py: those kinds
 """
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
+from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk
 from graphpatch_notebook.capture.recorder import Recorder
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
@@ -35,8 +39,9 @@ from graphpatch_notebook.torch_compat import (
     pop_function_modes,
     restore_gradients,
 )
+from graphpatch_notebook.values import rebuilt_sequence
 
-__all__ = ["Frame", "capture"]
+__all__ = ["Frame", "capture", "record"]
 
 
 def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
@@ -51,11 +56,23 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     """
     __tracebackhide__ = True
     options.check()
+    recorder = Recorder(module, options)
+    root = record(recorder, args, kwargs)
+    root.options = options
+    _report_failures(recorder)
+    _report_unopened(recorder)
+    _check_unused(root, options)
+    return root
+
+
+def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+    """Runs the module of `recorder`, and returns the record of the run; what `capture` says holds."""
+    __tracebackhide__ = True
+    module = recorder.root_module
     modules = reachable_modules(module)
     has_compiled = any(map(is_compiled, modules))
     if has_compiled and not EagerCode.is_possible:
         raise CaptureError(EagerCode.reason)
-    recorder = Recorder(module, options)
     swaps, eager = Swaps(), EagerCode()
     has_grad = torch.is_grad_enabled()
     observed, applied, modes = observer.get(), apply_observer.get(), function_mode_depth()
@@ -66,9 +83,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         pop_function_modes(modes)
         swaps.let_go()
         eager.let_go()
-        for reached in modules:
-            _drop_sizes(reached)
-            _put_back_tensors(reached, recorder)
+        _settle(module, recorder)
 
     try:
         try:
@@ -87,9 +102,6 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
         raise
     if recorder.root_frame is None:
         raise CaptureError(f"{type(module).__name__} did not run its forward; give example inputs that reach it")
-    _report_failures(recorder)
-    _report_unopened(recorder)
-    _check_unused(recorder.root_frame, modules, options)
     return recorder.root_frame
 
 
@@ -114,7 +126,7 @@ def _report_unopened(recorder: Recorder) -> None:
         warnings.warn(DecompositionWarning(message), stacklevel=4)
 
 
-def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions) -> None:
+def _check_unused(root: Frame, options: ExtractionOptions) -> None:
     allowed = options.allow_unused_submodules
     if allowed or (allowed is None and not options.error_on_compilation_failure):
         return
@@ -123,7 +135,7 @@ def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions
     # A container, or a module whose parts are called one by one, is not called itself.
     unused = [
         names.get(id(module), type(module).__name__)
-        for module in modules
+        for module in reachable_modules(root.module)
         if not any(id(inside) in used for inside in module.modules())
     ]
     if unused:
@@ -133,18 +145,30 @@ def _check_unused(root: Frame, modules: list[Module], options: ExtractionOptions
         )
 
 
-def _put_back_tensors(module: Module, recorder: Recorder) -> None:
-    """Puts the model's own tensors in place of the aliases of them that it kept for itself."""
-    for held in (module.__dict__, module._buffers):
+def _settle(root: Module, recorder: Recorder) -> None:
+    """Puts plain integers in place of sizes that the model kept for itself, and its own tensors in place of aliases."""
+    for container, held, _, _ in Walk([root]).places:
+        if not isinstance(container, dict):
+            values = [_settled(value, recorder) for value in held]
+            if any(map(operator.is_not, values, held)):
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(values)
+            continue
         for name, value in held.items():
-            if isinstance(value, Tensor) and (original := recorder.original(value)) is not value:
-                held[name] = original
+            if type(value) not in PLAIN_VALUES and (settled := _settled(value, recorder)) is not value:
+                container[name] = settled
+        if any(type(name) is Size for name in held):
+            items = [(_settled(name, recorder), value) for name, value in container.items()]
+            container.clear()
+            container.update(items)
 
 
-def _drop_sizes(module: Module) -> None:
-    """Puts plain integers in place of the sizes that the model kept for itself."""
-    for name, value in module.__dict__.items():
-        if type(value) is Size:
-            module.__dict__[name] = int(value)
-        elif type(value) in (tuple, list) and any(type(item) is Size for item in value):
-            module.__dict__[name] = type(value)(int(item) if type(item) is Size else item for item in value)
+def _settled(value: Any, recorder: Recorder) -> Any:
+    if type(value) is Size:
+        return int(value)
+    if isinstance(value, Tensor):
+        return recorder.original(value)
+    if isinstance(value, tuple):
+        items = [_settled(item, recorder) for item in value]
+        return rebuilt_sequence(value, items) if any(map(operator.is_not, items, value)) else value
+    return value

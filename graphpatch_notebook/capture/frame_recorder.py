@@ -23,6 +23,7 @@ from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref,
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
 from graphpatch_notebook.capture.value_sizes import part_count_by_values
+from graphpatch_notebook.doubts import Doubt, Reason
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
 
@@ -182,7 +183,7 @@ class FrameRecorder:
 
     def _object_from_elsewhere(self, value: Any) -> Ref:
         name = type(value).__name__
-        self.doubt(f"uses an object ({name}) that is none of its inputs")
+        self.doubt(Reason.USES_OBJECT, name)
         node = Node(
             kind="constant", op=name, target=weak(value), spec=describe(value), is_live=False, base_name="constant"
         )
@@ -193,12 +194,12 @@ class FrameRecorder:
     def notice_switches(self) -> None:
         """Notes a doubt where the frame's code has switched something that no torch call tells of."""
         if _switches() != self._switches:
-            self.doubt("switches autocast or inference mode, of which a graph knows nothing")
+            self.doubt(Reason.SWITCHES_MODES)
 
-    def doubt(self, reason: str) -> None:
-        """Notes a reason why the graph may not stand for the module."""
-        if reason not in self.record.doubts:
-            self.record.doubts.append(reason)
+    def doubt(self, reason: Reason, what: str = "", line: str = "") -> None:
+        """Notes a reason why the graph may not do what the module does."""
+        if (doubt := Doubt(reason, what, line)) not in self.record.doubts:
+            self.record.doubts.append(doubt)
 
     def pass_through(self, value: Any, result: Any) -> None:
         """Notes that `result` is `value` on another device: the machinery that moves it is no part of the model."""
@@ -287,7 +288,7 @@ class FrameRecorder:
     def forget(self, call: Node) -> None:
         """Takes back a call that raised: its frame is not whole."""
         self.record.nodes.remove(call)
-        self.doubt(f"a call of {call.target!r} raised, and was handled")
+        self.doubt(Reason.HANDLES_ERROR, str(call.target))
 
     def forget_old_owners(self, arguments: Any, result: Any) -> None:
         """Notes that the memory of a new tensor, which shares none with the arguments, is no longer its old owners'."""
@@ -313,7 +314,7 @@ class FrameRecorder:
         for tensor in wrote:
             self._mark_mutated(tensor)
         if (wrote or result is None) and _is_on_parameter(node):
-            self.doubt(f"writes into a parameter ({node.op})")  # a graph that ran on trial would do so, too
+            self.doubt(Reason.WRITES_PARAMETER, node.op)  # a graph that ran on trial would do so, too
         if wrote and (result is None or result is wrote[0]):
             return self._add_in_place(node, result, wrote[0])
         if isinstance(result, Tensor):
@@ -325,14 +326,16 @@ class FrameRecorder:
         if name in SIZE_READS:
             return self._add_size_read(node, result, variable)
         if name in VALUE_READS:
+            if node.site is not None:
+                self.record.value_reads.append(node.site)
             line = str(node.site.source_lines()[-1].text) if node.site else ""
-            self.doubt(f"reads a value into Python ({node.op}: {line})")
+            self.doubt(Reason.READS_VALUE, node.op, line)
         if not _is_recorded(name, result):
             return result
         node.spec = describe(result)
         node.is_plumbing = result is None
         if part_count_by_values(node) is not None:
-            self.doubt(f"reads a value into Python ({node.op}: it goes on with as many parts as values say)")
+            self.doubt(Reason.COUNTS_PARTS, node.op)
         self._append(node, result)
         if isinstance(node.spec, ContainerSpec) and isinstance(variable, tuple):
             self._add_elements(node, result, variable)

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.records import InputParameter
-from graphpatch_notebook.values import rebuilt_sequence
+from graphpatch_notebook.capture.records import Frame, InputParameter
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt, rebuilt_sequence
 
 _EMPTY = inspect.Parameter.empty
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -138,3 +138,56 @@ def _named(parameters: list[InputParameter]) -> set[str]:
 
 def _fits(new_args: list[Any], args: tuple[Any, ...], parameter: inspect.Parameter) -> bool:
     return parameter.kind is inspect.Parameter.POSITIONAL_ONLY or len(new_args) < len(args)
+
+
+class UnknownInputError(Exception):
+    """An input of the example was an object, of which nothing was kept (caught inside the package)."""
+
+
+def call_like(
+    frame: Frame,
+    tensor: Callable[[str, TensorSpec], Any],
+    number: Callable[[ScalarSpec], Any] = lambda spec: spec.value,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call like that of a captured frame; what is the default anyway is not given.
+
+    Args:
+        frame: The frame.
+        tensor: Makes each tensor, given its name in messages and what it was.
+        number: Makes each number, or other constant.
+
+    Raises:
+        UnknownInputError: One of the inputs cannot be made.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    is_positional = True
+    values = {str(node.target): _made(str(node.target), node.spec, tensor, number) for node in frame.inputs()}
+    for parameter in frame.parameters:
+        value = values.get(parameter.name)
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            args.extend(value or ())
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            kwargs.update(value or {})
+        elif value is parameter.default:
+            is_positional = False
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            args.append(value)
+        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY or not is_positional:
+            kwargs[parameter.name] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs
+
+
+def _made(
+    name: str, spec: ValueSpec, tensor: Callable[[str, TensorSpec], Any], number: Callable[[ScalarSpec], Any]
+) -> Any:
+    if isinstance(spec, TensorSpec):
+        return tensor(name, spec)
+    if isinstance(spec, ScalarSpec):
+        return number(spec)
+    if isinstance(spec, ContainerSpec):
+        items = [_made(f"{name}|{text}", child, tensor, number) for text, _, child in spec.children]
+        return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
+    raise UnknownInputError(f"its input {name!r} is an object ({spec}), which cannot be made up")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from graphpatch_notebook.capture.functions import function_name, raw_name, write
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.packed_weights import packing_of
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
+from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload
@@ -31,6 +32,9 @@ from graphpatch_notebook.values import describe, readable_children, replaced
 
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
+
+OpPlace: TypeAlias = "tuple[Site | None, int | None]"
+"""The call site of an op, and its occurrence there; `None` for what is not recorded."""
 
 
 class Recorder(TorchFunctionMode):
@@ -99,7 +103,7 @@ class Recorder(TorchFunctionMode):
         call = CompositeCall(decomposition.name, site, frame.count(site), frame.composite)
         self.has_opened = True
         if not decomposition.is_exact:
-            frame.doubt(ROUNDS.format(name=decomposition.name))
+            frame.doubt(Reason.ROUNDS, decomposition.name)
         with frame.inside(call), self:  # the mode is off in its own handler
             result = decomposition.make_steps()(*args, **kwargs)
         try:
@@ -137,7 +141,7 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             frame.pass_through(args[0] if args else None, result)
             return result
-        occurrence = None
+        occurrence, site = None, None
         refs: tuple[Any, Any] | None = None
         # Whatever goes wrong in our own records must not disturb the user's model: the frame turns opaque instead.
         try:
@@ -149,7 +153,7 @@ class Recorder(TorchFunctionMode):
         # Operators of the user's own may write into any argument, whatever they are called.
         watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
         before = [(value, _version(value)) for value in watched if isinstance(value, Tensor)]
-        result = func(*args, **kwargs)
+        result = self.run_op(func, name, args, kwargs, (site, occurrence))
         if refs is None or occurrence is None:
             return result
         try:
@@ -168,6 +172,13 @@ class Recorder(TorchFunctionMode):
         except Exception as failure:
             self._fail(frame, failure)
             return result
+
+    def run_op(
+        self, func: Callable[..., Any], _name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _place: OpPlace
+    ) -> Any:
+        """Returns what `func` returns: other recorders than this one may have another way to it."""
+        __tracebackhide__ = True
+        return func(*args, **kwargs)
 
     @staticmethod
     def _written(
@@ -328,12 +339,6 @@ def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: As
             node.base_name = variable if isinstance(variable, str) else call.name
         elif isinstance(variable, tuple) and len(variable) == len(result):
             node.base_name = variable[position] or node.base_name
-
-
-ROUNDS = (
-    "it holds the steps of {name}, as ExtractionOptions(decompose=...) asks, which equal the function itself only "
-    "within rounding"
-)
 
 
 def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:

@@ -22,6 +22,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
+from graphpatch_notebook.doubts import Doubt
+from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec
 
 Kind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "constant", "op", "call", "output"]
@@ -237,13 +239,16 @@ class Frame:
         opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
-            all (a value that came by a side channel). Each is a sentence.
+            all (a value that came by a side channel).
         custom_graph: The graph that a custom extraction function returned.
         is_edited: Whether the user edited the graph of this frame, which is the module from then on.
         custom_failure: Why such a function returned none.
         names: The nodes by name.
-        following_sizes: What `execution.shapes` found out about this frame, once it was asked.
-        row_sizes: What `execution.chosen_rows` did.
+        value_reads: Where a value was read into Python.
+        data_loops: What `data_loops` found out of all frames below, once it was asked: by the ids of nodes, the loop
+            over data that they are in; of the root only.
+        options: How it was captured; of the root only.
+        dimensions: What `checks.dimensions` found out of all frames below, once it was asked; of the root only.
     """
 
     module: Module
@@ -258,18 +263,32 @@ class Frame:
     input_flags: tuple[tuple[bool, bool], ...] = ()
     same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
     opaque_reason: str | None = None
-    doubts: list[str] = field(default_factory=list)
+    doubts: list[Doubt] = field(default_factory=list)
     custom_graph: Any = None
     custom_failure: str | None = None
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
-    following_sizes: dict[int, set[int]] | None = None
-    row_sizes: Any = None
+    value_reads: list[Site] = field(default_factory=list)
+    data_loops: dict[int, SourceLine] | None = None
+    options: ExtractionOptions | None = None
+    dimensions: Any = None
 
     @property
     def path(self) -> tuple[str, ...]:
         """The names of the calls that lead here from the root."""
         return () if self.call is None or self.parent is None else (*self.parent.path, self.call.name)
+
+    @property
+    def root(self) -> Frame:
+        """The frame at the top: that of the model."""
+        return list(self.frames_above())[-1]
+
+    def frames_above(self) -> Iterator[Frame]:
+        """Yields this frame and those that lead to it, innermost first."""
+        frame: Frame | None = self
+        while frame is not None:
+            yield frame
+            frame = frame.parent
 
     @property
     def has_own_graph(self) -> bool:

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Kind
 from graphpatch_notebook.torch_compat import without_torch_functions
+from graphpatch_notebook.values import readable_children
 
 
 class Source(NamedTuple):
@@ -133,8 +134,10 @@ class AttributePaths:
 
 def tensor_flags(value: Any) -> tuple[tuple[bool, bool], ...]:
     """Returns of each tensor in a value what code may ask beside its shape: `requires_grad`, and is it contiguous?"""
-    with without_torch_functions():  # a tensor's own class may refuse to tell
-        return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in plain_tensors(value))
+    if isinstance(value, Tensor):
+        with without_torch_functions():  # a tensor's own class may refuse to tell
+            return ((value.requires_grad, value.layout is torch.strided and value.is_contiguous()),)
+    return tuple(flags for _, child in readable_children(value) or () for flags in tensor_flags(child))
 
 
 def plain_tensors(value: Any) -> list[Tensor]:

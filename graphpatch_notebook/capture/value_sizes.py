@@ -27,10 +27,10 @@ def part_count_by_values(node: Node) -> int | None:
     """
     if node.op not in PARTS or node.kind != "op" or not isinstance(node.spec, ContainerSpec):
         return None
-    return len(node.spec.children) if _comes_of_values(node) else None
+    return len(node.spec.children) if comes_of_values(node) else None
 
 
-def _comes_of_values(node: Node) -> bool:
+def comes_of_values(node: Node) -> bool:
     """Whether the tensor that `node` is made from, as its first argument, has a shape that depends on values."""
     while (ref := next(refs_in(node.args), None)) is not None and ref.node is not node:
         node = ref.node

@@ -1,227 +1,359 @@
-"""What a run of a frame depends on, as far as it can be seen from outside: for which runs a verdict holds.
+"""What a call looks like, apart from the numbers in its tensors: a recorded graph holds for calls that look alike.
 
-    input_key      of the inputs: structure, plain values, and of tensors all but what they hold
-    settings_key   grad mode, autocast, ...
-    Watch          of the module: flags, attributes, classes, submodules, hooks, dtypes of parameters, globals
-
-A verdict on a graph holds for one key and as long as the watch sees no change.
+CallSignature     the inputs: structure, plain values, and what code can ask of a tensor; the settings of torch
+├── of            the signature of a call
+├── of_frame      the signature of the call that a frame is the record of
+└── differences   in what a call differs from it
 """
 
 from __future__ import annotations
 
 import enum
-import types
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.outer_values import outer_values
-from graphpatch_notebook.values import children
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ObjectSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    children,
+    describe,
+    is_same_plain,
+    key_text,
+    plain_dict_key,
+    take,
+)
 
-_PLAIN = (
-    bool, int, str, bytes, type(None), type(Ellipsis), range,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-_AUTOCAST_DEVICES = ("cpu", "cuda")
+Dimension: TypeAlias = "int | str"
+"""A size, or the name of a symbolic one, which is the same wherever it has this name."""
+
+Layout: TypeAlias = "tuple[int, ...] | str | None"
+"""How a tensor lies in memory: contiguous, not contiguous, its strides, or not known."""
+
+CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
+ABSENT = "absent"
 
 
-class UnseenError(Exception):
-    """A value whose insides cannot be seen."""
+class Aspect(enum.Enum):
+    """In what two calls may differ."""
+
+    VALUE = "value"
+    """The structure of the inputs, a plain value, or the number of dimensions of a tensor."""
+    CLASS = "class"
+    DTYPE = "dtype"
+    DEVICE = "device"
+    SIZE = "size"
+    LAYOUT = "layout in memory"
+    REQUIRES_GRAD = "requires_grad"
+    SPLIT = "split"
+    """Two inputs were one tensor, and are two."""
+    JOINED = "joined"
+    """Two inputs were two tensors, and are one."""
+    GRAD_MODE = "grad mode"
+    INFERENCE_MODE = "inference mode"
+    DEFAULT_DTYPE = "default dtype"
+    AUTOCAST = "autocast"
 
 
-def input_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Returns a key that is equal for calls that differ in the contents of tensors only.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which a call differs from a signature.
 
-    Raises:
-        UnseenError: One of the inputs is an object, such as a cache: what is in it cannot be seen.
-
-    Example:
-        >>> input_key((torch.ones(2), 3), {}) == input_key((torch.zeros(2), 3), {})
-        True
-        >>> input_key((torch.ones(2), 3), {}) == input_key((torch.ones(2), True), {})
-        False
+    Attributes:
+        aspect: What differs.
+        was: What the signature says.
+        now: What the call has.
+        name: The input; empty where it is a setting of torch.
+        position: The dimension, if it is a size.
     """
-    tensors: list[Tensor] = []
-    key = (tuple([_key(value, tensors) for value in args]), _key(kwargs, tensors))
-    ids = [id(tensor) for tensor in tensors]
-    # Some modules ask whether two inputs are one object (attention: are query and key the same?).
-    return key if len(set(ids)) == len(ids) else (key, tuple(map(ids.index, ids)))
+
+    aspect: Aspect
+    was: Any
+    now: Any
+    name: str = ""
+    position: int = 0
+
+    @property
+    def subject(self) -> str:
+        """What differs, in words."""
+        if self.aspect is Aspect.SIZE:
+            return f"dimension {self.position} of {self.name!r}"
+        if self.aspect is Aspect.VALUE:
+            return f"the input {self.name!r}"
+        return f"the {self.aspect.value} of the input {self.name!r}" if self.name else f"the {self.aspect.value}"
+
+    def __str__(self) -> str:
+        if self.aspect in (Aspect.SPLIT, Aspect.JOINED):
+            is_or_not = "is not" if self.aspect is Aspect.SPLIT else "is"
+            return f"{self.name!r} {is_or_not} the same tensor as {self.was!r}, unlike in the example"
+        return f"{self.subject} is {_shown(self.now)}, and was {_shown(self.was)} in the example"
 
 
-def _key(value: Any, tensors: list[Tensor]) -> Hashable:
-    kind = type(value)
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        strides = value.stride() if value.layout is torch.strided else None
-        return kind, value.shape, strides, value.dtype, value.device, value.requires_grad
-    if kind in _PLAIN or isinstance(value, enum.Enum):
-        return kind, value
-    if kind is float or kind is complex:
-        return kind, repr(value)  # 0.0 is not -0.0
-    if kind is tuple or kind is list:
-        return kind, tuple([_key(item, tensors) for item in value])
-    if kind is dict:
-        return kind, tuple([(key, _key(item, tensors)) for key, item in value.items()])
-    if kind is slice:
-        return kind, tuple([_key(part, tensors) for part in (value.start, value.stop, value.step)])
-    if isinstance(value, (Module, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
-        return kind, value
-    if (inside := children(value)) is not None:
-        return kind, tuple([(key, _key(item, tensors)) for key, item in inside])
-    raise UnseenError(f"it is given an object ({kind.__name__}), and what is in that cannot be seen")
+def _shown(what: Any) -> str:
+    if isinstance(what, TensorSpec):
+        return f"{what} of {str(what.dtype).removeprefix('torch.')}"
+    return repr(what.value) if isinstance(what, ScalarSpec) else str(what)
 
 
-def settings_key() -> Hashable:
-    """Returns the settings of torch that the code of a module may ask for."""
+Settings: TypeAlias = "tuple[tuple[Aspect, Any], ...]"
+"""The settings of torch that code may ask for."""
+
+
+def current_settings() -> Settings:
+    """Returns the settings as they are now."""
+    autocast = [(name, torch.get_autocast_dtype(name)) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
     return (
-        torch.is_grad_enabled(),
-        # `torch.compile` cannot trace this question.
-        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        *[
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            for device in _AUTOCAST_DEVICES
-        ],
+        (Aspect.GRAD_MODE, torch.is_grad_enabled()),
+        (Aspect.INFERENCE_MODE, torch.is_inference_mode_enabled()),
+        (Aspect.DEFAULT_DTYPE, torch.get_default_dtype()),
+        (Aspect.AUTOCAST, tuple(autocast) or None),
     )
 
 
-class Watch:
-    """Remembers what the module of a frame looks like, and tells whether it still does.
-
-    Args:
-        frame: The frame.
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """What a call says of a tensor beside its class and dtype.
 
     Attributes:
-        flags: Plain attributes of the modules, `training` among them: module, name, value.
-        problem: Why nothing that is seen from outside could tell for which runs the graph holds; `None` if it can.
+        sizes: Its shape.
+        device: Where it is.
+        layout: How it lies in memory.
+        requires_grad: Whether it requires gradients; `None` where that is not known.
     """
 
-    def __init__(self, frame: Frame) -> None:
-        module = self._module = frame.module
-        called = [node.frame.module for node in frame.calls() if node.frame is not None]
-        near = list(_near(module, called))
-        self.flags = [flag for m in near for flag in _flags(m)]
-        self._forward = original_forward(module)
-        self._outer = list(outer_values(module, self._forward))
-        self._classes = [(m, m.__class__) for m in near]
-        self._registries = [registry for m in near for registry in (m._parameters, m._buffers) if registry]
-        self._kinds = [_tensor_kinds(registry) for registry in self._registries]
-        self._states = [m.__dict__ for m in near]
-        self._saved_states = [dict(state) for state in self._states]
-        # One comparison in C for all of them: it looks at the identities first.
-        self._insides = [inside for state in self._states for inside in _insides(state)]
-        self._saved_insides = [inside.copy() for inside in self._insides]
-        self.problem = _hook_problem(called) or _constant_problem(frame, [value for _, value in self._outer])
-
-    def sees_change(self) -> bool:
-        """Whether the module looks different now."""
-        try:
-            return (
-                self._insides != self._saved_insides
-                or (self._states != self._saved_states and self._sees_changed_state())
-                or any(m.__class__ is not cls for m, cls in self._classes)
-                or [_tensor_kinds(registry) for registry in self._registries] != self._kinds
-                or original_forward(self._module) != self._forward
-                or any(not _is_same(current(), value) for current, value in self._outer)
-            )
-        except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one truth value
-            return True
-
-    def _sees_changed_state(self) -> bool:
-        # The package itself swaps forwards; whether the module's own was replaced is asked separately.
-        pairs = zip(self._states, self._saved_states, strict=True)
-        return any(state != saved and _without_swaps(state) != _without_swaps(saved) for state, saved in pairs)
+    sizes: tuple[Dimension, ...]
+    device: torch.device
+    layout: Layout = None
+    requires_grad: bool | None = None
 
 
-_ABSENT = object()
-_OWN_SWAPS = ("forward", "_old_forward")
-_MANY = 1000
+@dataclass(frozen=True)
+class CallSignature:
+    """What a call looks like, apart from the numbers in its tensors. Signatures can be compared and hashed.
+
+    Attributes:
+        inputs: The inputs by name: structure and plain values.
+        tensors: What else is known of each tensor in them, in order.
+        same: For each tensor which of them, the first, is the same object.
+        settings: The settings of torch, as far as they are known.
+        ranges: The smallest and the largest that a symbolic size may be.
+        ignored: In what calls may differ: with `Aspect.SIZE` tensors may have any size.
+
+    Example:
+        >>> one = CallSignature.of({"x": torch.ones(2), "scale": 3})
+        >>> one == CallSignature.of({"x": torch.zeros(2), "scale": 3})
+        True
+        >>> print(*one.differences([torch.ones(4), 3]))
+        dimension 0 of 'x' is 4, and was 2 in the example
+    """
+
+    inputs: tuple[tuple[str, ValueSpec], ...]
+    tensors: tuple[TensorForm, ...]
+    same: tuple[int, ...]
+    settings: Settings = ()
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+    ignored: frozenset[Aspect] = frozenset()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> CallSignature:
+        """Returns the signature of a call with these inputs, under the settings of now."""
+        inputs = tuple((name, describe(value)) for name, value in values.items())
+        tensors: list[tuple[str, Tensor]] = []
+        for (name, spec), value in zip(inputs, values.values(), strict=True):
+            _compare_values(name, spec, value, tensors, [])
+        forms = tuple(TensorForm(tuple(t.shape), t.device, layout_of(t), t.requires_grad) for _, t in tensors)
+        return cls(inputs, forms, _first_same(tensors), current_settings())
+
+    @classmethod
+    def of_frame(cls, frame: Frame) -> CallSignature:
+        """Returns the signature of the call that `frame` is the record of, as far as the record says."""
+        by_name = {str(node.target): node.spec for node in frame.inputs()}
+        inputs = tuple((p.name, by_name.get(p.name, ScalarSpec(None))) for p in frame.parameters)
+        tensors = [leaf for name, spec in inputs for leaf in tensor_leaves(name, spec)]
+        forms = [TensorForm(tuple(spec.shape), spec.device) for _, spec in tensors]
+        if len(frame.input_flags) == len(forms):
+            for number, (requires_grad, is_contiguous) in enumerate(frame.input_flags):
+                layout = CONTIGUOUS if is_contiguous else NOT_CONTIGUOUS
+                forms[number] = replace(forms[number], requires_grad=requires_grad, layout=layout)
+        numbers = {name: number for number, (name, _) in enumerate(tensors)}
+        same = list(range(len(tensors)))
+        for places in frame.same_inputs:
+            names = [functools.reduce(_below, map(key_text, dig), parameter) for parameter, dig in places]
+            one, other = sorted(numbers.get(name, 0) for name in names)
+            same[other] = same[one]
+        return cls(inputs, tuple(forms), tuple(same))
+
+    @property
+    def objects(self) -> list[str]:
+        """The classes of the objects among the inputs, of which nothing else is known."""
+        leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
+        return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
+
+    def differences(self, values: Sequence[Any]) -> list[Difference]:
+        """Returns in what a call with these inputs, in order, differs. `torch.compile` can trace it.
+
+        If the structure or a plain value differs, nothing else is looked at.
+        """
+        found: list[Difference] = []
+        tensors: list[tuple[str, Tensor]] = []
+        for number, (name, spec) in enumerate(self.inputs):
+            _compare_values(name, spec, values[number], tensors, found)
+        if found and any(difference.aspect is Aspect.VALUE for difference in found):
+            return found
+        for number, (name, tensor) in enumerate(tensors):
+            self._compare_tensor(name, self.tensors[number], tensor, found)
+        if Aspect.SIZE not in self.ignored:
+            self._compare_sizes(tensors, found)
+        same = _first_same(tensors)
+        for number, now in enumerate(same):
+            if (was := self.same[number]) != now:
+                aspect = Aspect.SPLIT if now == number else Aspect.JOINED
+                found.append(Difference(aspect, tensors[min(was, now)][0], None, tensors[number][0]))
+        if self.settings:
+            settings = dict(current_settings())
+            found += [Difference(key, was, settings[key]) for key, was in self.settings if settings[key] != was]
+        return [difference for difference in found if difference.aspect not in self.ignored]
+
+    def _compare_tensor(self, name: str, form: TensorForm, tensor: Tensor, found: list[Difference]) -> None:
+        if tensor.device != form.device:
+            found.append(Difference(Aspect.DEVICE, form.device, tensor.device, name))
+        if form.requires_grad is not None and tensor.requires_grad is not form.requires_grad:
+            found.append(Difference(Aspect.REQUIRES_GRAD, form.requires_grad, tensor.requires_grad, name))
+        layout = layout_of(tensor)
+        if form.layout is not None and not _is_same_layout(form.layout, layout, Aspect.SIZE not in self.ignored):
+            found.append(Difference(Aspect.LAYOUT, form.layout, layout, name))
+
+    def _compare_sizes(self, tensors: list[tuple[str, Tensor]], found: list[Difference]) -> None:
+        sizes: dict[str, int] = {}
+        for number, (name, tensor) in enumerate(tensors):
+            for position, dimension in enumerate(self.tensors[number].sizes):
+                size, was = tensor.shape[position], dimension
+                if isinstance(dimension, str):
+                    was = sizes.setdefault(dimension, size)
+                    least, most = self.ranges.get(dimension, (size, size))
+                    if not least <= size <= most:
+                        found.append(Difference(Aspect.SIZE, range(least, most), size, name, position))
+                if size != was:
+                    found.append(Difference(Aspect.SIZE, was, size, name, position))
 
 
-def _near(module: Module, called: Sequence[Module]) -> Iterator[Module]:
-    """Yields the module, the modules that it calls, and what holds these (`ModuleList`, ...)."""
-    calls = {id(child) for child in called}
-    waiting, seen = [module, *called], set()
-    while waiting:
-        current = waiting.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        if current is module or id(current) not in calls:
-            waiting += [child for child in current._modules.values() if child is not None]
+def inputs_of_call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a call of the module of `frame` gives to each parameter."""
+    return {p.name: given_input(frame.parameters, p.name, args, kwargs) for p in frame.parameters}
 
 
-def _flags(module: Module) -> Iterator[tuple[Module, str, Any]]:
-    for name, value in module.__dict__.items():
-        if type(value) in (bool, int, float, str):
-            yield module, name, value
+def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:
+    """Yields the tensors in an input, each with what it is called in messages."""
+    return ((leaf_name, leaf) for leaf_name, leaf in _leaves(name, spec) if isinstance(leaf, TensorSpec))
 
 
-def _tensor_kinds(registry: Mapping[str, Tensor | None]) -> list[Any]:
-    return [None if t is None else (t.dtype, t.device, t.requires_grad) for t in registry.values()]
+def _leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, ValueSpec]]:
+    if isinstance(spec, ContainerSpec):
+        for text, _, child in spec.children:
+            yield from _leaves(_below(name, text), child)
+    else:
+        yield name, spec
 
 
-def _insides(state: dict[str, Any]) -> Iterator[Any]:
-    """Yields the containers among the attributes of a module, and the attributes of plain objects among them."""
-    for name, value in state.items():
-        if name in _NOT_LOOKED_INTO:
-            continue
-        if isinstance(value, (list, dict, set)):
-            inside: Any = value
-        elif isinstance(value, (Module, Tensor, type)) or not hasattr(value, "__dict__") or callable(value):
-            continue
+def _below(name: str, text: str) -> str:
+    return f"{name}.{text}" if "|" in name else f"{name}|{text}"
+
+
+def _first_same(tensors: list[tuple[str, Tensor]]) -> tuple[int, ...]:
+    found = []
+    for number, (_, tensor) in enumerate(tensors):
+        first = number
+        for other in range(number):
+            if first == number and tensors[other][1] is tensor:  # not by `id`, which `torch.compile` does not trace
+                first = other
+        found.append(first)
+    return tuple(found)
+
+
+def _compare_values(
+    name: str, spec: ValueSpec, value: Any, tensors: list[tuple[str, Tensor]], found: list[Difference]
+) -> None:
+    """Compares structure and plain values; adds the tensors that are where they were to `tensors`."""
+    if isinstance(spec, ContainerSpec) and _is_of_class(spec, value):
+        _compare_children(name, spec, value, tensors, found)
+    elif isinstance(spec, TensorSpec) and isinstance(value, Tensor) and value.dim() == len(spec.shape):
+        tensors.append((name, value))
+        kind = "Tensor" if type(value) is torch.nn.Parameter else type(value).__name__
+        if kind != spec.type_name:
+            found.append(Difference(Aspect.CLASS, spec.type_name, kind, name))
+        if value.dtype != spec.dtype:
+            found.append(Difference(Aspect.DTYPE, spec.dtype, value.dtype, name))
+    elif not _is_known_to_fit(spec, value):
+        found.append(Difference(Aspect.VALUE, spec, describe(value), name))
+
+
+def _is_known_to_fit(spec: ValueSpec, value: Any) -> bool:
+    """Whether a plain value is the same, an object of the same class, or nothing is known."""
+    if isinstance(spec, ScalarSpec):
+        return is_same_plain(spec.value, value)
+    return isinstance(spec, UnknownSpec) or (isinstance(spec, ObjectSpec) and type(value).__name__ == spec.type_name)
+
+
+def _compare_children(
+    name: str, spec: ContainerSpec, value: Any, tensors: list[tuple[str, Tensor]], found: list[Difference]
+) -> None:
+    count = 0
+    for text, key, child in spec.children:
+        if _has(value, key):
+            count += 1
+            _compare_values(_below(name, text), child, take(value, key), tensors, found)
         else:
-            inside = value.__dict__
-        if len(inside) <= _MANY:
-            yield inside
+            found.append(Difference(Aspect.VALUE, child, ABSENT, _below(name, text)))
+    if isinstance(value, (tuple, list, Mapping)) and len(value) > count:
+        known = {text for text, _, _ in spec.children}
+        for key, item in children(value) or ():
+            if key_text(key) not in known:
+                found.append(Difference(Aspect.VALUE, ABSENT, describe(item), _below(name, key_text(key))))
 
 
-# Parameters and buffers are used as they are at the time, and what accelerate loads too.
-_NOT_LOOKED_INTO = frozenset({"_parameters", "_buffers", "_hf_hook"})
-
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
-# What these hooks do is either done to tensors, and so part of the graph, or only meant for the module's own run.
-_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
+def _has(value: Any, key: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return int(key) < len(value)
+    return plain_dict_key(key) in value if isinstance(value, Mapping) else hasattr(value, key)
 
 
-def _hook_problem(called: Iterable[Module]) -> str | None:
-    for module in called:
-        if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
-            return f"a {type(hook).__name__} on a {type(module).__name__} that it calls would not run"
-        for name in _HOOKS:
-            for hook in module.__dict__.get(name, {}).values():
-                if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
-                    return f"hooks on a {type(module).__name__} that it calls would not run"
-    return None
+def _is_of_class(spec: ContainerSpec, value: Any) -> bool:
+    """Whether a container is of the class that the spec names; in a loaded graph another class stands for it."""
+    one, other = type(value), spec.type
+    if one is torch.Size or other is torch.Size:  # graphs make tuples of sizes
+        return one in _OF_SIZES and other in _OF_SIZES
+    return one is other or (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
 
-def _without_swaps(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in _OWN_SWAPS}
+_OF_SIZES = (tuple, torch.Size)
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
+def layout_of(tensor: Tensor) -> Layout:
+    """Returns how a tensor lies in memory; strides are 0 where they make no difference."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return NOT_CONTIGUOUS
+    if tensor.is_contiguous():
+        return CONTIGUOUS
+    return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _constant_problem(frame: Frame, outer: Sequence[Any]) -> str | None:
-    """A tensor that comes from nowhere may be another one in the next run."""
-    held = {id(value) for value in outer if isinstance(value, Tensor)}
-    for value in frame.module.__dict__.values():
-        if isinstance(value, (list, tuple)):
-            held.update(map(id, value))
-        elif isinstance(value, dict):
-            held.update(map(id, value.values()))
-    for node in frame.nodes:
-        if node.kind == "constant":
-            value = node.target()
-            if id(value) not in held:
-                return f"it uses a value ({node.spec}) that is neither made in it nor held by its module or its code"
-    return None
+def _is_same_layout(was: Layout, now: Layout, is_sized: bool) -> bool:
+    if was == NOT_CONTIGUOUS:
+        return now != CONTIGUOUS
+    if is_sized or not isinstance(was, tuple) or not isinstance(now, tuple):
+        return was == now
+    return _order(was) == _order(now)
+
+
+def _order(strides: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(strides)), key=lambda position: strides[position])

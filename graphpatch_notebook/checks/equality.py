@@ -18,47 +18,80 @@ _PLAIN = (
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
 class IncomparableError(Exception):
-    """Two values are of a kind that nobody can compare (caught inside the package)."""
+    """Two values are of a kind that cannot be compared (caught inside the package)."""
 
 
-def difference(a: Any, b: Any, where: str) -> str | None:
+def difference(a: Any, b: Any, where: str, *, within_rounding: bool = False) -> str | None:
     """Returns the first difference between two values in words, or `None` where they are equal bit for bit.
 
     Equal are: classes of containers, keys and their order, and for tensors class, dtype, shape, strides, device,
-    `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal only if they are the same.
+    `requires_grad` and every bit (of two NaNs the payloads may differ). Objects are equal if their attributes are.
+
+    Args:
+        a: One value.
+        b: The other one.
+        where: What the message calls them.
+        within_rounding: Whether floats may differ as `ExtractionOptions.decompose` says that they do.
 
     Raises:
-        IncomparableError: Before any difference there are two objects that are no tensors, numbers or containers.
+        IncomparableError: Before any difference there are two objects without attributes.
 
     Example:
         >>> difference((torch.zeros(1), None), (-torch.zeros(1), None), "output")
         'output|sub_0: 1 of 1 values differ'
     """
-    if a is b:
+    return _difference(a, b, where, within_rounding, ())
+
+
+def _difference(a: Any, b: Any, where: str, within_rounding: bool, above: tuple[int, ...]) -> str | None:
+    if a is b or id(a) in above:  # an object may hold itself
         return None
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _tensor_difference(a, b, where)
+        is_rounded = within_rounding and a.is_floating_point() and a.dtype == b.dtype and a.shape == b.shape
+        return _rounded_difference(a, b, where) if is_rounded else _tensor_difference(a, b, where)
     if type(a) is not type(b):
         return f"{where}: {type(a).__name__} is not {type(b).__name__}"
     if isinstance(a, (float, complex)):
         return None if _same_number(a, b) else f"{where}: {a!r} is not {b!r}"
     if type(a) in _PLAIN:
         return None if a == b else f"{where}: {a!r} is not {b!r}"
-    inside_a, inside_b = children(a), children(b)
-    if inside_a is None or inside_b is None or isinstance(a, Module):
+    inside_a, inside_b = _inside(a), _inside(b)
+    if inside_a is None or inside_b is None:
         raise IncomparableError(f"{where}: objects of type {type(a).__name__} cannot be compared")
     if [key for key, _ in inside_a] != [key for key, _ in inside_b]:
         return f"{where}: the keys differ"
     inner = f"{where}." if "|" in where else f"{where}|"
-    differences = (difference(x, y, inner + key_text(key)) for (key, x), (_, y) in zip(inside_a, inside_b, strict=True))
-    return next((text for text in differences if text is not None), None)
+    for (key, x), (_, y) in zip(inside_a, inside_b, strict=True):
+        text = _difference(x, y, inner + key_text(key), within_rounding, (*above, id(a)))
+        if text is not None:
+            return text
+    return None
+
+
+def _inside(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns what a container or a plain object holds, by key or attribute."""
+    if isinstance(value, (Module, type)) or callable(value):
+        return None
+    if (inside := children(value)) is not None:
+        return inside
+    attributes = getattr(value, "__dict__", None)
+    return None if attributes is None else list(attributes.items())
 
 
 def _same_number(a: Any, b: Any) -> bool:
     if isinstance(a, complex):
         return _same_number(a.real, b.real) and _same_number(a.imag, b.imag)
     return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+
+
+def _rounded_difference(a: Tensor, b: Tensor, where: str) -> str | None:
+    tolerance = _ROUNDING.get(a.dtype, 3e-2)
+    is_close = torch.allclose(a, b, tolerance, tolerance, equal_nan=True)
+    return None if is_close else f"{where}: the values differ by more than rounding"
 
 
 def _tensor_difference(a: Tensor, b: Tensor, where: str) -> str | None:

@@ -1,27 +1,51 @@
-"""Copies of what a run may change: its inputs, the buffers and attributes of its modules, and the random state."""
+"""The state of a model: a snapshot of what a run may change in it, what has changed since, and how to put it back.
+
+Walk            finds what modules hold: the containers, tensors and random generators in their attributes
+ModuleState     a snapshot of that: `change`, `change_in` (of one module), `restore`
+Fingerprint     tells whether a model is as it was, without keeping anything alive
+copied          a copy of inputs: what a run may change besides the model
+"""
 
 from __future__ import annotations
 
 import copy
 import copyreg
+import enum
+import itertools
+import operator
 import random
 import sys
-from collections import deque
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from graphpatch_notebook.capture.forward_swap import original_forward
-from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.capture.held_values import (
+    DICTS,
+    MANY,
+    NOT_STATE,
+    PLAIN_VALUES,
+    REGISTRIES,
+    Walk,
+    is_own_generator,
+    state_attributes,
+)
+from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import outer_containers
+from graphpatch_notebook.checks.outer_values import ABSENT, outer_objects
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import children
 
 LARGE = 64 * 2**20
-"""Buffers of more bytes are not copied: these are weights (of quantized models), not state."""
+"""Tensors of more bytes are not copied: these are weights (of quantized models), not state."""
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
 
 
 def copied(value: Any, shared: Iterable[Tensor] = ()) -> Any:
@@ -81,162 +105,333 @@ def _like(alias: Tensor, original: Tensor) -> Tensor:
     return inner if inner.stride() == leaf.stride() else leaf.view_as(leaf)
 
 
-class RandomState:
-    """The state of torch's random number generators."""
+def copied_output(value: Any) -> Any:
+    """Returns a copy of what a model returned; parameters are the model's own, which no run writes into."""
+    return copied(value, [tensor for tensor in tensors_in(value) if isinstance(tensor, Parameter)])
 
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        is_used: bool = torch.cuda.is_initialized()
-        self._cuda = torch.cuda.get_rng_state_all() if is_used else []
 
-    def restore(self) -> None:
-        """Puts the generators back to this state."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-    def equals(self, other: RandomState) -> bool:
-        """Whether both are the same state."""
-        pairs = zip([self._cpu, *self._cuda], [other._cpu, *other._cuda], strict=False)
-        return len(self._cuda) == len(other._cuda) and all(torch.equal(a, b) for a, b in pairs)
+# -- random generators -------------------------------------------------------------------------------------------------
 
 
 class SharedRandomState:
-    """The state of the random number generators that all code shares: those of torch, Python and numpy."""
+    """The state of the random generators that all code shares: those of torch, Python and numpy."""
 
     def __init__(self) -> None:
-        self.torch = RandomState()
         self._python = random.getstate()
-        self._numpy = _numpy_state()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._torch = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            self._torch += torch.cuda.get_rng_state_all()
 
     def restore(self) -> None:
         """Puts the generators back to this state."""
-        self.torch.restore()
+        torch.set_rng_state(self._torch[0])
+        if len(self._torch) > 1:
+            torch.cuda.set_rng_state_all(self._torch[1:])
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def differing(self, other: SharedRandomState) -> list[str]:
         """Returns whose generators have another state in `other`."""
-        by_owner = {
-            "torch": self.torch.equals(other.torch),
+        a, b = self._numpy, other._numpy
+        is_equal = {
+            "torch": len(self._torch) == len(other._torch) and all(map(torch.equal, self._torch, other._torch)),
             "Python": self._python == other._python,
-            "numpy": None in (self._numpy, other._numpy) or _same_numpy_state(self._numpy, other._numpy),
+            "numpy": a is None or b is None or (a[0] == b[0] and bool((a[1] == b[1]).all()) and a[2:] == b[2:]),
         }
-        return [name for name, is_equal in by_owner.items() if not is_equal]
+        return [owner for owner in is_equal if not is_equal[owner]]
 
 
-class BufferState:
-    """The buffers of some modules at one moment, but for large ones: which tensors they are, and what is in them."""
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
-    def __init__(self, modules: Iterable[Module]) -> None:
-        self._modules = list(modules)
-        self._contents = [_contents(module) for module in self._modules]
-        self._objects = [dict(module._buffers) for module in self._modules]
 
-    def change(self) -> str | None:
-        """Returns the first buffer that is another one now, or holds something else, in words."""
-        for module, contents, objects in zip(self._modules, self._contents, self._objects, strict=True):
-            for name, saved in contents.items():
-                buffer = objects[name]
-                if module._buffers.get(name) is not buffer or not _holds(buffer, saved):
-                    return f"{type(module).__name__} changes its buffer {name!r}"
-        return None
+def _put_generator_back(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
 
-    def restore(self) -> None:
-        """Puts back the buffers that are other ones, and writes those back that were written into."""
-        for module, contents, objects in zip(self._modules, self._contents, self._objects, strict=True):
-            for name in (name for name, buffer in objects.items() if buffer is None):
-                module._buffers[name] = None
-            for name, saved in contents.items():
-                buffer = objects[name]
-                if module._buffers.get(name) is not buffer:
-                    module._buffers[name] = buffer
-                if buffer is not None and not _holds(buffer, saved):
-                    # Through `data`: autograd may hold this buffer, as it was left by the run that counts.
-                    buffer.data.copy_(saved)
 
-    def difference(self, other: BufferState) -> str | None:
-        """Returns the first difference to the buffers of the same modules in `other`, if there is one."""
-        found = (
-            difference(mine, theirs, f"the buffers of {type(module).__name__}")
-            for module, mine, theirs in zip(self._modules, self._contents, other._contents, strict=True)
-        )
-        return next((text for text in found if text is not None), None)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in a value: in containers, and in the attributes of plain objects."""
+    return [tensor for tensor, _, _ in Walk([value]).tensors]
+
+
+# -- the state of a model ----------------------------------------------------------------------------------------------
+
+
+class ChangeKind(enum.Enum):
+    """What kind of thing a run has changed."""
+
+    ATTRIBUTE = "attribute"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    SUBMODULE = "submodule"
+    HOOK = "hook"
+    MODE = "training flag"
+    TENSOR = "tensor"
+    GLOBAL = "global"
+    RANDOM = "random numbers"
+
+
+_KINDS = {
+    "_parameters": ChangeKind.PARAMETER,
+    "_buffers": ChangeKind.BUFFER,
+    "_modules": ChangeKind.SUBMODULE,
+    "training": ChangeKind.MODE,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """One thing that differs from a snapshot. Its text is for messages.
+
+    Attributes:
+        kind: What kind of thing it is.
+        path: The path of the module that holds it, from the root of the snapshot.
+        module_class: The name of the class of that module.
+        name: The attribute, and what is inside of it after dots; of random numbers, whose generators.
+        before: What it was; `ABSENT` if it was not there.
+        after: What it is now; `ABSENT` if it is gone.
+    """
+
+    kind: ChangeKind
+    path: str
+    module_class: str
+    name: str
+    before: Any = ABSENT
+    after: Any = ABSENT
+
+    def __str__(self) -> str:
+        if self.kind is ChangeKind.RANDOM:
+            return f"the model draws random numbers (of {self.name})"
+        if self.kind is ChangeKind.GLOBAL:
+            return f"it changes the global {self.name!r} while it runs"
+        if self.before is not self.after:
+            return f"{self.module_class} changes its {self.name!r} while it runs"
+        thing = {ChangeKind.PARAMETER: "parameter ", ChangeKind.BUFFER: "buffer "}.get(self.kind, "")
+        return f"{self.module_class} writes into its {thing}{self.name!r} while it runs"
+
+
+_EVERYWHERE = (slice(None), slice(None), slice(None))
+_NOWHERE = (slice(0), slice(0), slice(0))
 
 
 class ModuleState:
-    """What a run of a module may change, at one moment: in the module and in all that can be reached from it."""
+    """All that a run may change in a model, at one moment: to see what has changed since, and to put it back.
 
-    def __init__(self, root: Module) -> None:
-        self._modules = reachable_modules(root)
-        self._buffers = BufferState(self._modules)
-        self._attributes = [_attributes(module) for module in self._modules]
-        self._versions = [_versions(module) for module in self._modules]
+    It covers all modules that can be reached: attributes, what containers and plain objects among them hold (the
+    config, caches), parameters, buffers, hooks, training flags, and random generators. Buffers and other tensors are
+    copied. Weights and tensors of more than `LARGE` bytes are not: a write into these is seen, and stays.
+
+    Args:
+        root: The model, or a part of it.
+        generators: Random generators that the model uses without holding them.
+        is_look: Whether it is only for `change_in`, which needs no copies of tensors in eval mode.
+    """
+
+    def __init__(self, root: Module, generators: Iterable[Any] = (), *, is_look: bool = False) -> None:
+        self._root = root
+        with without_torch_functions():
+            outer = {} if is_look else outer_objects(root, original_forward(root))
+            self._walk = Walk([*filter(is_own_generator, (*generators, *outer.values())), root])
+            self._versions = [version_of(tensor) for tensor, _, _ in self._walk.tensors]
+            # The kernel of a batch norm does not count what it writes.
+            needs_copies = not is_look or any(one.training for one in self._walk.modules())
+            self._copies = _copies(self._walk) if needs_copies else [None] * len(self._versions)
+            self._generators = [_state_of(generator) for generator in self._walk.generators]
+        if is_look:
+            return
         self._outer = {
-            name: (container, container.copy())
-            for name, container in outer_containers(root, original_forward(root)).items()
+            name: (value, value.copy())
+            for name, value in outer.items()
+            if type(value) in (list, dict, set, deque) and len(value) <= MANY
         }
-        self.random = SharedRandomState()
+        self._random = SharedRandomState()
+
+    # -- compare
+
+    def change(self, *, besides: Iterable[str] = ()) -> Change | None:
+        """Returns the first change since, if there is one.
+
+        Args:
+            besides: Whose shared random generators do not count: `"torch"`, `"Python"`, `"numpy"`.
+        """
+        found = self._changes(_EVERYWHERE, has_contents=True)
+        changes = itertools.chain(self._random_changes(besides), found, self._outer_changes())
+        with without_torch_functions():
+            return next(changes, None)
+
+    def change_in(self, module: Module | None) -> Change | None:
+        """Returns the first change in what one module holds, or anywhere: a quick look, for every frame of a run.
+
+        To write into a tensor is a change, also if it holds the same afterwards.
+        """
+        span = _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
+        has_contents = module is not None and module.training
+        with without_torch_functions():
+            return next(self._changes(span, has_versions=True, has_contents=has_contents), None)
 
     def unrepeatable_change(self) -> str | None:
-        """Returns what has happened since that no graph repeats, or that a trial run cannot take back, if anything."""
-        for module, attributes, versions in zip(self._modules, self._attributes, self._versions, strict=True):
-            if (name := _changed(attributes, _attributes(module))) is not None:
-                return f"{type(module).__name__} changes its {name!r} while it runs"
-            if _versions(module) != versions:
-                return f"{type(module).__name__} writes into its parameters while it runs"
-        for name, (container, content) in self._outer.items():
-            if not _is_same_container(container, content):
-                return f"it changes the global {name!r} while it runs"
-        if set(self.random.differing(SharedRandomState())) - {"torch"}:
+        """Returns the first change that no graph repeats, or that `restore` did not take back, in words.
+
+        Graphs write into tensors as the module does, and draw the same random numbers from torch.
+        """
+        changes = self._changes(_EVERYWHERE)
+        with without_torch_functions():
+            change = next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch"})), None)
+        if change is not None and change.kind is ChangeKind.RANDOM:
             return "it draws random numbers of Python or numpy"
-        return None
+        return None if change is None else str(change)
 
-    def restore(self) -> None:
-        """Writes the buffers back, and the state of the random generators, those of Python and numpy too."""
-        self.random.restore()
-        self.restore_buffers()
+    def _changes(
+        self, span: tuple[slice, slice, slice], *, has_versions: bool = False, has_contents: bool = False
+    ) -> Iterator[Change]:
+        places, empty, tensors = span
+        for container, saved, module, name in self._walk.places[places]:
+            if not _holds_the_same(container, saved, is_module=not name):
+                for key, before, after in _changed_items(container, saved):
+                    yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
+        if any(self._walk.empty[empty]):
+            yield from self._filled()
+        held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
+        for (tensor, module, name), version, content in held:
+            is_written = version_of(tensor) != version
+            if (is_written and (has_versions or content is None)) or (
+                has_contents and content is not None and not _is_equal(tensor, content)
+            ):
+                yield self._change_of(module, name, tensor, tensor)
 
-    def restore_buffers(self) -> None:
-        """Writes the buffers back that were changed."""
-        self._buffers.restore()
+    def _filled(self) -> Iterator[Change]:
+        """Yields what is in containers that were empty, which have no names of their own: a new walk finds them."""
+        empty = {id(container) for container in self._walk.empty}
+        for container, saved, module, name in Walk([self._root]).places:
+            if id(container) in empty:
+                yield from (self._change_of(module, f"{name}.{key}", ABSENT, item) for key, item in _items(saved))
+
+    def _change_of(self, module: Module | None, name: str, before: Any, after: Any) -> Change:
+        registry, _, inner = name.partition(".")
+        kind = _KINDS.get(registry, ChangeKind.HOOK if "_hooks" in registry else ChangeKind.ATTRIBUTE)
+        if kind is ChangeKind.ATTRIBUTE and isinstance(before, Tensor) and before is after:
+            kind = ChangeKind.TENSOR
+        path = next((path for path, one in registered_modules(self._root) if one is module), "")
+        return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
+
+    def _outer_changes(self) -> Iterator[Change]:
+        for name, (container, saved) in self._outer.items():
+            try:
+                is_equal = bool(container == saved)
+            except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
+                is_equal = False
+            if not is_equal:
+                yield Change(ChangeKind.GLOBAL, "", type(self._root).__name__, name, saved, container)
+
+    def _random_changes(self, besides: Iterable[str] = ()) -> Iterator[Change]:
+        drawn = [owner for owner in self._random.differing(SharedRandomState()) if owner not in besides]
+        if drawn:
+            yield Change(ChangeKind.RANDOM, "", type(self._root).__name__, " and ".join(drawn))
 
     def difference(self, other: ModuleState) -> str | None:
-        """Returns the first difference of the buffers and the random state to those of `other`, if there is one."""
-        if (text := self._buffers.difference(other._buffers)) is not None:
-            return text
-        return None if self.random.torch.equals(other.random.torch) else "it leaves another random state behind"
+        """Returns how buffers, other tensors and torch's random numbers differ from those of another snapshot."""
+        with without_torch_functions():
+            what = f"the buffers of {type(self._root).__name__}"
+            if (text := difference(self._contents(), other._contents(), what)) is not None:
+                return text
+        return "it leaves another random state behind" if "torch" in self._random.differing(other._random) else None
+
+    def _contents(self) -> dict[str, Tensor]:
+        numbers = {module: "" if module == id(self._root) else f"{i}." for i, module in enumerate(self._walk.spans)}
+        held = zip(self._walk.tensors, self._copies, strict=True)
+        return {
+            numbers[id(module)] + name.removeprefix("_buffers."): content
+            for (_, module, name), content in held
+            if content is not None
+        }
+
+    # -- restore
+
+    def restore(self, *, has_random: bool = True, counts_writes: bool = False) -> None:
+        """Puts everything back that can be. Call it again where an interrupt came in between.
+
+        Args:
+            has_random: Whether to put back the generators of torch, Python and numpy, too, which all code shares.
+            counts_writes: Whether autograd is to refuse to go backward through a run that used what is written over.
+        """
+        if has_random:
+            self._random.restore()
+        with without_torch_functions():
+            for generator, state in zip(self._walk.generators, self._generators, strict=True):
+                _put_generator_back(generator, state)
+            for container, saved, _, name in self._walk.places:
+                if not _holds_the_same(container, saved, is_module=not name):
+                    _put_back(container, saved, is_module=not name)
+            for container in filter(None, self._walk.empty):
+                container.clear()
+            for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
+                if content is not None and not _is_equal(tensor, content):
+                    _write(tensor, content, counts_writes)
+
+    def separated(self, value: Any) -> Any:
+        """Returns a value that stays what it is when this state is put back, or the model runs once more.
+
+        Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
+        """
+        held = [*self._walk.tensors, *Walk([self._root]).tensors]
+        kept = {_memory(tensor) for tensor, _, _ in held if not isinstance(tensor, Parameter)} - {None}
+        return copied_output(value) if any(_memory(tensor) in kept for tensor in tensors_in(value)) else value
 
 
-def _contents(module: Module) -> dict[str, Tensor]:
-    return {
-        name: buffer.detach().clone()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.numel() * buffer.element_size() <= LARGE and not _is_lazy(buffer)
-    }
+class Fingerprint:
+    """Equal to another one of the same model if nothing was changed in between, as far as torch counts writes.
+
+    It takes little time and keeps no tensor alive: for caches of what was found out about a model.
+
+    Args:
+        model: The model, or a snapshot that was made of it just now.
+    """
+
+    def __init__(self, model: Module | ModuleState) -> None:
+        with without_torch_functions():
+            walk = model._walk if isinstance(model, ModuleState) else Walk([model])
+            self._versions = [version_of(tensor) for tensor, _, _ in walk.tensors]
+        self._names: list[Any] = []
+        held: list[Any] = []
+        for container, saved, module, name in walk.places:
+            if type(saved) is dict:
+                self._names += saved
+                held += saved.values()
+            else:
+                held += saved
+            if not name:
+                held += (module.__class__, *map(container.get, NOT_STATE))
+        self._ids = list(map(id, held))
+        # Another object may get the id of one that is gone. So what is small stays, and the tensors are asked.
+        self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
+        kept = [value for value in held if type(value) not in DICTS]
+        self._kept = [
+            v for v in kept if type(v) in PLAIN_VALUES or (callable(v) and not isinstance(v, (Module, Tensor)))
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Fingerprint)
+            and self._ids == other._ids
+            and self._versions == other._versions
+            and self._names == other._names
+            and all(tensor() is not None for tensor in self._tensors)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
 
 
-def _holds(buffer: Tensor | None, content: Tensor) -> bool:
-    return buffer is not None and difference(buffer.detach(), content, "") is None
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    return torch.nn.parameter.is_lazy(tensor)
-
-
-def _versions(module: Module) -> list[int]:
-    return [
-        version_of(tensor)
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if not is_offloaded(module)
-        and tensor is not None
-        and (tensor.numel() * tensor.element_size() > LARGE or _is_parameter(tensor))
-    ]
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (Module, Tensor))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -247,74 +442,103 @@ def version_of(tensor: Tensor) -> int:
         return 0
 
 
-def _attributes(module: Module) -> dict[str, Any]:
-    """Returns the attributes of a module, the insides of plain containers and objects among them."""
-    found: dict[str, Any] = {}
-    for name, value in module.__dict__.items():
-        if name in ("_parameters", "_buffers") and is_offloaded(module):
-            continue
-        if name in ("_parameters", "_buffers", "_modules"):
-            found |= {f"{name}.{inner}": item for inner, item in value.items()}
-        elif name not in NOT_STATE:
-            found[name] = value
-            found |= {f"{name}.{inner}": item for inner, item in _insides(value)}
-    return found
-
-
-def is_offloaded(module: Module) -> bool:
-    """Whether the weights of a module come and go."""
-    # accelerate puts the weights in place for the length of each run of the module's forward.
-    return "_hf_hook" in module.__dict__
-
-
-NOT_STATE = ("forward", "_old_forward", "_hf_hook")
-"""Forwards are swapped by this very package; the hook of accelerate keeps account of what it loaded."""
-
-MANY = 1000
-"""Containers of more items are not looked into: they are data."""
-
-
-def _insides(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields what one can look into one level deep: the attribute of an object that counts, an item of a list."""
-    if isinstance(value, (Module, Tensor, type)) or callable(value):
-        return
-    if type(value) in (list, tuple, set, deque):
-        items: Any = enumerate(value)
-    elif isinstance(value, dict):
-        items = value.items()
-    else:
-        value = getattr(value, "__dict__", {})
-        items = value.items()
-    if len(value) <= MANY:
-        yield from items
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    if before.keys() != after.keys():
-        return str(next(iter(before.keys() ^ after.keys())))
-    return next((name for name, value in before.items() if not is_same(value, after[name])), None)
-
-
 def is_same(a: Any, b: Any) -> bool:
     """Whether an attribute is what it was: the same object, or an equal plain value."""
-    if a is b:
-        return True
-    return type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b)
 
 
-def _is_same_container(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
+# -- containers
+
+
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _holds_the_same(container: Any, saved: Any, *, is_module: bool) -> bool:
+    """Whether a container holds the very objects that it held, in the same order."""
+    if len(container) != len(saved) and not is_module:
         return False
+    if type(saved) is not dict:
+        return all(map(operator.is_, container, saved))
+    now = state_attributes(container) if is_module and len(container) != len(saved) else container
+    return (
+        len(now) == len(saved)
+        and all(map(operator.is_, now.values(), saved.values()))
+        and all(map(operator.eq, now, saved))
+    )
 
 
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
+def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields what a container holds elsewhere than it did: key, what was there, what is there."""
+    if isinstance(container, set):
+        before, after = set(saved), container
+        yield from ((item, item, ABSENT) for item in before - after)
+        yield from ((item, ABSENT, item) for item in after - before)
+        return
+    was, now = dict(_items(saved)), dict(_items(container))
+    for key in (*was, *(key for key in now if key not in was and key not in NOT_STATE)):
+        before, after = was.get(key, ABSENT), now.get(key, ABSENT)
+        if not is_same(before, after):
+            yield key, before, after
 
 
-def _same_numpy_state(a: Any, b: Any) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a[0] == b[0] and bool((a[1] == b[1]).all()) and tuple(a[2:]) == tuple(b[2:])
+def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
+    """Has a container hold what it held. Of a module's attributes only those are touched that differ."""
+    if isinstance(container, (list, deque, set)):
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(saved)
+        return
+    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # subclasses may refuse some of these
+    for key in [key for key in container if key not in saved and not (is_module and key in NOT_STATE)]:
+        base.__delitem__(container, key)
+    for key, value in saved.items():
+        if container.get(key, ABSENT) is not value:
+            base.__setitem__(container, key, value)
+    if not is_module and list(container) != list(saved):
+        base.clear(container)
+        base.update(container, saved)
+
+
+# -- tensors
+
+
+def _copies(walk: Walk) -> list[Tensor | None]:
+    """Returns a copy of each tensor, to put back later; `None` for weights, and what cannot be written as a whole."""
+    state = [not (isinstance(tensor, Parameter) or name.startswith("_parameters.")) for tensor, _, name in walk.tensors]
+    pairs = list(zip(walk.tensors, state, strict=True))
+    weights = {_memory(tensor) for (tensor, _, _), is_state in pairs if not is_state} - {None} if any(state) else set()
+    return [
+        _copy_of_state(tensor) if is_state and _memory(tensor) not in weights else None
+        for (tensor, _, _), is_state in pairs
+    ]
+
+
+def _copy_of_state(tensor: Tensor) -> Tensor | None:
+    try:
+        is_large = tensor.numel() * tensor.element_size() > LARGE
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        has_own_elements = all(stride > 0 for size, stride in sizes if size > 1)
+        return None if is_large or not has_own_elements else tensor.detach().clone()
+    except Exception:  # lazy buffers, some layouts and subclasses have no strides, or no copies
+        return None
+
+
+def _is_equal(tensor: Tensor, content: Tensor) -> bool:
+    return difference(tensor.detach(), content, "") is None
+
+
+def _write(tensor: Tensor, content: Tensor, counts_writes: bool) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape == content.shape and tensor.dtype == content.dtype and tensor.device == content.device:
+            # Through `data`: autograd may hold this tensor, as it was left by the run that counts.
+            (tensor if counts_writes else tensor.data).copy_(content)
+        else:
+            tensor.data = content.clone()
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Returns where the memory of a tensor begins; `None` where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except Exception:  # some layouts and subclasses
+        return None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.dimensions import Inputs, shape_problem
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     GraphPatchError,
@@ -15,10 +16,10 @@ from graphpatch_notebook.errors import (
     add_note,
 )
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.shapes import Inputs, problem_beside_cache, shape_problem
 from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.tensor_indices import index_text
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
 
@@ -178,9 +179,7 @@ def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
     if all(patch.any_shape for patch in entry.patches):
         return
     target = entry.target
-    problem = shape_problem(target, value.shape)
-    if problem is None and inputs is not None:
-        problem = problem_beside_cache(target, value.shape, inputs)
+    problem = shape_problem(target.frame, target.spec, value.shape, inputs)
     if problem is not None:
         raise PatchShapeError(
             f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]
@@ -198,8 +197,8 @@ def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) ->
         try:
             part = value[index]
         except (RuntimeError, IndexError, TypeError, ValueError):
-            return f"{who}: there is no slice [{_index_text(index)}] in {there}: {error}"
-        there = f"slice [{_index_text(index)}] of {there}"
+            return f"{who}: there is no slice [{index_text(index)}] in {there}: {error}"
+        there = f"slice [{index_text(index)}] of {there}"
     if isinstance(new, Tensor) and not _broadcasts(new, part):
         wanted = there if index is None else f"the shape {tuple(part.shape)} of {there}"
         return f"{who}: the patch's value, of shape {tuple(new.shape)}, must broadcast to {wanted}"
@@ -217,16 +216,6 @@ def _broadcasts(new: Tensor, part: Tensor) -> bool:
     except RuntimeError:
         return False
     return bool(shape.numel() == part.numel() and shape[len(shape) - part.dim() :] == part.shape)
-
-
-def _index_text(index: Any) -> str:
-    """Returns an index as it stands between brackets."""
-    if isinstance(index, tuple) and index:
-        return ", ".join(map(_index_text, index))
-    if isinstance(index, slice):
-        parts = ["" if part is None else repr(part) for part in (index.start, index.stop, index.step)]
-        return ":".join(parts if parts[2] else parts[:2])
-    return "..." if index is Ellipsis else repr(index)
 
 
 def _shown(value: Any) -> str:

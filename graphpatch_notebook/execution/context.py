@@ -7,6 +7,7 @@ patched; without a run of the `PatchableGraph` in this very context, both do not
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture import forward_swap
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import Frame, SourceLine
 from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,
@@ -33,7 +34,7 @@ from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
 from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
-from graphpatch_notebook.execution.repetitions import Repetitions
+from graphpatch_notebook.execution.repetitions import Repetitions, paths_by_data_loop
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.unfired import unfired_entries
@@ -69,6 +70,11 @@ class Prepared:
     watched_ids: set[int]
     with_patched_inputs: list[Module]
     with_other_boundaries: list[Module]
+
+    @functools.cached_property
+    def data_loops(self) -> dict[SourceLine, list[str]]:
+        """The paths that mean turns of loops over data, by the head of the loop."""
+        return paths_by_data_loop(self.entries)
 
 
 def prepare(
@@ -120,6 +126,7 @@ class ActiveContext:
         self.outer_observer = observer.get()
         self.told: set[str] = set()
         self.repetitions = Repetitions()
+        self.data_loops: dict[SourceLine, list[str]] = {}
 
 
 _active: ContextVar[tuple[ActiveContext, ...]] = ContextVar("graphpatch_contexts", default=())
@@ -174,12 +181,13 @@ def enter(
     `origin` tells the context from others.
     """
     outer = innermost(owner)
-    own = prepared.entries
+    own, data_loops = prepared.entries, prepared.data_loops
     if outer is not None:
         prepared = prepare(frame, [*outer.prepared.entries, *own], callers, own_graphs)
         is_strict |= outer.is_strict
     step_count = outer.step_count if outer is not None else StepCount()
     context = ActiveContext(owner, root, prepared, callers, is_strict, own, step_count, origin)
+    context.data_loops = data_loops
     if outer is not None:
         context.after_call = outer.after_call
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
-from graphpatch_notebook.checks.model_state import MANY, NOT_STATE, is_offloaded, is_same, version_of
+from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.values import readable_children
 
 PLAIN = (
@@ -21,10 +19,6 @@ PLAIN = (
 )  # fmt: skip
 """Values that nobody can change."""
 
-# And what `nn.Module` has of its own besides the registries.
-_NOT_STATE = {*NOT_STATE, *torch.nn.Module().__dict__} - {"training"}
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = (list, dict, set, deque)
 _INERT_HOOKS = ("transformers.utils.output_capturing", "graphpatch_notebook.")
 
 
@@ -36,84 +30,6 @@ def is_stateless(module: Module) -> bool:
     if type(module) not in _STATELESS:
         return False
     return getattr(original_forward(module), "__func__", None) is type(module).forward  # nobody put another one there
-
-
-class ModuleLook:
-    """What a module holds, at one moment: a light look, as every frame of a recording is looked at twice.
-
-    Args:
-        module: The module.
-        objects: Gets the plain objects that it holds, by id, with what they hold: they are looked at once in a run.
-    """
-
-    def __init__(self, module: Module, objects: dict[int, tuple[Any, dict[str, Any]]]) -> None:
-        self._module = module
-        self._registries = () if is_offloaded(module) else _REGISTRIES
-        self._attributes = self._held()
-        for value in self._attributes:
-            kind = type(value)
-            if kind in _NO_OBJECTS or isinstance(value, _LOOKED_THROUGH) or callable(value) or id(value) in objects:
-                continue
-            objects[id(value)] = (value, dict(getattr(value, "__dict__", ())))
-        # The kernel of a batch norm does not count what it writes.
-        self._contents = [b.detach().clone() for b in self._buffers()] if module.training else []
-
-    def change(self) -> str | None:
-        """Returns what is different now, in words."""
-        name = type(self._module).__name__
-        now = self._held()
-        if len(now) != len(self._attributes):
-            return f"{name} changes its attributes"
-        if not all(map(operator.is_, self._attributes, now)) and not all(map(is_same, self._attributes, now)):
-            return f"{name} changes its attributes, or writes into its weights or buffers"
-        if self._contents and not all(map(_is_equal, self._contents, self._buffers())):
-            return f"{name} updates its buffers"
-        return None
-
-    def _buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self._module._buffers.values() if buffer is not None]
-
-    def _held(self) -> list[Any]:
-        """Returns the attributes, what is in their containers, and how often tensors were written into."""
-        state = self._module.__dict__
-        held: list[Any] = []
-        for registry in self._registries:
-            values = state.get(registry, _EMPTY).values()  # scripted modules have none
-            held += values
-            if registry != "_modules":
-                held += [version_of(value) for value in values if value is not None]
-        for name, value in state.items():
-            if name in _NOT_STATE:
-                continue
-            held.append(value)
-            kind = type(value)
-            if kind in _NO_OBJECTS:
-                continue
-            if isinstance(value, Tensor):
-                held.append(version_of(value))
-            elif kind in _CONTAINERS and len(value) <= MANY:
-                held += value.values() if kind is dict else value
-        return held
-
-
-_EMPTY: dict[str, Any] = {}
-_NO_OBJECTS = frozenset({bool, int, float, str, type(None)})
-_LOOKED_THROUGH = (Module, Tensor, *_CONTAINERS, *PLAIN)
-
-
-def changed_object(objects: dict[int, tuple[Any, dict[str, Any]]]) -> str | None:
-    """Returns in words which of the objects that modules hold has changed since it was seen first."""
-    for value, before in objects.values():
-        now = getattr(value, "__dict__", {})
-        if len(before) != len(now) or not all(
-            item is now.get(key) or is_same(item, now.get(key)) for key, item in before.items()
-        ):
-            return f"a {type(value).__name__} that the model holds changes"
-    return None
-
-
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 class GivenValues:

@@ -8,12 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.checks.model_state import version_of
+from graphpatch_notebook.checks.model_state import ModuleState, version_of
 from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
-    ModuleLook,
     all_modules,
-    changed_object,
     has_hooks,
     holds_one_of,
     is_stateless,
@@ -51,7 +49,7 @@ class Recording:
         tree: Where it is written to; the frames that are open must be so already.
         model: The model that runs.
         flow: Says of which frames that are given one tensor and return one both are kept, wherever they are.
-        looks_at_modules: Whether to look for what modules change in themselves.
+        state: The model as it was before: to see what modules change in themselves. `None`: nobody wants to know.
 
     Attributes:
         state_change: What the run changes in the model, in words; `None` for nothing.
@@ -62,17 +60,15 @@ class Recording:
         tree: FrameTree,
         model: Module,
         flow: FrameFlow | None = None,
-        *,
-        looks_at_modules: bool = True,
+        state: ModuleState | None = None,
     ) -> None:
         self._tree = tree
         self._model = model
         self._flow = flow
-        self._looks_at_modules = looks_at_modules
+        self._state = state
         self._stack = FrameStack(tree)
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
         self._given: list[tuple[FrameNode, Tensor, int]] = []
-        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.state_change: str | None = None
 
     def begin(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,8 +76,6 @@ class Recording:
         is_kept = caller.node.is_open
         running = self._stack.push(module)
         with without_torch_functions():
-            if self._looks_at_modules and not is_stateless(module):
-                running.look = ModuleLook(module, self._objects)
             value = self._only_tensor(module, args, kwargs)
             if self._flow is not None and value is not None and not running.node.is_open:
                 running.is_paired = True
@@ -101,8 +95,9 @@ class Recording:
         node = running.node
         assert node.module is not None
         change = running.change
-        if change is None and running.look is not None:
-            change = running.change = running.look.change()
+        if change is None and self._state is not None and not is_stateless(node.module):
+            found = self._state.change_in(node.module)
+            change = running.change = None if found is None else str(found)
         self.state_change = self.state_change or change
         node.ended = self._tree.tick()
         node.problem = change
@@ -155,7 +150,9 @@ class Recording:
         """Ends the recording; says whether somebody wrote into what a frame had returned: then record once more."""
         is_spoilt = False
         hooked = [module for module in all_modules(self._model) if has_hooks(module)]
-        self.state_change = self.state_change or changed_object(self._objects)
+        if self.state_change is None and self._state is not None:
+            found = self._state.change_in(None)
+            self.state_change = None if found is None else str(found)
         for node, marks in self._kept:
             if not node.is_written_later and any(version_of(tensor) != version for tensor, version in marks):
                 node.is_written_later = is_spoilt = True

@@ -21,7 +21,6 @@ from torch.nn import Module
 from graphpatch_notebook.capture.forward_swap import Swaps
 from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
-    ModuleLook,
     all_modules,
     leaves_of,
 )
@@ -123,7 +122,6 @@ class FrameWatch(Protocol):
 class RunningFrame:
     node: FrameNode
     counts: dict[int, int] = field(default_factory=dict)
-    look: ModuleLook | None = None
     given: GivenValues | None = None
     change: str | None = None
     has_returned: bool = False

@@ -18,6 +18,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
+from graphpatch_notebook.checks.dimensions import Inputs
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import MissingChildError, apply_entry, write_back
 from graphpatch_notebook.execution.live_mode import LiveMode
@@ -25,7 +26,6 @@ from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan
 from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
 from graphpatch_notebook.execution.repetitions import Repetitions
-from graphpatch_notebook.execution.shapes import Inputs
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.execution.tracebacks import explain

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from graphpatch_notebook.capture.call_sites import is_own
 from graphpatch_notebook.errors import PatchNotFiredWarning
 from graphpatch_notebook.execution.context import ActiveContext, entered_by, leave, report_idle, take_back
+from graphpatch_notebook.execution.repetitions import warn_of_data_loops
 from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -43,6 +45,8 @@ class PatchContext:
             context.is_quiet = self.is_quiet
             if self.after_call is not None:
                 context.after_call = (*context.after_call, self.after_call)
+            if context.data_loops and not self.is_quiet:
+                warn_of_data_loops(context.data_loops, is_by_user=not is_own(sys._getframe(1).f_code))
         except BaseException:
             self._leave_all_but(before)
             raise

@@ -7,9 +7,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.checks.sharding import REPAIR, sharding, sharding_problem
 from graphpatch_notebook.errors import PatchMapError, ShardedValueWarning, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
@@ -35,7 +37,7 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
     if not isinstance(patch_map, Mapping):
         raise PatchMapError(f"a patch map is a dict from paths to patches, not {type(patch_map).__name__}")
     problems: list[str] = []
-    is_unknown = False
+    has_all_paths = True
     entries: list[Entry] = []
     for path, patches in patch_map.items():
         text = path if type(path) is str else str(path)
@@ -45,7 +47,7 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
                 target = known[text] = resolve(root, text)
             except Unresolvable as error:
                 problems.append(error.message)
-                is_unknown |= error.is_unknown
+                has_all_paths = False
                 continue
         if type(patches) in _PROBES and _is_plain(patches):
             entries.append(Entry(target, (patches,)))
@@ -58,7 +60,7 @@ def entries_of(root: Frame, patch_map: Any, known: dict[str, Target]) -> list[En
     if (sharded := sharding(root)) is not None:
         problems += _sharding_problems(entries, sharded)
     if problems:
-        raise _error(problems, is_unknown)
+        raise _error(problems, PatchMapError if has_all_paths else UnknownPathError)
     if sharded is not None and entries:
         warn(f"{sharded}: {_LOCAL}", ShardedValueWarning, stacklevel=level_of_caller())
     return entries
@@ -86,14 +88,15 @@ def _is_plain(probe: Patch[Any]) -> bool:
     """Whether nothing can be wrong with a probe, on any node: a whole model may be probed at once."""
     get = probe.__dict__.get
     has_places = get("steps") is not None or get("positions") is not None or get("position_dim") is not None
-    return not has_places and type(probe.any_shape) is bool
+    return not has_places and {type(probe.any_shape), type(probe.allow_empty)} == {bool}
 
 
 def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problems: list[str]) -> list[Entry]:
     """Returns one entry for all the patches, or one for each where some have steps or positions of their own."""
     if all(patch.steps is None and patch.positions is None for patch in patches):
         return [Entry(target, tuple(patches))]
-    return [_entry(root, target, patch, problems) for patch in patches]
+    entries = [_entry(root, target, patch, problems) for patch in patches]
+    return [entry for entry in entries if entry.restriction is None or not entry.restriction.is_empty]
 
 
 def _entry(root: Frame, target: Target, patch: Patch[Any], problems: list[str]) -> Entry:
@@ -128,9 +131,20 @@ def _problems(target: Target, patches: Any) -> list[str]:
             found.append(f"{target.path!r}: {patch.__name__} is a class; write {patch.__name__}(...)")
         elif not isinstance(patch, Patch):
             found.append(f"{target.path!r}: {_shown(patch)} is no Patch{_meant(patch)}")
-        elif problem := patch.problem(None if patch.any_shape else shape):
+        elif problem := _problem(target, patch, None if patch.any_shape else shape):
             found.append(f"{target.path!r}: {type(patch).__name__}: {problem}")
     return found
+
+
+def _problem(target: Target, patch: Patch[Any], shape: torch.Size | None) -> str | None:
+    if (problem := patch.problem(shape)) is not None:
+        return problem
+    problem = patch.selection_problem(shape, "")
+    if problem is None or shape is None:
+        return problem
+    # Which sizes inputs may change is found out by runs of the model: only where the answer depends on it.
+    fixed = fixed_sizes(target.frame, target.node, target.spec)
+    return patch.selection_problem(fixed, f"the value recorded here, of shape {tuple(shape)},")
 
 
 def _meant(given: Any) -> str:
@@ -144,8 +158,7 @@ def _shown(given: Any) -> str:
     return f"a Tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
 
 
-def _error(problems: list[str], is_unknown: bool) -> PatchMapError:
-    kind = UnknownPathError if is_unknown else PatchMapError
+def _error(problems: list[str], kind: type[PatchMapError]) -> PatchMapError:
     if len(problems) == 1:
         return kind(problems[0])
     return kind("\n".join([f"{len(problems)} problems in this patch map:", *(f"  - {p}" for p in problems)]))

@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import fx
 
-from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import ModuleState, copied
+from graphpatch_notebook.checks.comparison import compared
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.graph_modules import GraphModule
-from graphpatch_notebook.graph_modules.forms import Form
 from graphpatch_notebook.graph_modules.plain_fx import listed_doubts, plain_fx_module
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patches import Patch
@@ -60,46 +57,12 @@ def verified_fx_module(
             f"the graphs are a record of one run, and the model may go another way with other inputs: {doubts}; if it "
             "goes this way with all inputs that you have in mind, say allow_doubts=True"
         )
-    with _unchanged(patch for entry in entries for patch in entry.patches):
-        problem = _problem(result, form, root, run, args, kwargs)
-    if problem is not None:
+    with _unchanged(patch for entry in entries for patch in entry.patches), form.noting_layouts():
+        comparison = compared(root.frame.module, run, result, args, kwargs)
+    if not comparison.is_equal:
         because = f"; it is known that the model {doubts}" if doubts else ""
-        raise GraphError(f"the graphs do not do what the model does on these inputs: {problem}{because}")
+        raise GraphError(f"the graphs do not do what the model does on these inputs: {comparison}{because}")
     return result
-
-
-def _problem(
-    result: fx.GraphModule,
-    form: Form,
-    root: GraphModule,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> str | None:
-    """Returns how `result` differs from `run` on copies of the inputs, if it does."""
-    first, second = copied((args, kwargs)), copied((args, kwargs))
-    before = ModuleState(root.frame.module)
-    with afterwards(before.restore):
-        expected = run(*first[0], **first[1])
-        after = {name: buffer.clone() for name, buffer in root.frame.module.named_buffers()}
-        before.restore()
-        had_gradients = torch.is_grad_enabled()
-        try:
-            with form.noting_layouts():
-                value = result(*second[0], **second[1])
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            leaves_gradients = torch.is_grad_enabled()
-            torch.set_grad_enabled(had_gradients)
-        if leaves_gradients != had_gradients:
-            return "they leave gradients switched on or off"
-        there = dict(root.frame.module.named_buffers())
-        return (
-            difference(value, expected, "output")
-            or difference(second, first, "inputs")
-            or difference({name: there[name] for name in after}, after, "buffers")
-        )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Where a restricted patch has its effect: the steps, and the dimension of its value that runs along a sequence.
 
-Told on entry, from the shapes that were captured: a dimension of a node's value runs along the sequence if its size is
-the length of the example's sequence. Whatever is not plain is an error: a guess would be a silently wrong number.
+Decided on entry: a dimension of a node's value runs along the sequence if it is, at all sizes, as long as that
+(`checks.dimensions`). Whatever is not plain is an error: a guess would be a silently wrong number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.execution.chosen_rows import sizes_without_positions
+from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
 from graphpatch_notebook.patches import Patch
 from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.selections import Selection, selection
@@ -39,6 +39,11 @@ class Restriction:
     dim: int = 0
     is_encoder: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the patch is for no step, or for no position."""
+        return any(chosen is not None and not chosen.chosen for chosen in (self.steps, self.positions))
+
 
 def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restriction | None:
     """Returns where `patch` has its effect on `target`, or `None` where it has it always.
@@ -48,11 +53,11 @@ def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restrictio
     """
     if patch.steps is None and patch.positions is None:
         return None
-    steps = None if patch.steps is None else selection(patch.steps, "steps")
+    steps = None if patch.steps is None else selection(patch.steps, "steps", allow_empty=patch.allow_empty)
     if patch.positions is None:
         return Restriction(steps, None)
     dim, is_encoder = _dimension(root, target, patch.position_dim)
-    return Restriction(steps, selection(patch.positions, "positions"), dim, is_encoder)
+    return Restriction(steps, selection(patch.positions, "positions", allow_empty=patch.allow_empty), dim, is_encoder)
 
 
 def token_inputs(root: Frame) -> Sequence[str]:
@@ -76,31 +81,34 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
         raise ValueError(f"a {target.node.kind} has no positions; drop positions=")
     if not isinstance(target.spec, TensorSpec):
         raise ValueError(f"positions are those of a tensor, but this was {target.spec} when it was captured")
-    shape, length = tuple(target.spec.shape), _length(root)
-    if length is None:
+    shape, sequence = tuple(target.spec.shape), _sequence(root)
+    if sequence is None:
         raise ValueError(
             "positions are known for models that take input_ids or inputs_embeds, and were captured with them; use "
             "slice= to choose a part of the value"
         )
     if given is not None and not -len(shape) <= given < len(shape):
         raise ValueError(f"position_dim={given} is out of range for the value recorded here, of shape {shape}")
-    encoder, encoder_length = encoder_of(root), _encoder_length(root)
-    is_inside = encoder is not None and _is_within(target.frame, encoder)
-    lengths = {True: encoder_length} if is_inside else {False: length, True: encoder_length}
-    dims = range(len(shape)) if given is None else [given % len(shape)]
-    found = [(dim, of_encoder) for dim in dims for of_encoder, size in lengths.items() if shape[dim] == size]
-    by_values = sizes_without_positions(target.frame, target.node)
-    if any(shape[dim] in by_values for dim, _ in found):
+    encoder, of_encoder = encoder_of(root), _encoder_sequence(root)
+    is_inside = encoder is not None and any(frame.module is encoder for frame in target.frame.frames_above())
+    sequences = {True: of_encoder} if is_inside else {False: sequence, True: of_encoder}
+    known = dimensions_of(root)
+    found = [
+        (dim, is_encoder)
+        for is_encoder, profile in sequences.items()
+        for dim in (known.dims_like(target.spec, profile) if profile is not None else ())
+        if given is None or dim == given % len(shape)
+    ]
+    asked = range(len(shape)) if given is None else [given % len(shape)]
+    if known.is_placed_by_values(target.frame, target.node, target.spec, asked, filter(None, sequences.values())):
         raise ValueError(
             f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
             "say), so they do not stand at positions of the sequence, however many they are; choose a part with slice="
         )
     if len(found) == 1:
-        dim, of_encoder = found[0]
-        if of_encoder and dim == 0:
-            raise ValueError(f"its shape {shape} begins with the encoder's positions, perhaps of several sequences")
         return found[0]
-    raise ValueError(_unclear(shape, length, encoder_length, given, [dim for dim, _ in found]))
+    encoder_length = None if of_encoder is None else of_encoder[0]
+    raise ValueError(_unclear(shape, sequence[0], encoder_length, given, [dim for dim, _ in found]))
 
 
 def _unclear(
@@ -110,36 +118,30 @@ def _unclear(
     if not dims:
         repair = "choose a part of the value with slice= and a step with steps="
         asked = f"dimension {given}" if given is not None else "no dimension"
-        return f"{asked} of its shape {shape} has the size of the example's sequence, {lengths}; {repair}"
+        return f"{asked} of its shape {shape} is that of the example's sequence, {lengths}; {repair}"
     if len(set(dims)) < len(dims):
         return (
             f"the example had {lengths}, so it cannot be told whose positions its shape {shape} has; make the "
             "PatchableGraph with an example whose encoder and decoder sequences differ in length"
         )
     return (
-        f"several dimensions of its shape {shape} have the size of the example's sequence, {lengths}; say which one is "
+        f"several dimensions of its shape {shape} are that of the example's sequence, {lengths}; say which one is "
         f"meant: position_dim={dims[0]} or {', '.join(map(str, dims[1:]))}"
     )
 
 
-def _is_within(frame: Frame | None, module: Module) -> bool:
-    while frame is not None and frame.module is not module:
-        frame = frame.parent
-    return frame is not None
-
-
-def _length(root: Frame) -> int | None:
-    """Returns how long the sequence of the example was."""
+def _sequence(root: Frame) -> Profile | None:
+    """Returns the dimension of the model's inputs that is its sequence."""
     specs = {node.target: node.spec for node in root.inputs()}
     for name in token_inputs(root):
         spec = specs.get(name)
         if isinstance(spec, TensorSpec) and len(spec.shape) >= 2:
-            return spec.shape[1]
+            return dimensions_of(root).profiles(spec)[1]
     return None
 
 
-def _encoder_length(root: Frame) -> int | None:
-    """Returns how many positions the encoder gave for the example."""
+def _encoder_sequence(root: Frame) -> Profile | None:
+    """Returns the dimension of what the encoder gave that is its sequence."""
     encoder = encoder_of(root)
     if encoder is None:
         return None
@@ -148,5 +150,5 @@ def _encoder_length(root: Frame) -> int | None:
     for spec in outputs:
         first = spec.children[0][2] if isinstance(spec, ContainerSpec) and spec.children else spec
         if isinstance(first, TensorSpec) and len(first.shape) == 3:
-            return first.shape[1]
+            return dimensions_of(root).profiles(first)[1]
     return None

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from torch.nn import Module
 
-from graphpatch_notebook.errors import RepeatedCallWarning
+from graphpatch_notebook.capture.data_loops import data_loop_of
+from graphpatch_notebook.capture.records import SourceLine
+from graphpatch_notebook.errors import DataLoopWarning, RepeatedCallWarning
 from graphpatch_notebook.execution.plan import Entry, FramePlan
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 
 class Repetitions:
@@ -46,10 +48,42 @@ class Repetitions:
         _warn(paths, f"this {target.node.op}", "reached", count)
 
 
+def paths_by_data_loop(entries: Sequence[Entry]) -> dict[SourceLine, list[str]]:
+    """Returns the paths of `entries` that name a turn of a loop over data, by the head of that loop."""
+    found: dict[SourceLine, list[str]] = {}
+    for entry in entries:
+        if (loop := data_loop_of(entry.target.frame, entry.target.node)) is not None:
+            found.setdefault(loop, []).append(entry.target.path)
+    return found
+
+
+def warn_of_data_loops(found: Mapping[SourceLine, Sequence[str]], is_by_user: bool) -> None:
+    """Warns that some paths mean turns of loops over data: each time for a block of the user's, once for an experiment.
+
+    Args:
+        found: The paths, by the head of the loop.
+        is_by_user: Whether the user's code enters the context, not an experiment that enters many.
+    """
+    for loop, paths in found.items():
+        message = (
+            f"{_listed(paths)}: computed in a loop over data ({loop.text or loop}). Such a path means one turn of the "
+            "loop (the third expert that was chosen, say): on other inputs it may be for something else, or not there. "
+            "Patch what is outside of the loop, or decide by the values in a CustomPatch"
+        )
+        if is_by_user:
+            warn_each_time(message, DataLoopWarning)
+        else:
+            warn(message, DataLoopWarning, stacklevel=level_of_caller())
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(map(repr, paths)) if len(paths) <= 3 else f"{paths[0]!r} to {paths[-1]!r}"
+
+
 def _warn(paths: Sequence[str], what: str, verb: str, count: int) -> None:
-    shown = ", ".join(map(repr, paths)) if len(paths) <= 3 else f"{paths[0]!r} to {paths[-1]!r}"
+    times = "once" if count == 1 else f"{count} times"
     warn_each_time(
-        f"{shown}: {what} was {verb} {'once' if count == 1 else f'{count} times'} when it was captured, but is {verb} "
+        f"{_listed(paths)}: {what} was {verb} {times} when it was captured, but is {verb} "
         "more often in this run: there is no patch on the calls after that; make the PatchableGraph with inputs that "
         "come to it as often to patch each call",
         RepeatedCallWarning,

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
 from graphpatch_notebook.execution.patch_context import PatchContext
 from graphpatch_notebook.experiments.clean_values import CleanValues
 from graphpatch_notebook.experiments.gradient_run import Differences, GradientRun, Roots
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import noted_metric
 from graphpatch_notebook.experiments.reductions import Kept, Scores, scores_of
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
@@ -141,7 +141,7 @@ class AttributionRuns:
         """Returns scores and problems. The model, and the random state, are as before."""
         context = self._context()
         with collected_warnings() as messages, torch.inference_mode(False), context:
-            state = KeptState(self._pg._module)
+            state = ModuleState(self._pg._module)
             with afterwards(state.restore):
                 self._run_all(state)
         self._stage.listener = _nobody
@@ -166,7 +166,7 @@ class AttributionRuns:
     def _patches(self) -> dict[str | NodePath, Patch[Any]]:
         return {node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self._stage) for node in self._nodes}
 
-    def _run_all(self, state: KeptState) -> None:
+    def _run_all(self, state: ModuleState) -> None:
         wanted = {node.path for node in self._nodes if node.is_compared}
         if list(self._fractions) != [0.0]:
             wanted = self._scored_on_the_way(wanted, state)
@@ -180,7 +180,7 @@ class AttributionRuns:
 
     # -- one group -----------------------------------------------------------------------------------------------------
 
-    def _scored_on_the_way(self, wanted: set[str], state: KeptState) -> set[str]:
+    def _scored_on_the_way(self, wanted: set[str], state: ModuleState) -> set[str]:
         """Finds all roots, which are to be in place in each run on the way; scores the paths if all fit at once."""
         compared = self._compared(wanted, state)
         if not compared.left:
@@ -192,13 +192,13 @@ class AttributionRuns:
             left = self._compared(left, state).left
         return wanted
 
-    def _scored(self, wanted: set[str], state: KeptState, is_careful: bool = False) -> set[str]:
+    def _scored(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> set[str]:
         """Scores as many of some paths as fit; returns the others."""
         compared = self._compared(wanted, state, is_careful)
         self._score(compared, state)
         return compared.left
 
-    def _compared(self, wanted: set[str], state: KeptState, is_careful: bool = False) -> Compared:
+    def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> Compared:
         """Runs the model on the clean inputs, and on the corrupted ones to see where they differ."""
         clean = CleanValues(wanted, self._copied, self._max_bytes)
         with torch.no_grad():
@@ -222,7 +222,7 @@ class AttributionRuns:
         differences.settle()
         return Compared(differences, (run, metric), left)
 
-    def _score(self, compared: Compared, state: KeptState) -> None:
+    def _score(self, compared: Compared, state: ModuleState) -> None:
         differences = compared.differences
         problems = dict(differences.problems)
         totals: dict[str, Scores] = {}
@@ -242,13 +242,13 @@ class AttributionRuns:
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
-    def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: KeptState) -> Any:
+    def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: ModuleState) -> Any:
         state.restore()  # the same random numbers, and the same buffers, in all runs
         fresh = inputs.fresh()
         self._stage.listener = listener
         return self._pg(*fresh.args, **fresh.kwargs)
 
-    def _gradient_run(self, run: GradientRun, state: KeptState) -> Tensor:
+    def _gradient_run(self, run: GradientRun, state: ModuleState) -> Tensor:
         with torch.enable_grad():
             metric = _number(self._metric(self._output(run, self._corrupted, state)))
         run.finish()

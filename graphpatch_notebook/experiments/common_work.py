@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.frame_effects import all_modules, has_hooks
 from graphpatch_notebook.execution.frame_results import NEVER, own_tensors
 from graphpatch_notebook.experiments.function_values import looks_at_patches
 from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.kept_state import KeptState
 from graphpatch_notebook.experiments.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.row_work import RowWork, row_work
 from graphpatch_notebook.experiments.rows import RowsError
@@ -64,7 +64,7 @@ def common_work(
 ) -> CommonWork:
     """Runs the model a few times without patches, and returns what that tells. The model's state stays as it was."""
     targets = _targets(pg, paths)
-    state = KeptState(pg._module)
+    state = ModuleState(pg._module)
     with afterwards(state.restore):
         common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
     if backward and common.baseline.values.size != 1:
@@ -88,7 +88,7 @@ def _looked_at(
     inputs: Inputs,
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
-    state: KeptState,
+    state: ModuleState,
     batch: int | str | None,
     backward: bool,
 ) -> CommonWork:
@@ -96,7 +96,7 @@ def _looked_at(
     if batch is not None and (alone := _why_alone(pg, metric)) is not None:
         common.remarks.append(f"cells ran one by one: {alone}")
         batch = None
-    reason = _why_plain(pg) or _survey(pg, common, metric, targets, batch, backward) or state.change()
+    reason = _why_plain(pg) or _survey(pg, common, metric, targets, state, batch, backward) or state.change()
     if reason is not None:
         state.restore()
         common.inputs, common.keeps_last_logits, common.survey = inputs, False, None
@@ -152,6 +152,7 @@ def _survey(
     common: CommonWork,
     metric: Callable[[Any], Any],
     targets: Sequence[Target],
+    state: ModuleState,
     batch: int | str | None,
     backward: bool,
 ) -> str | None:
@@ -165,7 +166,8 @@ def _survey(
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         # Torch's fused kernels are not used under a mode: their numbers would be others.
         notes_reads = batch is not None and not holds_fused
-        found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=notes_reads and not backward)
+        keeps_pairs = notes_reads and not backward
+        found = survey(pg, trimmed, targets, notes_reads=notes_reads, keeps_pairs=keeps_pairs, state=state)
         if extra and not all(map(_is_far_from_inputs, found.marks.values())):
             continue
         if keeps_last := "logits_to_keep" in extra:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import multiprocessing
 import os
 import queue
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,20 @@ from torch.nn import Module
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution.context import innermost
 from graphpatch_notebook.experiments.cells import Cell, CellResult
+from graphpatch_notebook.experiments.cluster import Cluster, WorkersLostError
 from graphpatch_notebook.experiments.parcels import RECIPE, packed
 from graphpatch_notebook.experiments.runner import CellRunner
 from graphpatch_notebook.experiments.scheduling import Chunks, Ledger, run_here
-from graphpatch_notebook.experiments.worker import SharedGraph, Work, run_parcel
+from graphpatch_notebook.experiments.worker import Outcome, SharedGraph, Work, run_parcel
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.warning_places import warn_each_time
 
 _ATTEMPTS = 3  # the last one alone, lest a chunk that kills its worker take others with it again
+_PAUSE = 1.0  # seconds
 _IN_FLIGHT = 256  # enough for any cluster to be busy; what waits here costs nothing to cancel
 # How the loss of a worker looks, with schedulers that need not be installed here.
 _LOSSES = (CancelledError, asyncio.CancelledError, ConnectionError, EOFError)
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # which are one from Python 3.11 on
 _NAMES_OF_LOSSES = ("KilledWorker", "CommClosedError", "FutureLostError", "WorkerStartTimeoutError")
 
 Task = Callable[[Sequence[Cell], int], "tuple[Any, ...]"]
@@ -106,29 +109,18 @@ class _Portion:
     cells: Sequence[Cell]
     attempt: int = 0
     future: Any = None
+    fetches: int = 0
 
     @property
     def is_suspect(self) -> bool:
         return self.attempt == _ATTEMPTS - 1
 
 
-def _submitter(executor: Any) -> Callable[..., Any]:
-    """Returns what submits to an executor.
-
-    In distributed (seen in 2026.8) a future of `Client.get_executor()` never ends where the result is lost with its
-    worker and the scheduler gives up on the task: the error escapes from what transmits it. The futures of the client
-    itself do end, so these are used; `test_executors` kills workers at all times.
-    """
-    if type(executor).__module__ == "distributed.cfexecutor" and hasattr(executor, "_client"):
-        return functools.partial(executor._client.submit, **getattr(executor, "_kwargs", {}))
-    return executor.submit  # type: ignore[no-any-return]
-
-
 class Dispatch:
     """Hands the chunks of one sweep to an executor, and what comes back to a ledger.
 
-    Chunks whose worker is lost are submitted again, at last each alone; where the executor itself is broken, the rest
-    is run here.
+    Chunks whose worker is lost are submitted again, at last each alone. Where the executor itself is broken, or no
+    worker of a cluster is left, the rest is run here, but for the cells that workers may have been lost with.
 
     Args:
         executor: The executor.
@@ -140,7 +132,10 @@ class Dispatch:
     """
 
     def __init__(self, executor: Any, task: Task, runner: CellRunner) -> None:
-        self._submitted = _submitter(executor)
+        self._cluster = Cluster.of(executor)
+        self._submitted = executor.submit if self._cluster is None else self._cluster.submit
+        self._is_elsewhere = not isinstance(executor, ThreadPoolExecutor)
+        self._context = getattr(executor, "_mp_context", None) or multiprocessing.get_context("spawn")
         self._task = task
         self._runner = runner
         self._waiting: deque[_Portion] = deque()
@@ -161,21 +156,29 @@ class Dispatch:
         self._ledger = ledger
         self._waiting.extend(map(_Portion, chunks))
         try:
+            self._run_by_executor()
+            if self._breakage is not None:
+                self._run_rest()
+        finally:
+            for message in self._messages:
+                warn_each_time(message, ExperimentWarning)
+
+    def _run_by_executor(self) -> None:
+        try:
+            self._look_after_cluster()
             while self._breakage is None and (self._waiting or self._out):
                 self._submit()
                 if self._out and self._breakage is None:
-                    self._take(self._next())
+                    self._take_next()
+            self._take_what_is_there()
         except KeyboardInterrupt:
             self._take_what_is_there()
             raise
         finally:
             for portion in self._out:
                 with contextlib.suppress(Exception):
-                    portion.future.cancel()
-            for message in self._messages:
-                warn_each_time(message, ExperimentWarning)
-        if self._breakage is not None:
-            self._run_rest_here()
+                    # What nobody wants is not run; `cancel` of a cluster waits, for ever where the client is closed.
+                    (portion.future.cancel if self._cluster is None else portion.future.release)()
 
     def _submit(self) -> None:
         while self._waiting and len(self._out) < _IN_FLIGHT and self._breakage is None:
@@ -186,35 +189,61 @@ class Dispatch:
             try:
                 portion.future = self._submitted(*task)
             except Exception as error:
-                if not self._has_results and not self._out:
+                if self._cluster is not None or (not self._has_results and not self._out):
                     raise ExperimentError(f"executor= takes no work: {type(error).__name__}: {error}") from error
                 self._breakage = error
                 return
             self._out[self._waiting.popleft()] = None
             portion.future.add_done_callback(lambda _, portion=portion: self._done.put(portion))
 
-    def _next(self) -> _Portion:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return self._done.get(timeout=1.0)  # on Windows no interrupt gets through to a wait without an end
+    def _take_next(self) -> None:
+        try:
+            portion = self._done.get(timeout=_PAUSE)  # on Windows no interrupt gets through to a wait without an end
+        except queue.Empty:
+            self._look_after_cluster()
+        else:
+            self._take(portion)
+
+    def _look_after_cluster(self) -> None:
+        if self._cluster is not None:
+            try:
+                self._cluster.check([portion.future.key for portion in self._out])
+            except WorkersLostError as error:
+                self._breakage = error
+
+    def _outcome(self, portion: _Portion) -> Outcome:
+        """Returns what came back. What is lost with the worker that had it is worked out anew, or never comes."""
+        if self._cluster is None:
+            return portion.future.result()  # type: ignore[no-any-return]
+        portion.fetches += 1
+        return portion.future.result(timeout=_PAUSE * min(2**portion.fetches, 16))  # type: ignore[no-any-return]
 
     def _take(self, portion: _Portion) -> None:
         try:
-            results, messages, remarks = portion.future.result()
+            outcome = self._outcome(portion)
         except (Exception, asyncio.CancelledError) as error:
+            if self._cluster is not None:
+                self._look_after_cluster()
+                if portion.future.status not in ("error", "cancelled") and isinstance(error, (*_LOSSES, *_TIMEOUTS)):
+                    self._done.put(portion)
+                    return
             self._take_failure(portion, error)
         else:
             self._has_results = True
-            self._ledger.keep(results)
-            self._messages |= dict.fromkeys(messages)
-            self.remarks |= dict.fromkeys(remarks)
+            self._keep(outcome)
             del self._out[portion]
+
+    def _keep(self, outcome: Outcome) -> None:
+        results, messages, remarks = outcome
+        self._ledger.keep(results)
+        self._messages |= dict.fromkeys(messages)
+        self.remarks |= dict.fromkeys(remarks)
 
     def _take_failure(self, portion: _Portion, error: BaseException) -> None:
         if isinstance(error, BrokenExecutor):
             self._breakage = error  # the portion stays among those that are out
             return
-        is_lost = isinstance(error, _LOSSES) or type(error).__name__ in _NAMES_OF_LOSSES
+        is_lost = isinstance(error, _LOSSES) or type(error).__name__ in _NAMES_OF_LOSSES or portion.future.cancelled()
         if is_lost and portion.attempt + 1 < _ATTEMPTS:
             del self._out[portion]
             self._waiting.append(_Portion(portion.cells, portion.attempt + 1))  # behind all that is new
@@ -224,22 +253,61 @@ class Dispatch:
         text = f"{type(error).__name__}: {error}"
         if is_lost:
             text = f"its worker was lost {_ATTEMPTS} times, at last with nothing else to do: {text}"
-        self._ledger.keep([CellResult(cell.number, None, text) for cell in portion.cells])
+        self._fail(portion, text)
         del self._out[portion]
 
     def _take_what_is_there(self) -> None:
         for portion in list(self._out):
             if portion.future.done() and not portion.future.cancelled():
                 with contextlib.suppress(Exception, asyncio.CancelledError):
-                    self._ledger.keep(portion.future.result()[0])
+                    self._keep(self._outcome(portion))
                     del self._out[portion]
 
-    def _run_rest_here(self) -> None:
-        self._take_what_is_there()
-        rest = [portion.cells for portion in (*self._out, *self._waiting)]
+    def _run_rest(self) -> None:
+        """Runs here what is left, but for what may have killed its worker: that may kill this process, too."""
+        breakage = self._breakage
+        rest = [*self._out, *self._waiting]
+        if isinstance(breakage, WorkersLostError):
+            suspects = [one for one in rest if one.attempt > 0 or getattr(one.future, "key", None) in breakage.keys]
+            fate = "are not run"
+        else:
+            suspects = [*self._out] if isinstance(breakage, BrokenExecutor) and self._is_elsewhere else []
+            fate = "are run in another process, one after the other"
+        rest = [one for one in rest if one not in suspects]
+        told = f"{_count(suspects)} cells that workers may have been lost with {fate}; " if suspects else ""
         warn_each_time(
-            f"the executor is broken ({type(self._breakage).__name__}: {self._breakage}); {sum(map(len, rest))} cells "
-            "that it has not done are run in this process",
+            f"the executor is broken ({type(breakage).__name__}: {breakage}); {told}{_count(rest)} cells that it has "
+            "not done are run in this process",
             ExperimentWarning,
         )
-        run_here(self._runner, rest, self._ledger)
+        if isinstance(breakage, WorkersLostError):
+            for one in suspects:
+                self._fail(one, f"its worker was lost, and no other is left; here it may end this process: {breakage}")
+        else:
+            self._run_in_another_process(suspects)
+        run_here(self._runner, [one.cells for one in rest], self._ledger)
+
+    def _run_in_another_process(self, portions: list[_Portion]) -> None:
+        waiting = deque(portions)
+        while waiting:
+            executor = ProcessPoolExecutor(1, self._context)
+            try:
+                while waiting:
+                    portion = waiting.popleft()
+                    future = executor.submit(*self._task(portion.cells, portion.attempt + 1))
+                    while not wait([future], _PAUSE).done:
+                        pass
+                    self._keep(future.result())
+            except BrokenExecutor as error:
+                self._fail(portion, f"its process was lost twice, at last with nothing else to do: {error}")
+            except Exception as error:
+                self._fail(portion, f"{type(error).__name__}: {error}")
+            finally:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self, portion: _Portion, text: str) -> None:
+        self._ledger.keep([CellResult(cell.number, None, text) for cell in portion.cells])
+
+
+def _count(portions: Sequence[_Portion]) -> int:
+    return sum(len(portion.cells) for portion in portions)

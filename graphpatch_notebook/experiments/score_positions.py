@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
@@ -105,7 +106,7 @@ class PositionAxis:
         target = Target(node.path, node.frame, node.node, (), (), node.spec)
         given = self._given.get(node.path) if isinstance(self._given, Mapping) else self._given
         if not self._by_tokens:
-            return self._place_by_size(node, given)
+            return self._place_without_tokens(node, given)
         try:
             found = restriction_of(self._root, target, ProbePatch(positions=slice(None)))
         except ValueError:
@@ -115,21 +116,21 @@ class PositionAxis:
         assert found is not None
         return _Place(found.dim, found.is_encoder)
 
-    def _place_by_size(self, node: ScoredNode, given: int | None) -> _Place:
+    def _place_without_tokens(self, node: ScoredNode, given: int | None) -> _Place:
         shape = tuple(node.spec.shape)
-        _, length = self._sequence_input()
+        _, sequence = self._sequence_input()
         if node.is_state:
             raise ValueError(f"a {node.node.kind} has no positions")
-        dims = [dim for dim, size in enumerate(shape) if size == length]
+        dims = dimensions_of(self._root).dims_like(node.spec, sequence)
         if given is not None and -len(shape) <= given < len(shape) and given % len(shape) in dims:
             return _Place(given % len(shape))
         if len(dims) != 1:
-            which = "several dimensions of its shape have" if dims else "no dimension of its shape has"
-            raise ValueError(f"{which} the size of the example's sequence: {shape}, {length} positions")
+            which = "several dimensions of its shape are" if dims else "no dimension of its shape is"
+            raise ValueError(f"{which} that of the example's sequence: {shape}, {sequence[0]} positions")
         return _Place(dims[0])
 
-    def _sequence_input(self) -> tuple[str, int]:
-        """Returns the input whose dimension `position_dim` is the sequence, and how long that was in the example."""
+    def _sequence_input(self) -> tuple[str, Profile]:
+        """Returns the input whose dimension `position_dim` is the sequence, and that dimension."""
         dim = self._given
         if not isinstance(dim, int):
             raise ExperimentError(
@@ -138,7 +139,7 @@ class PositionAxis:
             )
         for node in self._root.inputs():
             if isinstance(node.spec, TensorSpec) and -len(node.spec.shape) <= dim < len(node.spec.shape):
-                return node.target, node.spec.shape[dim]
+                return node.target, dimensions_of(self._root).profiles(node.spec)[dim]
         raise ExperimentError(f"position_dim={dim}: no input of the model has such a dimension")
 
     # -- positions -----------------------------------------------------------------------------------------------------

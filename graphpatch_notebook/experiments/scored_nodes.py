@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
+from graphpatch_notebook.checks.dimensions import shape_problem
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.execution.shapes import shape_problem
 from graphpatch_notebook.nodes import NodeMap, NodeRows
-from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
 
 
@@ -78,14 +77,10 @@ class ScoredNode:
         if not has_storage(value):
             return "inside of torch.func or vmap, where it stands for several values"
         if value.shape != self.spec.shape:
-            problem = shape_problem(self._target, value.shape)
+            problem = shape_problem(self.frame, self.spec, value.shape)
             if problem is not None:
                 return f"its name may mean another value for these inputs: {problem}"
         return None
-
-    @property
-    def _target(self) -> Target:
-        return Target(self.path, self.frame, self.node, (), (), self.spec)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution.frame_effects import storage_of
 from graphpatch_notebook.execution.frame_recording import FrameFlow, Recording
 from graphpatch_notebook.execution.frame_results import (
@@ -92,6 +93,7 @@ def survey(
     *,
     notes_reads: bool = False,
     keeps_pairs: bool = False,
+    state: ModuleState | None = None,
 ) -> Survey:
     """Runs the model without patches, and returns what that told; gradients are as the caller has them.
 
@@ -101,8 +103,10 @@ def survey(
         targets: The values that are patched.
         notes_reads: Whether to note when Python looks at values.
         keeps_pairs: Whether to keep what frames are given and return that work on each position alone.
+        state: The model as it is, if there is a snapshot of it.
     """
-    known, kind = shown_earlier(pg), kind_of_run(inputs)
+    state = ModuleState(pg._module, is_look=True) if state is None else state
+    known, kind = shown_earlier(pg, state), kind_of_run(inputs)
     key = ("flow", kind, keeps_pairs, frozenset(target.path for target in targets))
     flow: Flow | None = known.get(key) if notes_reads else None
     tree = _opened(targets)
@@ -115,7 +119,7 @@ def survey(
         elif notes_reads:
             weights = (*pg._module.parameters(), *pg._module.buffers())
             pairs = mode = PositionFlow(tree, weights, tensors_in((fresh.args, fresh.kwargs)))
-        recording = Recording(tree, pg._module, pairs if keeps_pairs else None, looks_at_modules=flow is None)
+        recording = Recording(tree, pg._module, pairs if keeps_pairs else None, state if flow is None else None)
         with mode or nullcontext():
             marks, output = watched_run(pg, fresh, targets, tree, recording)
         if isinstance(mode, SameSteps) and not mode.is_same:

@@ -70,7 +70,8 @@ def sweep(
         executor: What runs the chunks: an executor as in `concurrent.futures`, with a method `submit` that returns a
             future. Threads share this process's graph. Other executors (processes, `joblib`'s, a Dask `Client` or its
             `get_executor()`) need a `recipe`, and no weights go through them. Where a worker is lost, its chunk is
-            submitted again; where the executor breaks, the rest is run here, with an `ExperimentWarning`.
+            submitted again; where the executor breaks or has no worker left, the rest is run here, with an
+            `ExperimentWarning`, but not what its workers may have been lost with.
         recipe: How another process gets the graph: a function without arguments that returns it, in the mode, dtype
             and with the weights that it has here, or the name of a file that `pg.save` wrote. Each process does it
             once, and its model must give what this one gives without patches, up to rounding: its cells fail

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 
 def write_whole(file: Path, data: bytes) -> None:
-    """Puts a file with these contents in the place of `file`; a link stays, and what it leads to is replaced.
+    """Puts a file with these contents and the same mode in the place of `file`; links stay, and lead to it.
 
     Raises:
         OSError: It cannot be written; what was there stays.
@@ -20,6 +21,8 @@ def write_whole(file: Path, data: bytes) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
+        if target.exists():
+            shutil.copymode(target, written)
         written.replace(target)
     finally:
         written.unlink(missing_ok=True)

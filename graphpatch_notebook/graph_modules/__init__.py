@@ -5,13 +5,12 @@
     mirror.py         what they share with the modules that they stand for
     build.py          frame -> `fx.Graph`; `targets.py`: how a torch call is written in it
     lazy_code.py      `fx.Graph` -> Python code
-    belief.py         whether a graph may stand for its module
-    verification.py   the same for all graphs of a model at once
+    verification.py   whether the graphs of a model do what their modules do
     interpretation.py graphs node by node, where an error names the node
     live_runs.py      the module itself runs in place of its graph
     copies.py         deepcopy and pickle
-    postprocessing.py edits of graphs: whether they can run (`edited_checks`), names of new nodes (`edited_records`),
-                      the calls that they hold for (`edited_form`, `edited_calls`), the hooks below them (`hooks`)
+    postprocessing.py edits of graphs: whether they can run and in which calls (`edited_calls`), names of new nodes
+                      (`edited_records`), the hooks below them (`hooks`)
     weaving.py        patches in the code of a graph
     plain_fx.py       the same as plain `torch.fx` modules
 

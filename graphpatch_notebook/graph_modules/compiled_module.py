@@ -16,21 +16,20 @@ from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.call_signature import CallSignature
+from graphpatch_notebook.checks.comparison import Comparison
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graph_modules import belief, interpretation
+from graphpatch_notebook.graph_modules import live_runs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
 from graphpatch_notebook.graph_modules.copies import PackedGraph
-from graphpatch_notebook.graph_modules.edited_calls import CallCheck
-from graphpatch_notebook.graph_modules.edited_checks import check_edited
-from graphpatch_notebook.graph_modules.edited_form import EditedForm
+from graphpatch_notebook.graph_modules.edited_calls import EditedCalls, check_edited
 from graphpatch_notebook.graph_modules.edited_records import update_records
 from graphpatch_notebook.graph_modules.lazy_code import GeneratedCode, generate
 from graphpatch_notebook.graph_modules.modules import GraphModule, Hierarchy
-from graphpatch_notebook.graph_modules.running import RunningGraph, run_as
-from graphpatch_notebook.graph_modules.verification import verify
+from graphpatch_notebook.graph_modules.running import RunningGraph, interpreter, run_as
 from graphpatch_notebook.graph_modules.weaving import patches_from, weave
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.torch_compat import is_tracing, never_compiled, tracing_paused
+from graphpatch_notebook.torch_compat import is_tracing, never_compiled
 
 _build_lock = threading.RLock()
 
@@ -39,9 +38,9 @@ _build_lock = threading.RLock()
 class CompiledGraphModule(GraphModule):
     """Runs the graph of one frame as generated code.
 
-    The code is generated when it is first needed. A graph that is a record of the module runs only where it is known
-    to equal the module bit for bit, for inputs of this form; everywhere else the module itself runs (see `belief`).
-    A graph that was edited, or that a custom extraction function made, *is* the module: it always runs.
+    The code is generated when it is first needed. A graph that is a record of the module runs only where it is asked
+    for (`verify`, the interpreter, `to_fx`); in calls the module itself runs. A graph that was edited, or that a custom
+    extraction function made, *is* the module: it always runs.
 
     Example:
         >>> import torch
@@ -56,21 +55,20 @@ class CompiledGraphModule(GraphModule):
 
     _built: BuiltGraph | None
     _generated: dict[frozenset[str], GeneratedCode]
-    _form: EditedForm | None
-    _call_check: CallCheck | None
+    _edited_calls: EditedCalls | None
     _aliases: dict[str, Any]
     _callee_by_frame: dict[int, GraphModule]
-    _belief: belief.Belief
+    _last_comparison: tuple[CallSignature, Comparison] | None
 
     def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
         super().__init__(frame, hierarchy)
         state = self.__dict__
         state["_built"] = None
         state["_generated"] = {}
-        state["_form"] = state["_call_check"] = None
+        state["_edited_calls"] = None
         state["_aliases"] = {}
         state["_callee_by_frame"] = {}
-        state["_belief"] = belief.Belief()
+        state["_last_comparison"] = None
         hierarchy.has_own_graphs |= frame.custom_graph is not None
 
     @property
@@ -96,9 +94,9 @@ class CompiledGraphModule(GraphModule):
         check_edited(self.graph, self._frame, self, self.path_meant)
         self._generated.clear()
         if self._frame.custom_graph is None:
-            if not self._frame.is_edited:
-                self.__dict__["_call_check"] = CallCheck(self._frame, self._as_recorded())
-            self.__dict__["_form"] = EditedForm(self._frame, self.graph)
+            calls = self._edited_calls or EditedCalls(self._frame, self._as_recorded().run_recorded)
+            calls.note_unused_inputs(self.graph)
+            self.__dict__["_edited_calls"] = calls
         self._frame.is_edited = True
         update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
         self._hierarchy.has_own_graphs = True
@@ -133,18 +131,17 @@ class CompiledGraphModule(GraphModule):
 
     @property
     def doubts(self) -> list[str]:
-        """What speaks against the graph as a stand-in for the module on other inputs, or at all; each a sentence."""
-        return self._frame.doubts
+        """Why the graph may not do what the module does, on other inputs or at all; each a sentence."""
+        return list(map(str, self._frame.doubts))
 
     @property
-    def reason(self) -> str | None:
-        """Why the graph did not run when the module was last called, or why it is no custom one; else `None`."""
-        return self._belief.reason or self._frame.custom_failure
+    def last_comparison(self) -> tuple[CallSignature, Comparison] | None:
+        """How the graph compared with the module when `verify` ran last, and in which calls."""
+        return self._last_comparison
 
-    @property
-    def belief(self) -> belief.Belief:
-        """For which inputs the graph was found to equal the module."""
-        return self._belief
+    def note_comparison(self, signature: CallSignature, comparison: Comparison) -> None:
+        """Keeps how the graph compares with the module in such calls."""
+        self.__dict__["_last_comparison"] = signature, comparison
 
     @property
     def has_own_graph(self) -> bool:
@@ -153,29 +150,26 @@ class CompiledGraphModule(GraphModule):
 
     def input_problem(self, node: Node) -> str | None:
         """Returns why an input cannot be patched in this graph, which was edited, if so."""
-        return None if self._form is None else self._form.input_problem(node)
+        return None if self._edited_calls is None else self._edited_calls.input_problem(node)
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the graph, or the module."""
-        if self.has_own_graph or (not is_compiling() and interpretation.current.get() is not None):
-            if not is_compiling() and not is_tracing():
-                self._check_call(args, kwargs)
+        """Runs the graph if it is the module, or is asked for; else the module."""
+        if is_compiling() or is_tracing():
+            if self.has_own_graph:
+                return self.run_graph(args, kwargs)
+            # What goes on below is traced, unless graphs below are edited: then it runs as it is.
+            is_live = self.calls_own_graphs
+            return _run_live(self, args, kwargs) if is_live else self._original_module.forward(*args, **kwargs)
+        if self.has_own_graph:
+            self._check_call(args, kwargs)
             return self.run_graph(args, kwargs)
-        if is_compiling():
-            is_believed = belief.is_believed(self, args, kwargs)
-            if not is_believed and self._frame.parent is None:
-                is_believed = _examined(self, args, kwargs)
-        elif is_tracing():
-            with tracing_paused():
-                is_believed = belief.is_believed(self, args, kwargs) or _examined(self, args, kwargs)
-        else:
-            return belief.run(self, args, kwargs)
-        return self.run_graph(args, kwargs) if is_believed else self._original_module.forward(*args, **kwargs)
+        is_asked_for = interpreter.get() is not None or self in live_runs.trusted.get()
+        return self.run_graph(args, kwargs) if is_asked_for else live_runs.run_live(self, args, kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph as it is now, with fresh code, or node by node in an interpreted run."""
-        interpreted = None if is_compiling() else interpretation.current.get()
-        function = self._code().function if interpreted is None else interpreted.run_graph
+        function = None if is_compiling() else interpreter.get()
+        function = function or self._code().function
         if is_compiling():
             return self._unwrapped(function(self, *args, **kwargs))
         running = RunningGraph(self._frame.custom_graph is None, is_patched_run=False)
@@ -204,12 +198,14 @@ class CompiledGraphModule(GraphModule):
         with patches_from(patched):
             return self._unwrapped(run_as(function, RunningGraph(is_record, is_patched_run=True), owner, args, kwargs))
 
+    def run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph in place of its module, without patches."""
+        return self.run_patched(frozenset(), lambda _, value: value, args, kwargs)
+
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes sure that the graph, if it was edited, holds for this call."""
-        if self._form is not None:
-            self._form.check(args, kwargs)
-        if self._call_check is not None:
-            self._call_check.check(args, kwargs)
+        if self._edited_calls is not None:
+            self._edited_calls.check(args, kwargs)
 
     def _unwrapped(self, result: Any) -> Any:
         # The graphs of custom extraction functions hand out a one-element tuple.
@@ -290,10 +286,9 @@ class CompiledGraphModule(GraphModule):
         state = super().__getstate__()
         # Code is generated anew where it is needed, graphs that are only records are built anew.
         state["_generated"] = {}
-        state["_form"] = state["_call_check"] = None
+        state["_edited_calls"] = state["_last_comparison"] = None
         state["_callee_by_frame"] = {}
         state["_built"] = PackedGraph.of(self._build()) if self._frame.is_edited else None
-        state["_belief"] = belief.Belief()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -303,8 +298,8 @@ class CompiledGraphModule(GraphModule):
             if self._frame.custom_graph is not None:
                 self._frame.custom_graph = built.graph
             else:
-                self.__dict__["_form"] = EditedForm(self._frame, built.graph)
-                self.__dict__["_call_check"] = CallCheck(self._frame, None)
+                edited_calls = self.__dict__["_edited_calls"] = EditedCalls(self._frame, None)
+                edited_calls.note_unused_inputs(built.graph)
 
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
@@ -314,10 +309,8 @@ def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
 
 
 @never_compiled
-def _examined(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Compares this graph and all below it with their modules, before a compiler sees them: whether it is equal."""
-    verify(graph_module, args, kwargs)
-    return belief.is_believed(graph_module, args, kwargs)
+def _run_live(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return live_runs.run_live(graph_module, args, kwargs)
 
 
 def _is_writable(path: str) -> bool:

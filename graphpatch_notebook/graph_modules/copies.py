@@ -42,9 +42,7 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
     nodes: dict[Node, Node] = {}
     frames: dict[int, Frame] = {}
     for old in frame.walk():
-        new = dataclasses.replace(
-            old, nodes=[], names={}, doubts=list(old.doubts), following_sizes=None, row_sizes=None
-        )
+        new = dataclasses.replace(old, nodes=[], names={}, doubts=list(old.doubts), dimensions=None, data_loops=None)
         frames[id(old)] = memo[id(old)] = new
         nodes |= {node: dataclasses.replace(node) for node in old.nodes}
     for old in frame.walk():

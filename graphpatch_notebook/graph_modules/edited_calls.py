@@ -1,169 +1,175 @@
-"""Whether an edited graph may stand for its module in a call that is not like the example's.
+"""Edited graphs: whether they can run, and the calls that they hold for.
 
-A graph is a record of one run: flags, branches, and sizes that the code took for plain numbers (`range(n)`, a table cut
-to a length, `is_causal`) are in it as they were. So for calls of each new form the graph as it was before it was edited
-is compared with the module, on copies. Where the form does not say all (an object such as a cache is given, or the
-module looks at values to find its way), that is done in every call.
+A graph is a record of one run: flags, absent inputs, branches, and sizes that the code took for plain numbers
+(`range(n)`, a table cut to a length, `is_causal`) are in it as they were. So other structures and plain values than the
+example's are refused. In calls of other sizes, dtypes, layouts or settings of torch the graph as it was before it was
+edited is compared with the module first: what Python made of a size cannot be seen in the graph. Where a signature does
+not say all (an object such as a cache is given, or the module looks at values to find its way), every call is compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextvars import Context
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
+from torch import fx
 from torch.nn import Module
 
+from graphpatch_notebook.capture.custom_graphs import MODULE_GETS_TENSOR, RECORD, output_problem, reference_problem
 from graphpatch_notebook.capture.forward_swap import invoke, original_forward
-from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.recorder import ROUNDS
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.capture.tensor_sources import tensor_flags
-from graphpatch_notebook.checks.call_signature import settings_key
-from graphpatch_notebook.checks.equality import IncomparableError, difference
-from graphpatch_notebook.checks.model_state import ModuleState, copied
+from graphpatch_notebook.checks.call_signature import (
+    ABSENT,
+    Aspect,
+    CallSignature,
+    Difference,
+    current_settings,
+    inputs_of_call,
+)
+from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared
+from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
-from graphpatch_notebook.graph_modules.belief import Refusal
 from graphpatch_notebook.graph_modules.live_runs import unobserved
-from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, children, describe, leaves
+from graphpatch_notebook.values import ScalarSpec, leaves
 from graphpatch_notebook.warning_places import warn
 
-_MOST_FORMS = 1000
-_OPENED = ROUNDS.partition("{")[0]
+Recorded: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
+
+_MOST_SIGNATURES = 1000
 
 
-class RunnableAsRecorded(Protocol):
-    """What this needs of a graph module."""
-
-    def run_patched(
-        self,
-        names: frozenset[str],
-        patched: Callable[[str, Any], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Runs the graph in place of its module in a call of a `PatchableGraph`."""
-
-
-class CallCheck:
+class EditedCalls:
     """The calls that an edited graph holds for.
 
     Args:
-        frame: The frame of the edited graph.
-        recorded: The graph as it was; `None` if it is not known any more.
+        frame: The frame that the graph was a record of.
+        recorded: Runs the graph as it was on the arguments of a call; `None` if it is not known any more.
     """
 
-    def __init__(self, frame: Frame, recorded: RunnableAsRecorded | None) -> None:
+    def __init__(self, frame: Frame, recorded: Recorded | None) -> None:
         self._frame = frame
         self._recorded = recorded
-        example = tuple(_form(node.spec) for node in frame.inputs())
-        # The graph is the record of a call of this form, with torch switched as it was.
-        self._problems: dict[Hashable, Refusal | None] = {(example, frame.input_flags, settings_key()): None}
-        self._look = _look_of(frame)
+        self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
+        self._unused: set[Any] = set()
+        doubts = {doubt.reason for doubt in frame.doubts}
         # Numbers that a submodule returns are in the graph as they were, too.
-        doubts = [doubt for doubt in frame.doubts if not doubt.startswith(_OPENED)]
-        self._goes_by_values = bool(doubts) or any(map(_returns_numbers, frame.calls()))
-        # The steps of an opened function equal it within rounding only.
-        self._difference = difference if len(doubts) == len(frame.doubts) else _difference_beyond_rounding
+        self._goes_by_values = (
+            bool(doubts - {Reason.ROUNDS}) or bool(self._example.objects) or any(map(_returns_numbers, frame.calls()))
+        )
+        self._is_rounded = Reason.ROUNDS in doubts
+        self._look = _look_of(frame)
+        self._compared: dict[Hashable, Comparison] = {}
         self._has_warned = False
+
+    def note_unused_inputs(self, graph: fx.Graph) -> None:
+        """Notes which inputs the graph has in it as they were in the example."""
+        records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
+        self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
+
+    def input_problem(self, node: Node) -> str | None:
+        """Returns why a patch on this input would not do in the graph what it does in the module, if so."""
+        if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
+            return f"was {node.spec} in the example, and is so in the edited graph, whatever it is given"
+        if node.target in {name for pair in self._frame.same_inputs for name, _ in pair}:
+            return "was one tensor with another input of the example, from which the edited graph cannot tell it"
+        return None
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes sure that the graph holds for this call.
 
         Raises:
-            GraphError: It does not: before it was edited, it did something else than the module.
+            GraphError: It does not: the call has other flags or inputs than the example, or the graph, before it was
+                edited, did something else than the module.
 
         Warns:
             EditedGraphWarning: The two cannot be compared on these inputs.
         """
         frame = self._frame
-        given = [given_input(frame.parameters, node.target, args, kwargs) for node in frame.inputs()]
-        forms = tuple(_form(describe(value)) for value in given)
-        form: Hashable = (forms, tensor_flags(given), settings_key())
-        if (look := _look_of(frame)) != self._look or len(self._problems) >= _MOST_FORMS:
-            self._look = look
-            self._problems.clear()
-        if self._goes_by_values or _says_too_little(forms):
-            problem = self._problem(args, kwargs)
-        else:
-            problem = self._problems[form] if form in self._problems else self._problem(args, kwargs)
-            if problem is None or not problem.may_pass:
-                self._problems[form] = problem
-        if problem is not None:
-            self._tell(problem)
-
-    def _tell(self, problem: Refusal) -> None:
-        frame = self._frame
-        who = f"{format_path(frame.path) or '<root>'!r} ({type(frame.module).__name__})"
-        if problem.is_difference:
+        if frame.module.training != frame.training:
+            was, now = ("train", "eval") if frame.training else ("eval", "train")
             raise GraphError(
-                f"the edited graph of {who} does not hold for this call: before it was edited, it did something else "
-                f"than the module ({problem.text}), for it has sizes, flags or branches of the example in it; make the "
-                "PatchableGraph with inputs like these, or edit the graph of a module below it that has none of these"
+                f"the edited graph of {self._who()} was captured in {was} mode, and the module is in {now} mode now; "
+                f"call pg.{was}(), or make the PatchableGraph in {now} mode"
             )
-        if not self._has_warned:
+        values = inputs_of_call(frame, args, kwargs)
+        differences = self._example.differences(list(values.values()))
+        refused = next(filter(self._is_left_out, differences), None)
+        if refused is not None:
+            raise self._error(str(refused))
+        look = _look_of(frame)
+        if differences or self._goes_by_values or look != self._look:
+            self._judge(self._comparison((CallSignature.of(values), look), args, kwargs))
+
+    def _is_left_out(self, difference: Difference) -> bool:
+        """Whether the graph has what differs in it as it was, however the call compares on these numbers."""
+        if difference.aspect is Aspect.SPLIT:
+            return True
+        if difference.aspect is not Aspect.VALUE or (difference.was, difference.now) == (ABSENT, ScalarSpec(None)):
+            return False
+        is_used = difference.name.partition("|")[0] not in self._unused
+        return not (is_used and _is_size(difference.was) and _is_size(difference.now))
+
+    def _comparison(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
+        if not self._goes_by_values and key in self._compared:
+            return self._compared[key]
+        if self._recorded is None:
+            return Comparison(Outcome.NOT_COMPARABLE, "what it was before it was edited is not known in a copy")
+        # Without context variables: libraries collect hidden states in some, which these runs are not to add to.
+        found = Context().run(self._run_both, self._recorded, args, kwargs)
+        if len(self._compared) >= _MOST_SIGNATURES:
+            self._compared.clear()
+        if found.outcome is not Outcome.RAISES:  # a lack of memory, say, is not a property of the call
+            self._compared[key] = found
+        return found
+
+    def _run_both(self, recorded: Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
+        module = self._frame.module
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return invoke(original_forward(module), args, kwargs)
+
+        def graph(*args: Any, **kwargs: Any) -> Any:
+            return recorded(args, kwargs)
+
+        with unobserved():
+            return compared(module, run, graph, args, kwargs, within_rounding=self._is_rounded)
+
+    def _judge(self, comparison: Comparison) -> None:
+        if comparison.is_difference:
+            raise self._error(
+                f"before it was edited, it did something else than the module ({comparison}), for it has sizes, flags "
+                "or branches of the example in it"
+            )
+        if comparison.outcome is Outcome.UNREPEATABLE:
+            raise self._error(f"it is unlike the example's, and cannot be compared with the module ({comparison})")
+        if not comparison.is_equal and not self._has_warned:
             self._has_warned = True
             warn(
-                f"the edited graph of {who} cannot be compared with the module on inputs unlike the example's: "
-                f"{problem.text}; sizes, flags and branches that it has in it are those of the example",
+                f"the edited graph of {self._who()} cannot be compared with the module on inputs unlike the example's: "
+                f"{comparison}; sizes, flags and branches that it has in it are those of the example",
                 EditedGraphWarning,
                 stacklevel=2,
             )
 
-    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
-        if self._recorded is None:
-            return Refusal("what it was before it was edited is not known in a copy")
-        # Without context variables: libraries collect hidden states in some, which these runs are not to add to.
-        return Context().run(self._compared, self._recorded, args, kwargs)
+    def _error(self, why: str) -> GraphError:
+        return GraphError(
+            f"the edited graph of {self._who()} does not hold for this call: {why}; make the PatchableGraph with "
+            "inputs like these, or edit the graph of a module below it that has none of these"
+        )
 
-    def _compared(self, recorded: RunnableAsRecorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
-        try:
-            before = ModuleState(self._frame.module)
-            (first_args, first_kwargs), second = copied((args, kwargs)), copied((args, kwargs))
-        except Exception as error:  # of the user's own objects
-            return Refusal(f"its inputs cannot be copied ({type(error).__name__}: {error})")
-        try:
-            with afterwards(before.restore), unobserved():
-                result = invoke(original_forward(self._frame.module), first_args, first_kwargs)
-                after = ModuleState(self._frame.module)
-                before.restore()
-                try:
-                    value = recorded.run_patched(frozenset(), _unpatched, *second)
-                except Exception as error:
-                    return Refusal(f"it raised {type(error).__name__}: {error}", is_difference=True, may_pass=True)
-                given = (first_args, first_kwargs)
-                text = (
-                    self._difference(_opened(value), _opened(result), "output")
-                    or self._difference(_opened(second), _opened(given), "inputs")
-                    or ModuleState(self._frame.module).difference(after)
-                )
-        except IncomparableError as error:
-            return Refusal(str(error))
-        return None if text is None else Refusal(text, is_difference=True)
+    def _who(self) -> str:
+        return f"{format_path(self._frame.path) or '<root>'!r} ({type(self._frame.module).__name__})"
 
 
-def _difference_beyond_rounding(a: Any, b: Any, where: str) -> str | None:
-    """As `difference`, but tensors may differ as `ExtractionOptions.decompose` says that they do."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and a.shape == b.shape:
-        tolerance = _ROUNDING.get(a.dtype, 3e-2)
-        is_close = a.dtype == b.dtype and torch.allclose(a, b, tolerance, tolerance, equal_nan=True)
-        return None if is_close else f"{where}: the values differ by more than rounding"
-    if type(a) is type(b) and isinstance(a, (tuple, dict)) and len(a) == len(b):
-        pairs = zip(a, b, strict=True) if isinstance(a, tuple) else ((a[key], b.get(key)) for key in a)
-        found = (_difference_beyond_rounding(one, other, where) for one, other in pairs)
-        return next((text for text in found if text is not None), None)
-    return difference(a, b, where)
+def _is_size(spec: Any) -> bool:
+    return isinstance(spec, ScalarSpec) and type(spec.value) is int
 
 
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
-
-
-def _unpatched(_name: str, value: Any) -> Any:
-    return value
+def _returns_numbers(call: Node) -> bool:
+    return any(isinstance(leaf, ScalarSpec) for _, leaf in leaves(call.spec))
 
 
 def _look_of(frame: Frame) -> Hashable:
@@ -180,34 +186,35 @@ def _has_hook(module: Module, key: int) -> bool:
     return key in module._forward_hooks or key in module._forward_pre_hooks
 
 
-def _returns_numbers(call: Node) -> bool:
-    return any(isinstance(leaf, ScalarSpec) for _, leaf in leaves(call.spec))
+# -- whether it can run -----------------------------------------------------------------------------------------------
+
+_GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
 
 
-def _form(spec: ValueSpec) -> Hashable:
-    """Returns what tells calls of one form from others; `...` where that is not all that there is to an object."""
-    if isinstance(spec, TensorSpec):
-        return spec
-    if isinstance(spec, ContainerSpec):
-        return spec.type, tuple((text, _form(child)) for text, _, child in spec.children)
-    return (type(spec.value), repr(spec.value)) if isinstance(spec, ScalarSpec) else ...
+def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Callable[[str], str]) -> None:
+    """Makes sure that an edited graph can be written down as code, and that there is all that it refers to.
+
+    Args:
+        graph: The graph.
+        frame: Its frame.
+        owner: The graph module, which has what the graph refers to.
+        path_meant: Returns the attribute path of the user's module that the graph has as some other one.
+
+    Raises:
+        GraphError: It cannot; the message says which node it is, and how to put it right.
+    """
+    # Custom graphs are run with the user's module, which has to have what they refer to.
+    is_custom = frame.custom_graph is not None
+    owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
+    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, path_meant)]
+    problems = [output_problem(graph, is_wrapped=is_custom)]
+    problems += [reference_problem(node, owner, frame.module, put) for node in nodes]
+    for problem in filter(None, problems):
+        where = format_path(frame.path) or "<root>"
+        raise GraphError(f"the graph of {where!r} ({type(frame.module).__name__}) {problem}")
 
 
-def _says_too_little(form: Hashable) -> bool:
-    return form is ... or (isinstance(form, tuple) and any(map(_says_too_little, form)))
-
-
-def _opened(value: Any, seen: tuple[int, ...] = ()) -> Any:
-    """Returns a value with the attributes of plain objects in their place, so that these can be compared."""
-    if isinstance(value, (Tensor, Module, type)) or callable(value):
-        return value
-    if id(value) in seen:  # in itself
-        return None
-    seen = (*seen, id(value))
-    inside = children(value)
-    if inside is None:
-        attributes = getattr(value, "__dict__", None)
-        if attributes is None:
-            return value
-        return type(value).__name__, {str(key): _opened(item, seen) for key, item in attributes.items()}
-    return type(value).__name__, {str(key): _opened(item, seen) for key, item in inside}
+def _reads_as_recorded(node: fx.Node, path_meant: Callable[[str], str]) -> bool:
+    """Whether a node reads what the module read: that may be there during calls only."""
+    record = node.meta.get(RECORD)
+    return node.op == "get_attr" and isinstance(record, Node) and path_meant(str(node.target)) == record.target

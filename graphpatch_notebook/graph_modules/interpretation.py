@@ -13,31 +13,25 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.call_signature import inputs_of_call
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
 from graphpatch_notebook.failures import Failure, arguments_at_capture, arguments_text
-from graphpatch_notebook.graph_modules import belief
 from graphpatch_notebook.graph_modules.build import DefaultName
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graph_modules.running import interpreter
+from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 
 _MOST = 5
 _STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
-
-
-class InterpretableGraph(belief.RunnableGraph, Protocol):
-    """What this needs of a graph module, which is an `nn.Module` too."""
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The graph."""
 
 
 class GraphInterpreter:
@@ -71,12 +65,14 @@ class GraphInterpreter:
         on_node: Callable[[str, Any], object] | None = None,
         before_run: Callable[[], None] | None = None,
     ) -> None:
-        self._graph_module = graph_module
+        self._graph_module: Any = graph_module
         self._on_node = on_node
         self._before_run = before_run
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the graphs return on these inputs, bit for bit as if they had run as generated code.
+
+        What the graphs write into buffers, and the random generators, are put back afterwards.
 
         Raises:
             Exception: Whatever a node raises, with a note that names the node, its operation, the shapes, the line.
@@ -84,8 +80,12 @@ class GraphInterpreter:
         if self._before_run is not None:
             self._before_run()
         interpretation = Interpretation(self._on_node)
-        with holding(current, interpretation):
-            result = self._graph_module(*args, **kwargs)
+        state = ModuleState(self._graph_module.frame.module)
+        with (
+            afterwards(lambda: state.restore(counts_writes=True)),
+            holding(interpreter, interpretation.run_graph),
+        ):
+            result = state.separated(self._graph_module(*args, **kwargs))
         interpretation.warn()
         return result
 
@@ -97,9 +97,9 @@ class Interpretation:
         self.on_node = on_node
         self._unverified: list[str] = []
 
-    def run_graph(self, graph_module: InterpretableGraph, *args: Any, **kwargs: Any) -> Any:
+    def run_graph(self, graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
         """Runs one graph, and returns what its generated code would."""
-        if not graph_module.has_own_graph and (doubt := belief.doubt_of(graph_module, args, kwargs)) is not None:
+        if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
             frame = graph_module.frame
             path = format_path(frame.path) or "<root>"
             self._unverified.append(f"{path} ({type(frame.module).__name__}): {doubt}")
@@ -120,14 +120,20 @@ class Interpretation:
         )
 
 
-current: ContextVar[Interpretation | None] = ContextVar("graphpatch_interpretation", default=None)
-"""The interpreted run that is under way."""
+def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Returns why the graph is not known to equal the module in calls that look like this one."""
+    last = graph_module.last_comparison
+    if last is None or last[0].differences(list(inputs_of_call(graph_module.frame, args, kwargs).values())):
+        return "it was not compared on such inputs"
+    return None if last[1].is_equal else str(last[1])
 
 
 class _FrameInterpreter(fx.Interpreter):
     """Runs the graph of one frame."""
 
-    def __init__(self, graph_module: Any, bound: dict[str, Any], on_node: Callable[[str, Any], object] | None) -> None:
+    def __init__(
+        self, graph_module: CompiledGraphModule, bound: dict[str, Any], on_node: Callable[[str, Any], object] | None
+    ) -> None:
         super().__init__(graph_module, graph=graph_module.graph)
         self.extra_traceback = False  # it would change the error's arguments
         self._graph_module = graph_module
@@ -194,7 +200,7 @@ class _FrameInterpreter(fx.Interpreter):
         return Failure(what, line, arguments_text(args, kwargs), captured)
 
 
-def _bound(graph_module: InterpretableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the value of each placeholder, as the generated code would be given it."""
     known = {parameter.name: parameter for parameter in graph_module.frame.parameters}
     parameters = []

@@ -1,16 +1,16 @@
 """Live runs of a frame: the module's own code runs in place of its graph, and so does that of all it calls.
 
-Graphs below it do not run, even where they are believed: code may hand something on behind the back of the graphs, by
-a global, a context variable or a hook (transformers collects hidden states so), and only other code picks it up. But
-graphs that *are* their module (edited, or from custom extraction functions) run where the code calls the module.
+Graphs below it do not run: code may hand something on that no graph holds, by a global, a context variable or a hook
+(transformers collects hidden states so), and only other code picks it up. But graphs that *are* their module (edited,
+or from custom extraction functions) run where the code calls the module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
@@ -22,52 +22,24 @@ from graphpatch_notebook.capture.forward_swap import (
     observer,
     original_forward,
 )
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.interrupts import afterwards, holding
 
-
-class Runnable(Protocol):
-    """What this needs of a graph module."""
-
-    @property
-    def frame(self) -> Frame:
-        """The record of the frame."""
-
-    @property
-    def has_own_graph(self) -> bool:
-        """Whether there is a graph that is the module, rather than a record of it."""
-
-    @property
-    def calls_own_graphs(self) -> bool:
-        """Whether there may be graphs below it that are their module."""
-
-    def callees(self) -> Sequence[Runnable]:
-        """Returns the graph modules that it calls."""
-
-    def callee(self, module: Module, call_index: int) -> Runnable | None:
-        """Returns the graph module of one call."""
-
-    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs what lies inside of all hooks."""
+if TYPE_CHECKING:
+    from graphpatch_notebook.graph_modules.modules import GraphModule
 
 
-is_live_only: ContextVar[bool] = ContextVar("graphpatch_live_only", default=False)
-"""Whether graphs that are only records of their module do not run at present."""
+trusted: ContextVar[Collection[GraphModule]] = ContextVar("graphpatch_trusted_graphs", default=())
+"""The graphs that run in place of their modules at present although they are only records of these."""
 
 
-def live_only() -> AbstractContextManager[None]:
-    """Makes all modules run live, but for those whose graph is the module."""
-    return holding(is_live_only, True)
-
-
-def run_live(graph_module: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the module's own forward, inside of all hooks."""
     forward = original_forward(graph_module.frame.module)
     if not graph_module.calls_own_graphs:
         with observed_by(_NOBODY):
             return invoke(forward, args, kwargs)
     swaps = Swaps()
-    with afterwards(swaps.let_go), live_only(), observed_by(_Router(graph_module)):
+    with afterwards(swaps.let_go), observed_by(_Router(graph_module)):
         swaps.hold(callee.frame.module for callee in graph_module.callees())
         return invoke(forward, args, kwargs)
 
@@ -108,7 +80,7 @@ _NOBODY = _Nobody()
 class _Router:
     """Diverts what a module calls to the graph modules of these calls."""
 
-    def __init__(self, graph_module: Runnable) -> None:
+    def __init__(self, graph_module: GraphModule) -> None:
         self._graph_module = graph_module
         self._counts: dict[int, int] = {}
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import Swaps, invoke
+from graphpatch_notebook.capture.forward_swap import Swaps, invoke, original_forward
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
+from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared, run_and_compare
 from graphpatch_notebook.checks.model_state import ModuleState, copied
-from graphpatch_notebook.graph_modules import belief
-from graphpatch_notebook.graph_modules.belief import Refusal, RunnableGraph
-from graphpatch_notebook.graph_modules.live_runs import Runnable, is_hooked, observed_by, run_in_hook
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.checks.outer_values import outer_values
+from graphpatch_notebook.doubts import Doubt, Reason, listed
+from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graph_modules.live_runs import (
+    is_hooked,
+    observed_by,
+    run_in_hook,
+    run_live,
+    trusted,
+    unobserved,
+)
+from graphpatch_notebook.graph_modules.modules import GraphModule
+from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import children
 
 Status: TypeAlias = Literal["equal", "differing", "not comparable", "opaque", "own graph", "not reached"]
 _IN_WORDS: dict[Status, str] = {
     "equal": "equal their modules, bit for bit",
-    "differing": "differ from their modules: the modules run instead",
-    "not comparable": "cannot be compared: the modules run instead",
+    "differing": "differ from their modules",
+    "not comparable": "cannot be compared with their modules",
     "opaque": "have no graph",
     "own graph": "are their module (edited or custom), so that there is nothing to compare",
     "not reached": "were not reached by these inputs",
@@ -37,8 +51,7 @@ class FrameReport:
         module_class: The class of the module.
         status: `equal`, bit for bit; `differing`, both ran and their results differ, or the graph raises; `not
             comparable`, a run of the graph would prove nothing; `opaque`, there is no graph; `own graph`, the graph
-            *is* the module (edited, or custom); `not reached` by these inputs. A graph that is `differing` or `not
-            comparable` never runs on such inputs: the module does.
+            *is* the module (edited, or custom); `not reached` by these inputs.
         reason: In what they differ, why they cannot be compared, or why there is no graph.
     """
 
@@ -126,12 +139,11 @@ def _rows(reports: Sequence[FrameReport]) -> list[str]:
     return rows
 
 
-def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
+def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
     """Compares every graph with its module on the inputs that it gets when the model runs on `args`, `kwargs`.
 
     The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are put
-    back afterwards. The graphs that prove equal are believed for inputs of this form from then on. Where the graph of
-    the root is the model, nothing is compared, and nothing runs.
+    back afterwards. Where the graph of the root is the model, nothing is compared, and nothing runs.
 
     Raises:
         Exception: Whatever the model raises on these inputs.
@@ -144,39 +156,31 @@ def verify(root: Runnable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ver
     swaps = Swaps()
     with afterwards(swaps.let_go, state.restore), observed_by(verifier):
         swaps.hold(reachable_modules(root.frame.module))
-        root.frame.module(*first[0], **first[1])
-    refusals = verifier.refusals
-    if isinstance(root, RunnableGraph) and root in refusals and refusals[root] is None:
-        with afterwards(state.restore):
+        copy_context().run(root.frame.module, *first[0], **first[1])
+    found = verifier.found
+    if isinstance(root, CompiledGraphModule) and root in found and found[root].is_equal:
+        # Submodules may hand things on that no graph holds: once more, with all graphs that are equal running.
+        equal = frozenset(graph_module for graph_module, comparison in found.items() if comparison.is_equal)
+        with afterwards(state.restore), holding(trusted, equal):
             if is_hooked(root.frame.module):  # the parameters are there only between the hooks
-                run_in_hook(root.frame.module, lambda *call: refusals.update({root: _whole(root, *call)}), *second)
+                run_in_hook(root.frame.module, lambda *call: verifier.compare_as_a_whole(root, *call), *second)
             else:
-                refusals[root] = _whole(root, *second)
-    return VerificationReport(tuple(_report(g, refusals) for g in _walk(root)))
-
-
-def _whole(root: RunnableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
-    """Returns why the graphs do not equal the model when all of them run together, if they do not."""
-    key, refusal = belief.signature(root, args, kwargs)
-    if refusal is None:
-        with belief.unreported():
-            belief.confirm(root, key, args, kwargs)
-        refusal = root.belief.verdicts[key]
-    return refusal
+                verifier.compare_as_a_whole(root, *second)
+    return VerificationReport(tuple(_report(g, found) for g in _walk(root)))
 
 
 class _Verifier:
-    """Examines each graph when the frame that it is a record of comes up."""
+    """Compares each graph with its module when the module call that it is a record of begins."""
 
-    def __init__(self, root: Runnable) -> None:
-        self._root: Runnable | None = root
-        self._stack: list[tuple[Runnable | None, dict[int, int]]] = []
-        self.refusals: dict[Runnable, Refusal | None] = {}
+    def __init__(self, root: GraphModule) -> None:
+        self._root: GraphModule | None = root
+        self._stack: list[tuple[GraphModule | None, dict[int, int]]] = []
+        self.found: dict[GraphModule, Comparison] = {}
 
     def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph_module = self._graph_module(module)
 
-        def run() -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             self._stack.append((graph_module, {}))
             try:
                 with observed_by(self):
@@ -187,18 +191,33 @@ class _Verifier:
         if graph_module is not None and graph_module.has_own_graph:
             return graph_module.run_frame(args, kwargs)
         if graph_module is None or graph_module.frame.opaque_reason is not None:
-            return run()
-        assert isinstance(graph_module, RunnableGraph)
-        key, refusal = belief.signature(graph_module, args, kwargs)
-        if refusal is not None:
-            self.refusals[graph_module] = refusal
-            return run()
-        result = belief.examine(graph_module, key, args, kwargs, run, is_alone=True)
-        self.refusals[graph_module] = graph_module.belief.verdicts[key]
+            return run(*args, **kwargs)
+        assert isinstance(graph_module, CompiledGraphModule)
+        frame = graph_module.frame
+        signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
+        doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
+        if doubts := doubts or [*_hooks_left_out(frame), *_unknown_values(frame)][:1]:
+            result, comparison = run(*args, **kwargs), Comparison(Outcome.NOT_COMPARABLE, listed(doubts))
+        else:
+            result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
+        self._note(graph_module, signature, comparison)
         return result
 
-    def _graph_module(self, module: Module) -> Runnable | None:
-        """Returns the graph module of the frame that begins, if it came up during capture."""
+    def compare_as_a_whole(self, root: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares the graph of the root, and with it all that are trusted, with the model."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return run_live(root, args, kwargs)
+
+        signature = CallSignature.of(inputs_of_call(root.frame, args, kwargs))
+        self._note(root, signature, compared(root.frame.module, run, _graph_of(root), args, kwargs))
+
+    def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: Comparison) -> None:
+        self.found[graph_module] = comparison
+        graph_module.note_comparison(signature, comparison)
+
+    def _graph_module(self, module: Module) -> GraphModule | None:
+        """Returns the graph module of the frame that begins, if it was called during capture."""
         if not self._stack:
             root, self._root = self._root, None
             return root if root is not None and root.frame.module is module else None
@@ -208,28 +227,62 @@ class _Verifier:
         return caller.callee(module, call_index) if caller is not None else None
 
 
-def _walk(graph_module: Runnable) -> Iterator[Runnable]:
+def _graph_of(graph_module: CompiledGraphModule) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unobserved():
+            return graph_module.run_graph(args, kwargs)
+
+    return run
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What these hooks do is either done to tensors, and so part of the graph, or only meant for the module's own run.
+_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
+
+
+def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
+    """Yields doubts where a run of the graph would leave out what hooks of the modules that it calls do."""
+    for module in (node.frame.module for node in frame.calls() if node.frame is not None):
+        if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
+            yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
+        hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
+        if not all(str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS) for hook in hooks):
+            yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
+
+
+def _unknown_values(frame: Frame) -> Iterator[Doubt]:
+    """Yields doubts where the graph holds on to a tensor that may be another one in the next run."""
+    constants = [node for node in frame.nodes if node.kind == "constant"]
+    if not constants:
+        return
+    held = {id(value) for _, value in outer_values(frame.module, original_forward(frame.module))}
+    for value in frame.module.__dict__.values():
+        held.update(id(item) for _, item in children(value) or ())
+    yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)
+
+
+def _walk(graph_module: GraphModule) -> Iterator[GraphModule]:
     yield graph_module
     for callee in graph_module.callees():
         yield from _walk(callee)
 
 
-def _report(graph_module: Runnable, refusals: dict[Runnable, Refusal | None]) -> FrameReport:
+def _report(graph_module: GraphModule, found: dict[GraphModule, Comparison]) -> FrameReport:
     frame = graph_module.frame
-    refusal = refusals.get(graph_module)
+    comparison = found.get(graph_module)
     status: Status = "equal"
     reason = None
     if graph_module.has_own_graph:
         status = "own graph"
     elif frame.opaque_reason is not None:
         status, reason = "opaque", frame.opaque_reason
-    elif graph_module not in refusals:
+    elif comparison is None:
         status = "not reached"
         if frame.is_below_own_graph:
             reason = "a graph that is its module calls it"
-    elif refusal is not None:
-        status = "differing" if refusal.is_difference else "not comparable"
-        reason = refusal.text
+    elif not comparison.is_equal:
+        status = "differing" if comparison.is_difference else "not comparable"
+        reason = str(comparison)
     return FrameReport(format_path(frame.path), type(frame.module).__name__, status, reason)
 
 

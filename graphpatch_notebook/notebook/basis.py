@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
+from graphpatch_notebook.checks.model_state import Fingerprint
 from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.notebook.chosen import names_used
 from graphpatch_notebook.notebook.expressions import free_names
 from graphpatch_notebook.notebook.session import Session
-from graphpatch_notebook.patchable_graph import PatchableGraph
 
 
 class Basis:
@@ -42,7 +39,8 @@ class Basis:
             names |= _names_in(session.origin.arguments)
         # It holds the objects: another one made later could have the identity of one that is gone.
         self._values = ExampleInputs(arguments, {name: namespace[name] for name in sorted(names) if name in namespace})
-        self._model = _marks(session.graph)
+        hierarchy = session.graph.__dict__["_hierarchy"]
+        self._model = Fingerprint(session.graph._module), 0 if hierarchy is None else hierarchy.edits
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Basis) and self._model == other._model and self._values.is_like(other._values)
@@ -55,18 +53,3 @@ def _names_in(arguments: str) -> set[str]:
         return set(free_names(f"_(\n{arguments}\n)"))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()  # they cannot be evaluated either
-
-
-def _marks(graph: PatchableGraph) -> tuple[Any, ...]:
-    """Returns what changes with the weights, buffers and modes of the model, and with its graph."""
-    model, hierarchy = graph._module, graph.__dict__["_hierarchy"]
-    tensors = tuple(map(_mark, chain(model.parameters(), model.buffers())))
-    modes = tuple(module.training for module in model.modules())
-    return tensors, modes, 0 if hierarchy is None else hierarchy.edits
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    try:
-        return id(tensor), tensor._version
-    except RuntimeError:  # inference tensors do not count
-        return id(tensor), 0

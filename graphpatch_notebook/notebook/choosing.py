@@ -9,16 +9,23 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook.chosen import OBSERVING, WITH_VALUE, ChosenPatch, ChosenPatches, Kind, names_used
+from graphpatch_notebook.notebook.chosen import (
+    FLAGS,
+    OBSERVING,
+    WITH_VALUE,
+    ChosenPatch,
+    ChosenPatches,
+    Kind,
+    names_used,
+)
 from graphpatch_notebook.notebook.command_line import Place, arguments, split_options, without_comment
 from graphpatch_notebook.notebook.handing_over import counted
-from graphpatch_notebook.notebook.literals import check_number
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.workspace import Workspace
 from graphpatch_notebook.paths import nearest, parse_path
 
-OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False}
+OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
 
 
 def choose(workspace: Workspace, kind: Kind, text: str) -> None:
@@ -40,8 +47,6 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
         fields["name"] = variable or session.free_name(path, workspace.results.names_of_others())
     elif kind in WITH_VALUE:
         fields["value"] = value or None
-        if kind != "custom":
-            check_number(kind, value)
     elif value:
         hint = "; a slice stands directly behind the path" if value.startswith("[") else ""
         raise SessionError(f"{kind} takes no value, but {value!r} was given{hint}")
@@ -124,7 +129,7 @@ def _restrictions(options: dict[str, str]) -> dict[str, Any]:
         "steps": options.get("--steps"),
         "positions": options.get("--positions"),
         "position_dim": position_dim,
-        "any_shape": "--any-shape" in options,
+        **{flag: f"--{flag.replace('_', '-')}" in options for flag in FLAGS},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import keyword
 import unicodedata
@@ -11,8 +12,14 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError
-from graphpatch_notebook.notebook.expressions import evaluate, free_names, parse_expression
+from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError, UntrustedValueError
+from graphpatch_notebook.notebook.expressions import (
+    as_argument,
+    evaluate,
+    free_names,
+    parse_expression,
+    without_syntax_warnings,
+)
 from graphpatch_notebook.notebook.slices import Bounds, SliceText, parse_slice
 from graphpatch_notebook.patches import (
     AddPatch,
@@ -31,6 +38,26 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 WITH_VALUE = {"add": "a number or a tensor", "replace": "a number or a tensor", "custom": "a function"}
 _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 OBSERVING = frozenset({"probe", "record"})
+FLAGS = ("any_shape", "allow_empty")
+"""The fields of a patch that are `True` or `False`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UntrustedFile:
+    """A session file that the user has not trusted yet.
+
+    Attributes:
+        name: Its name, as typed.
+        digest: That of its text.
+    """
+
+    name: str
+    digest: str
+
+    @property
+    def repair(self) -> str:
+        """What trusts it."""
+        return f"%graphpatch load {_quoted(self.name)} --trust"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +75,9 @@ class ChosenPatch:
         positions: The positions in the sequence it is for, as numbers in the same way.
         position_dim: Which dimension runs along the sequence, where that cannot be told.
         any_shape: Apply it also to values of another rank or of other sizes than at capture.
+        allow_empty: Whether the slice may select nothing.
         number: What `#n` means in the notebook; given by the session.
+        untrusted: The file that the value is from, if that must be trusted before the value is evaluated.
 
     Raises:
         ChosenPatchError: A field cannot be what it is, or does not belong to this kind.
@@ -69,11 +98,14 @@ class ChosenPatch:
     positions: str | None = None
     position_dim: int | None = None
     any_shape: bool = False
+    allow_empty: bool = False
     number: int = 0
+    untrusted: UntrustedFile | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            if field.name != "untrusted":
+                _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.kind not in KINDS:
             close = nearest(self.kind, KINDS, 1)
             raise ChosenPatchError(
@@ -82,6 +114,8 @@ class ChosenPatch:
         self._check_fields_of_kind()
         for what, parse in (("slice", parse_slice), ("value", parse_expression), ("steps", parse_numbers)):
             self._check_text(what, parse)
+        if self.value is not None and self.kind != "custom":
+            _check_number(self.kind, self.value)
         self._check_text("positions", parse_numbers)
         if self.positions in NAMED_STEPS:
             raise ChosenPatchError("positions", f"positions are numbers, not {self.positions!r}, which names steps")
@@ -120,9 +154,7 @@ class ChosenPatch:
 
     def restrictions(self) -> dict[str, Any]:
         """Returns those fields of a `Patch` that say when and where it is applied, if they are set."""
-        found: dict[str, Any] = {}
-        if self.any_shape:
-            found["any_shape"] = True
+        found: dict[str, Any] = {flag: True for flag in FLAGS if getattr(self, flag)}
         for what in ("steps", "positions"):
             if (text := getattr(self, what)) is not None:
                 found[what] = text if text in NAMED_STEPS else _numbers(parse_slice(text))
@@ -136,8 +168,14 @@ class ChosenPatch:
         The slice of a probe or record is not in it: `taken` applies it.
 
         Raises:
+            UntrustedValueError: The value is from a file that the user has not trusted yet.
             Exception: Whatever the value's expression raises.
         """
+        if self.untrusted is not None:
+            raise UntrustedValueError(
+                f"the value is code from {self.untrusted.name!r}, which you have not trusted: nothing ran; read the "
+                f"value, then trust the file by {self.untrusted.repair}, or disable #{self.number}"
+            )
         index = None if self.index is None else self.index.index(namespace)
         value = None if self.value is None else evaluate(self.value, namespace, f"value of patch #{self.number}")
         more = self.restrictions()
@@ -191,7 +229,7 @@ class ChosenPatch:
             f"--{what} {_quoted(text)}" for what in ("steps", "positions") if (text := getattr(self, what)) is not None
         ]
         dim = [] if self.position_dim is None else [f"--position-dim {self.position_dim}"]
-        return [*texts, *dim, *(["--any-shape"] if self.any_shape else [])]
+        return [*texts, *dim, *(f"--{flag.replace('_', '-')}" for flag in FLAGS if getattr(self, flag))]
 
     def numbered(self, number: int) -> ChosenPatch:
         """Returns the same patch under another number."""
@@ -272,6 +310,20 @@ def _check_type(what: str, value: Any, annotation: str) -> None:
     allowed = tuple(kinds[word.strip()] for word in annotation.split("|"))
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise ChosenPatchError(what, f"{what} must be {annotation.replace('Kind', 'str')}, not {value!r}")
+
+
+def _check_number(kind: Kind, value: str) -> None:
+    """Makes sure that what is written out in the code is a number; of what is computed nothing is known yet."""
+    try:
+        with without_syntax_warnings():
+            literal = ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return
+    if isinstance(literal, (int, float, complex)):
+        return
+    what = "None" if literal is None else f"a {type(literal).__name__}"
+    repair = f": torch.tensor({as_argument(value)})" if isinstance(literal, (list, tuple)) else ""
+    raise ChosenPatchError("value", f"{kind} takes {WITH_VALUE[kind]}, not {what}, {value}{repair}")
 
 
 def _check_variable(name: str) -> None:

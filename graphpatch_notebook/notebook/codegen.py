@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.chosen import FLAGS, OBSERVING, ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.codegen_hooks import hooks_source
 from graphpatch_notebook.notebook.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.origin import Origin
@@ -225,7 +225,7 @@ class _Export:
             items.append(f"slice={self.bound.slices.get(patch.number, source)}")
         items += [f"{what}={_numbers(text)}" for what in ("steps", "positions") if (text := getattr(patch, what))]
         items += [] if patch.position_dim is None else [f"position_dim={patch.position_dim}"]
-        items += ["any_shape=True"] if patch.any_shape else []
+        items += [f"{flag}=True" for flag in FLAGS if getattr(patch, flag)]
         return Group(f"{self.classes[_CLASSES[patch.kind]]}(", tuple(items), ")")
 
     def _kept(self, patch: ChosenPatch) -> str:

@@ -27,7 +27,6 @@ from graphpatch_notebook.notebook.source_parts import (
 )
 
 _VERBS = {"zero": "zero", "add": "add_to", "replace": "replace", "probe": "keep", "record": "keep", "custom": "change"}
-_MODULES = ("copy", "inspect", "torch")
 
 
 def hooks_source(chosen: ChosenPatches, origin: Origin, root: Frame) -> SourceCode:
@@ -61,8 +60,7 @@ class _HooksExport:
         self.names = Names({*user_names(patches, origin), *in_order(self.arguments.expression)})
         made = origin.model is not None and not is_name(origin.model)
         self.model = self.names.free("model") if made else name_of_model(patches, origin, self.names)
-        torch = "torch" if "torch" in self.needed().imports else None
-        self.script = Script(self.names, self.names.free("calls"), self.names.free("kept"), torch)
+        self.script = Script(self.names, self.names.free("calls"), self.names.free("kept"))
         self.counter = self.names.free("Counter")
         self.bound = bound_for_hooks(patches, self.arguments, self.names)
         self.script.slices = {p.number: p.slice for p in patches if p.slice is not None} | self.bound.slices
@@ -79,20 +77,14 @@ class _HooksExport:
         """Returns all of the script; `count` patches were chosen, enabled or not."""
         functions = [function_lines(plan, name, self.script) for name, plan in self.functions.items()]
         head = [*self.needed().comment(), *left_out(count - len(self.patches)), *self._imports()]
-        sections = [[*head, "", *self._preparations()], *self.script.helpers(), *functions]
+        sections = [[*head, "", *self._preparations()], *functions]
         text = "\n\n\n".join("\n".join(section) for section in [*sections, self._run()])
         return SourceCode(text + "\n")
 
     def _imports(self) -> list[str]:
-        statements = {
-            what: f"import {what}" + ("" if (name := self.script.use(what)) == what else f" as {name}")
-            for what in _MODULES
-            if what in self.script.used
-        }
         alias = "" if self.counter == "Counter" else f" as {self.counter}"
-        torch = statements.pop("torch", None)
-        standard = [*statements.values(), f"from collections import Counter{alias}"]
-        return [*standard, *(["", torch] if torch else [])]
+        torch = ["", "import torch"] if "torch" in self.needed().imports else []
+        return [f"from collections import Counter{alias}", *torch]
 
     def _preparations(self) -> list[str]:
         found: list[str] = []

@@ -59,6 +59,7 @@ _WHEN: dict[str, ArgumentKind | None] = {
     "--positions": "new",
     "--position-dim": "new",
     "--any-shape": None,
+    "--allow-empty": None,
 }
 _CHOSEN = Arguments(("chosen",))
 COMMANDS: Mapping[str, Arguments] = {
@@ -84,7 +85,7 @@ COMMANDS: Mapping[str, Arguments] = {
     "list": Arguments(),
     "export": Arguments((), {"-o": "file", "--cell": None, "--hooks": None, "--force": None}),
     "save": Arguments(("file", "new"), {"--force": None}),
-    "load": Arguments(("file", "new")),
+    "load": Arguments(("file", "new"), {"--trust": None}),
     "help": Arguments(("command",)),
 }
 CELL = Arguments(("graph", "chosen"), {"--only": "chosen"})

@@ -18,6 +18,7 @@ _WHEN = """
 --position-dim DIM     the dimension that runs along the sequence, if it cannot
                        be told: 1, -2
 --any-shape            also for values of other shapes than in the example
+--allow-empty          the slice may select nothing
 """
 _VALUE = """
 VALUE is a number, a variable or any Python expression. It is evaluated when a
@@ -43,7 +44,7 @@ _QUERY = """
 QUERY holds terms, which must all hold:
   attn              this text is in the path or the torch function
   "mlp.act"         these whole names are in the path
-  /h_[0-4]/         a regular expression finds it; /.../i ignores case
+  h_*.attn          these texts, in this order; * is any text
   op:mul            made by this torch function; * is any text: op:*norm
   shape:64          has a dimension of this size
   shape:[1,*,64]    is of this shape; * is any size, ... any number of them
@@ -127,9 +128,12 @@ FILE is the name of a file, for load; one with spaces stands in quotes.
     "load": (
         """
 FILE is what save has written. It takes the place of what is chosen; undo brings
-that back. Values in it are run as Python when they are used: mind whose it is.
+that back. In a file that you have not saved here, values that are more than
+numbers, names, arithmetic and subscripts are code of somebody's: they are
+shown, and not run until you trust the file.
+--trust   runs them from now on, as long as the file stays as it is
 """,
-        ("load session.json", 'load "my patches.json"'),
+        ("load session.json", 'load "my patches.json" --trust'),
     ),
 }
 

@@ -45,13 +45,13 @@ def _choose(kind: Any) -> Callable[[Workspace, str], None]:
     return lambda workspace, text: choosing.choose(workspace, kind, text)
 
 
-_WHEN = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape]"
+_WHEN = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape] [--allow-empty]"
 _ALL = [
     Command("wrap", "NAME = MODEL(ARGS)", "makes a PatchableGraph of a model, on example inputs", wrapping.wrap),
     Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
     Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "the tree, to patch by click", views.show),
     Command("ls", "[PATH]", "what is in a graph", views.ls, "Listing"),
-    Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, /regex/", views.find, "Searching"),
+    Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, h_*.mlp", views.find, "Searching"),
     Command("code", "PATH", "the code of a graph or a node", views.code, "Building code"),
     Command("shape", "PATH[slice]", "the recorded shape", views.shape),
     Command("zero", f"PATH[slice] {_WHEN}", "sets a value to zero", _choose("zero")),
@@ -75,7 +75,7 @@ _ALL = [
         "Exporting",
     ),
     Command("save", "FILE [--force]", "writes the chosen patches to a file", files.save),
-    Command("load", "FILE", "reads them back", files.load),
+    Command("load", "FILE [--trust]", "reads them back", files.load),
 ]
 COMMANDS = {command.name: command for command in _ALL}
 

@@ -105,7 +105,7 @@ def _notes_of_graph(frame: Frame) -> Iterator[str]:
         yield "this graph runs in place of the module"
     if frame.training:
         yield "captured in train mode"
-    yield from map(visible, frame.doubts)
+    yield from map(visible, map(str, frame.doubts))
 
 
 def _what(place: Place, node: Node) -> str:

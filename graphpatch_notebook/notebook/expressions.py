@@ -15,6 +15,11 @@ from graphpatch_notebook.notebook.syntax_trees import parsed
 from graphpatch_notebook.paths import nearest
 
 _LONGEST_QUOTE = 80
+# What runs no code but that of the objects which the names stand for.
+_PLAIN = (
+    *(ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop),
+    *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Subscript, ast.Slice),
+)
 _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 
 
@@ -41,6 +46,19 @@ def parse_expression(text: str) -> str:
             f"{quoted(text)}: a value cannot await, yield or assign; do that in a cell, and name the variable"
         )
     return stripped
+
+
+def is_plain(text: str) -> bool:
+    """Whether an expression holds only literals, names, arithmetic, containers of these, and subscripts.
+
+    What it can do is up to the user's own objects, whoever wrote it: it calls no function that it names, and gets at no
+    attribute. It may still take long (`9**9**9`).
+
+    Example:
+        >>> is_plain("0.5 * steering[2, :3]"), is_plain("().__class__"), is_plain("torch.ones(3)")
+        (True, False, False)
+    """
+    return all(isinstance(node, _PLAIN) for node in ast.walk(_parsed(text).body))
 
 
 def quoted(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import keyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.command_line import arguments, split_options, without_comment
 from graphpatch_notebook.notebook.handing_over import counted
-from graphpatch_notebook.notebook.text_file import real_file, replace_text
+from graphpatch_notebook.notebook.labels import visible
+from graphpatch_notebook.notebook.text_file import digest, real_file, replace_text
 from graphpatch_notebook.notebook.workspace import Workspace, is_a
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _to_file(file: str, code: SourceCode, is_forced: bool) -> None:
         target = real_file(file)
         if target.exists() and not is_forced:
             _check_overwritten(target)
-        replace_text(target, f"{MARK}{_hash(str(code))}\n{code}")
+        replace_text(target, f"{MARK}{digest(str(code))}\n{code}")
     except OSError as error:
         raise SessionError(f"{file!r} cannot be written: {error.strerror or error}") from None
     print(f"the code is in {file}")
@@ -80,7 +80,7 @@ def _check_overwritten(target: Path) -> None:
         first, _, rest = target.read_text("utf8").partition("\n")
     except UnicodeDecodeError:
         first = rest = ""
-    if first.startswith(MARK) and first == f"{MARK}{_hash(rest)}":
+    if first.startswith(MARK) and first == f"{MARK}{digest(rest)}":
         return
     what = (
         "was changed since %graphpatch export wrote it"
@@ -88,10 +88,6 @@ def _check_overwritten(target: Path) -> None:
         else "was not written by %graphpatch export"
     )
     raise SessionError(f"{str(target)!r} {what}; choose another file, or add --force")
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -112,14 +108,16 @@ def load(workspace: Workspace, text: str) -> None:
     """Chooses what a file holds, in place of what is chosen."""
     from graphpatch_notebook.notebook import session_file
 
-    name, session = _name(without_comment(text), "load"), workspace.current().session
+    options, rest = split_options(without_comment(text), {"--trust": False})
+    name, session = _name(rest, "load"), workspace.current().session
     before = len(session.chosen.patches)
-    patches = session_file.load(session, name)
+    patches = session_file.load(session, name, is_trusted="--trust" in options)
     instead = f" in place of {counted(before)}; undo brings those back" if before else ""
     print(f"read {counted(len(patches))} from {name}{instead}")
-    values = [f"#{patch.number} {patch.value}" for patch in patches if patch.value is not None]
-    if values:
-        print(f"these values are run as Python when the patches are used: {'; '.join(values)}")
+    code = {f"#{one.number} {visible(str(one.value), None)}": one.untrusted for one in patches if one.untrusted}
+    for file in dict.fromkeys(code.values()):
+        print(f"these values are code, which is not run until you trust the file: {'; '.join(code)}")
+        print(f"if it does only what you want: {file.repair}")
 
 
 def _name(text: str, command: str) -> str:

@@ -10,8 +10,6 @@ def zero_h_0_mlp(module, args, output):
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,46 +25,7 @@ from graphpatch_notebook.notebook.source_layout import (
     with_prefix,
 )
 from graphpatch_notebook.notebook.source_names import Names, as_name
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, key_text, plain_dict_key
-
-_HELPERS = {
-    "number_like": [
-        "def {number_like}(old, new):",
-        '    """Returns `new` as a number of the type of `old`."""',
-        "    if isinstance(old, {torch}.Tensor):",
-        '        raise TypeError("a tensor came up where the example had a number")',
-        "    return type(old)({plain_number}(new))",
-    ],
-    "plain_number": [
-        "def {plain_number}(value):",
-        "    return value.item() if isinstance(value, {torch}.Tensor) else value",
-    ],
-    "copied": [
-        "def {copied}(value):",
-        "    return value.clone() if isinstance(value, {torch}.Tensor) else value",
-    ],
-    "with_item": [
-        "def {with_item}(container, key, value):",
-        '    """Returns a shallow copy of a container with another value at `key`."""',
-        "    result = {copy}.copy(container)",
-        "    result[key] = value",
-        "    return result",
-    ],
-    "with_field": [
-        "def {with_field}(container, name, value):",
-        '    """Returns a shallow copy of an object with another value in a field."""',
-        "    result = {copy}.copy(container)",
-        "    object.__setattr__(result, name, value)",
-        "    return result",
-    ],
-}
-_USES = {
-    "number_like": ("torch", "plain_number"),
-    "plain_number": ("torch",),
-    "copied": ("torch",),
-    "with_item": ("copy",),
-    "with_field": ("copy",),
-}
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, plain_dict_key
 
 
 @dataclass(slots=True)
@@ -77,39 +36,15 @@ class Script:
         names: All names at the top of the script.
         calls: The variable that counts how often each function was called.
         kept: The variable that holds what probes and records keep.
-        torch: What the module `torch` is called.
         values: The source of the value of each patch, by its number.
         slices: What stands between the brackets behind its value, for each patch that has a slice.
-        used: The helpers and imported modules that are used.
     """
 
     names: Names
     calls: str
     kept: str
-    torch: str | None = None
     values: dict[int, str] = field(default_factory=dict)
     slices: dict[int, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    _shared: dict[str, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        # All of them, used or not: no variable of a function may hide one that another line of it needs.
-        self._shared = {what: self.names.free(what) for what in (*_HELPERS, "copy", "inspect")}
-        self._shared["torch"] = self.torch or self.names.free("torch")
-        if self.torch is not None:
-            self.used.add("torch")
-
-    def use(self, what: str) -> str:
-        """Returns the name of a helper or of an imported module, which then is part of the script."""
-        if what not in self.used:
-            self.used.add(what)
-            for other in _USES.get(what, ()):
-                self.use(other)
-        return self._shared[what]
-
-    def helpers(self) -> list[list[str]]:
-        """Returns the functions that are used, each as lines."""
-        return [[line.format(**self._shared) for line in _HELPERS[what]] for what in _HELPERS if what in self.used]
 
 
 def function_lines(plan: HookPlan, name: str, script: Script) -> list[str]:
@@ -164,14 +99,13 @@ class _Function:
 
     def _edit(self, edit: Edit) -> list[Statement]:
         """Returns the statements that read a value, do what the patches say, and put it back."""
-        spec = edit.target.node.spec if edit.form is None else _spec_of_input(edit)
         found: list[Statement] = []
         whole = self.output
         if edit.form is not None:
             whole, before = self._read(edit)
             found += before
         source = whole
-        for key, inside in _path_of(spec, edit.dig):
+        for key, inside in edit.containers:
             source = _child(source, key, inside)
         variable = self.output if not edit.dig and edit.form is None else self._variable(edit, whole)
         value = _Value(source, variable, edit, self.script)
@@ -181,7 +115,7 @@ class _Function:
         if not value.is_changed:
             return found
         self.has_changed = True
-        rebuilt = self._rebuilt(whole, list(_path_of(spec, edit.dig)), value.source)
+        rebuilt = self._rebuilt(whole, edit.containers, value.source)
         if edit.form is not None:
             return [*found, *self._write(edit.form, rebuilt)]
         if rebuilt != self.output:
@@ -202,28 +136,15 @@ class _Function:
         """Returns the source of an input, and the statements before it."""
         form = edit.form
         assert form is not None
-        by_name = self._by_name(edit, form)
         if form.name is None:
             return f"{self.args}[{form.position}]", []
+        key = text_literal(form.name)
+        by_name = f"{self.kwargs}[{key}]" if form.default is None else f"{self.kwargs}.get({key}, {form.default})"
         if form.position is None or form.is_sure:
             return by_name, []
         variable = self.names.free(as_name(form.name))
         by_position = f"{self.args}[{form.position}] if len({self.args}) > {form.position}"
         return variable, [f"{variable} = {by_position} else {by_name}"]
-
-    def _by_name(self, edit: Edit, form: Form) -> str:
-        if form.name is None:
-            return ""
-        key = text_literal(form.name)
-        if not form.has_default:
-            return f"{self.kwargs}[{key}]"
-        if form.default is None:
-            return f"{self.kwargs}.get({key})"
-        if type(form.default) in (bool, int, str) or (type(form.default) is float and form.default - form.default == 0):
-            literal = text_literal(form.default) if isinstance(form.default, str) else repr(form.default)
-            return f"{self.kwargs}.get({key}, {literal})"
-        signature = f"{self.script.use('inspect')}.signature({self.module}.forward)"
-        return f"{self.kwargs}.get({key}, {signature}.parameters[{key}].default)"
 
     def _write(self, form: Form, source: Source) -> list[Statement]:
         """Returns the statements that give an input another value."""
@@ -241,12 +162,15 @@ class _Function:
         return [Block(f"if len({self.args}) > {form.position}:", (by_position,)), Block("else:", (by_name,))]
 
     def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> Source:
-        """Returns the source of `whole` with `new` at the end of `path`, where the containers on the way are copies."""
+        """Returns the source of `whole` with `new` at the end of `path`, where the tuples on the way are other ones."""
         if not path:
             return new
         (key, spec), *rest = path
+        before = [f"*{whole}[:{key}]"] if key else []
+        after = [] if key == len(spec.children) - 1 else [f"*{whole}[{key + 1}:]"]
         inner = self._rebuilt(_child(whole, key, spec), rest, new)
-        return _replaced(whole, key, spec, inner, self.script.use)
+        items = (*before, inner, *after)
+        return Group("(", items, ")") if len(items) > 1 else Group("(", items, ",)")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -271,9 +195,6 @@ class _Value:
         self._edit = edit
         self._script = script
         self._is_own = False
-        spec = edit.target.spec
-        self._is_number = isinstance(spec, ScalarSpec) and spec.is_number
-        self._is_tensor = isinstance(spec, TensorSpec)
 
     def apply(self, patch: ChosenPatch) -> None:
         """Adds the statements of one patch."""
@@ -281,15 +202,14 @@ class _Value:
             self._keep(patch)
         elif patch.kind == "custom":
             self._custom(patch, self._script.values[patch.number])
-        elif self._is_number:
-            self._number(patch, self._script.values.get(patch.number, "0"))
         else:
             self._write(patch, self._script.values.get(patch.number, "0"))
 
     def _keep(self, patch: ChosenPatch) -> None:
         place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
         # What the model writes into later is kept as it was.
-        is_copied = self._edit.target.node.is_mutated_later and self._is_tensor
+        target = self._edit.target
+        is_copied = target.node.is_mutated_later and isinstance(target.spec, TensorSpec)
         source = f"{self.source}.clone()" if is_copied else self.source
         self.lines.append(f"{place}.append({source})" if patch.kind == "record" else f"{place} = {source}")
         self._is_own = False
@@ -320,77 +240,17 @@ class _Value:
             part = f"{self.variable}[{self._script.slices[patch.number]}]"
             self.lines.append(f"{part} = {called}({part}.clone())")
             return
-        if self._is_tensor:
-            given = self.source if self._is_own else f"{self.source}.clone()"
-        else:
-            given = f"{self._script.use('copied')}({self.source})"
+        given = self.source if self._is_own else f"{self.source}.clone()"
         self._assign(f"{called}({given})")
         self._is_own = False
-
-    def _number(self, patch: ChosenPatch, value: str) -> None:
-        like = self._script.use("number_like")
-        if patch.kind == "add":
-            value = f"{self.source} + {self._script.use('plain_number')}({value})"
-        self._assign(f"{like}({self.source}, {value})")
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Containers
 
 
-def _spec_of_input(edit: Edit) -> ValueSpec:
-    """Returns the spec of what the form of an input leads to: one item of `*args` or `**kwargs`, or all of it."""
-    spec = edit.target.node.spec
-    for key in edit.target.dig[: len(edit.target.dig) - len(edit.dig)]:
-        assert isinstance(spec, ContainerSpec)
-        spec = next(child for _, other, child in spec.children if other == key)
-    return spec
-
-
-def _path_of(spec: ValueSpec, dig: tuple[Any, ...]) -> list[tuple[Any, ContainerSpec]]:
-    """Returns each key with the container that it leads into."""
-    found: list[tuple[Any, ContainerSpec]] = []
-    for key in dig:
-        assert isinstance(spec, ContainerSpec)
-        found.append((key, spec))
-        spec = next(child for _, other, child in spec.children if other == key)
-    return found
-
-
-def _is_sequence(spec: ContainerSpec) -> bool:
-    return issubclass(spec.type, (tuple, list))
-
-
-def _is_object(spec: ContainerSpec) -> bool:
-    return dataclasses.is_dataclass(spec.type) and not issubclass(spec.type, (dict, OrderedDict))
-
-
 def _child(source: str, key: Any, spec: ContainerSpec) -> str:
-    if not isinstance(key, str) or _is_sequence(spec):
-        return f"{source}[{_literal(plain_dict_key(key))}]"
-    is_attribute = dataclasses.is_dataclass(spec.type) and key.isidentifier()
-    return f"{source}.{key}" if is_attribute else f"{source}[{text_literal(key)}]"
-
-
-def _literal(key: Any) -> str:
-    return text_literal(key) if isinstance(key, str) else repr(key)
-
-
-def _replaced(source: str, key: Any, spec: ContainerSpec, child: Source, use: Callable[[str], str]) -> Source:
-    kind = spec.type
-    if _is_sequence(spec):
-        if (names := getattr(kind, "_fields", None)) is not None:
-            return Group(f"{source}._replace(", (with_prefix(f"{names[key]}=", child),), ")")
-        before = [f"*{source}[:{key}]"] if key else []
-        after = [] if key == len(spec.children) - 1 else [f"*{source}[{key + 1}:]"]
-        items = (*before, child, *after)
-        if kind is list:
-            return Group("[", items, "]")
-        as_tuple = Group("(", items, ")") if len(items) > 1 else f"({child},)"
-        return as_tuple if kind is tuple else Group(f"type({source})(", (as_tuple,), ")")
-    plain = _literal(plain_dict_key(key))
-    if _is_object(spec):
-        return Group(f"{use('with_field')}(", (source, plain, child), ")")
-    if kind is dict:
-        return Group("{", (f"**{source}", with_prefix(f"{plain}: ", child)), "}")
-    return Group(f"{use('with_item')}(", (source, plain, child), ")")
+    if dataclasses.is_dataclass(spec.type) and isinstance(key, str) and key.isidentifier():
+        return f"{source}.{key}"
+    plain = plain_dict_key(key)
+    return f"{source}[{text_literal(plain) if isinstance(plain, str) else repr(plain)}]"

@@ -16,14 +16,14 @@ from torch.nn import Module
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.errors import ExportError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.source_layout import text_literal
 from graphpatch_notebook.notebook.source_names import Arguments
 from graphpatch_notebook.notebook.source_parts import by_path
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.torch_compat import is_compiled
-from graphpatch_notebook.values import key_text, leaves, plain_dict_key
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, leaves, plain_dict_key
 
 Side: TypeAlias = Literal["inputs", "output"]
 
@@ -36,15 +36,13 @@ class Form:
         position: Where it stands among the positional arguments, if it may.
         name: Its name among the keyword arguments, if it may be there.
         is_sure: Whether it is where `position` says, or else where `name` says, in each call like the example's.
-        has_default: Whether the call may leave it out.
-        default: Its default.
+        default: The source of its default, where the call may leave it out; `None` where none can be written.
     """
 
     position: int | None
     name: str | None
     is_sure: bool
-    has_default: bool = False
-    default: Any = None
+    default: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,17 @@ class Edit:
     patches: tuple[ChosenPatch, ...]
     dig: tuple[Any, ...]
     form: Form | None
+
+    @property
+    def containers(self) -> list[tuple[Any, ContainerSpec]]:
+        """Each key of `dig`, with the container that it leads into."""
+        found: list[tuple[Any, ContainerSpec]] = []
+        spec = self.target.node.spec
+        for key in self.target.dig:
+            assert isinstance(spec, ContainerSpec)
+            found.append((key, spec))
+            spec = next(child for _, other, child in spec.children if other == key)
+        return found[len(found) - len(self.dig) :]
 
 
 @dataclass(slots=True)
@@ -110,6 +119,9 @@ def hook_plans(
             problems.append(problem.message)
             continue
         found = list(_problems(target, on_path, root))
+        if not found:
+            edit = _edit(target, tuple(on_path), root, arguments if knows_call else None)
+            found = list(_write_problems(edit))
         problems += found
         if found:
             continue
@@ -118,7 +130,6 @@ def hook_plans(
         plan = plans.setdefault(
             (id(module), side), HookPlan(str(module_source(root.module, target.frame)), side, order.count(module))
         )
-        edit = _edit(target, tuple(on_path), root, arguments if knows_call else None)
         plan.calls.setdefault(order.index(target.frame, side), []).append(edit)
     if problems:
         more = "the graphpatch form can do it" if len(problems) == 1 else "the graphpatch form can do them all"
@@ -201,13 +212,12 @@ def _form(frame: Frame, index: int, parameter: InputParameter, arguments: Argume
         return Form(index, None, True)
     if parameter.name in keywords and may_be_keyword:
         return Form(None, parameter.name, True)
-    has_default = parameter.default is not inspect.Parameter.empty
+    default = parameter.default
     return Form(
         index if may_be_positional else None,
         parameter.name if may_be_keyword else None,
         not (may_be_positional and may_be_keyword),
-        has_default,
-        parameter.default if has_default else None,
+        repr(default) if default is None or type(default) in (bool, int) else None,
     )
 
 
@@ -227,7 +237,7 @@ def _problems_of_graph(root: Frame) -> Iterator[str]:
 
 
 def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> Iterator[str]:
-    title = f"{'#' + str(patches[0].number) + ' ' if patches[0].number else ''}{target.path!r}"
+    title = _title(target, patches)
     node, frame = target.node, target.frame
     if any(patch.steps is not None or patch.positions is not None for patch in patches):
         yield f"{title} has steps or positions, which a hook does not know: choose a part with a slice instead"
@@ -248,6 +258,22 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
     odd = [key for key in map(plain_dict_key, target.dig) if not _is_literal(key)]
     if odd:
         yield f"{title}: the key {odd[0]!r} has no literal in Python"
+
+
+def _title(target: Target, patches: Sequence[ChosenPatch]) -> str:
+    return f"{'#' + str(patches[0].number) + ' ' if patches[0].number else ''}{target.path!r}"
+
+
+def _write_problems(edit: Edit) -> Iterator[str]:
+    """Yields why a value cannot be put back where it was. Hooks change tensors, and tensors in tuples."""
+    if all(patch.kind in OBSERVING for patch in edit.patches):
+        return
+    title = _title(edit.target, edit.patches)
+    other = next((spec for _, spec in edit.containers if spec.type is not tuple), None)
+    if other is not None:
+        yield f"{title} is in a {other.type.__name__}, and hooks change tensors and tuples only: patch what it holds"
+    elif not isinstance(edit.target.spec, TensorSpec):
+        yield f"{title} is not a tensor ({edit.target.spec}), and hooks change tensors only"
 
 
 def _is_literal(key: Any) -> bool:

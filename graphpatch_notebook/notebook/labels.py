@@ -16,14 +16,14 @@ _DTYPE = re.compile(r"(bfloat|float|complex|uint|int)(\d.*)")
 _SHORT = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
 
 
-def visible(text: str) -> str:
+def visible(text: str, longest: int | None = _LONGEST) -> str:
     r"""Returns text of the model or the user so that it shows as text and nothing else: on one line, no control codes.
 
     Example:
         >>> print(visible("a\x1b[31m\nb"))
         a\x1b[31m\nb
     """
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    text = text if longest is None or len(text) <= longest else f"{text[:longest]}…"
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from graphpatch_notebook.notebook.labels import visible
-from graphpatch_notebook.notebook.repetitions import check_length, open_repetitions
 from graphpatch_notebook.paths import parse_path
 
 
@@ -25,18 +23,20 @@ def has_names(path: str, wanted: str) -> bool:
     return wanted in names or any(names[i : i + len(parts)] == parts for i in range(len(names)))
 
 
-def regex_test(paths: Sequence[str], regex: re.Pattern[str]) -> Callable[[int], bool]:
-    """Returns what tells of a position whether the path there is found; raises `ValueError` where it is too long."""
-    repetitions = open_repetitions(regex.pattern)
+def has_parts(text: str, parts: Iterable[str]) -> bool:
+    """Whether `text` has all parts in it, one behind the other: what `*` between them means.
 
-    def is_found(at: int) -> bool:
-        try:
-            check_length(regex.pattern, repetitions, paths[at])
-        except ValueError as error:
-            raise ValueError(visible(str(error))) from None
-        return regex.search(paths[at]) is not None
-
-    return is_found
+    Example:
+        >>> has_parts("h_0.mlp.act", ["h_", ".act"]), has_parts("h_0.mlp.act", ["act", "mlp"])
+        (True, False)
+    """
+    start = 0
+    for part in parts:
+        found = text.find(part, start)
+        if found < 0:
+            return False
+        start = found + len(part)
+    return True
 
 
 def is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
@@ -53,9 +53,4 @@ def _is_made(name: str, parts: Sequence[str]) -> bool:
     first, *middle, last = parts
     if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
         return False
-    inside = name[len(first) : len(name) - len(last)]
-    for part in middle:
-        _, found, inside = inside.partition(part) if part else ("", "*", inside)
-        if not found:
-            return False
-    return True
+    return has_parts(name[len(first) : len(name) - len(last)], middle)

@@ -13,11 +13,12 @@ import torch
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.records import SourceLine, line_at
+from graphpatch_notebook.checks.model_state import copied_output
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.notebook.labels import file_label
 from graphpatch_notebook.notebook.run_inputs import RunInputs
-from graphpatch_notebook.notebook.run_state import RunState, copied_output
+from graphpatch_notebook.notebook.run_state import RunState
 from graphpatch_notebook.notebook.tokens import TokenInputs
 from graphpatch_notebook.notebook.worker import Job, ThreadSettings
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -118,7 +119,7 @@ class Passes:
                 is_last = position == len(self._patch_maps)
                 outcome.outputs.append(state.separated(output) if is_last else _apart(output, outcome))
                 self._take(self._count.done, state.separated)
-                if (remark := state.random_numbers.remark(is_last)) is not None:
+                if (remark := state.remark(is_last)) is not None:
                     outcome.warnings.append(remark)
                 state.restore()
                 self._count.done += 1

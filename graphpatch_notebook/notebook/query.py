@@ -1,11 +1,11 @@
-r"""The search grammar, shared by `%graphpatch find` and the widget: from the text of a query to its terms.
+"""The search grammar, shared by `%graphpatch find` and the widget: from the text of a query to its terms.
 
 | term | finds nodes |
 | --- | --- |
 | `attn` | with this text in their path or torch function; upper and lower case are the same |
 | `"mlp.act"` | with these names in their path: whole names, upper and lower case differ |
-| `/h_[0-4]\.attn/` | whose path this regular expression finds; `/.../i`: upper and lower case are the same |
-| `op:mul` | made by this torch function; `*` stands for any letters |
+| `h_*.attn` | the same, in this order; `*` stands for any letters, here as in all terms |
+| `op:mul` | made by this torch function; `op:*norm` |
 | `shape:64` | tensors with a dimension of this size |
 | `shape:[1,128,64]` | tensors of this shape; `*` is any size, `...` any number of sizes |
 | `dtype:f16` | tensors of this dtype, `f16` or `float16` |
@@ -13,7 +13,6 @@ r"""The search grammar, shared by `%graphpatch find` and the widget: from the te
 | `module:LlamaMLP` | in the graph of a module of this class |
 | `-term` | that the term does not find |
 
-A regular expression that may take forever, such as `/(a+)+b/`, is refused.
 All terms of a query must hold. Plumbing is found only where `is:plumbing` asks for it.
 """
 
@@ -25,10 +24,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from graphpatch_notebook.notebook.labels import visible
-from graphpatch_notebook.notebook.repetitions import open_repetitions
 from graphpatch_notebook.paths import nearest
 
-TermKind: TypeAlias = Literal["text", "exact", "regex", "op", "shape", "dtype", "is", "module"]
+TermKind: TypeAlias = Literal["text", "exact", "op", "shape", "dtype", "is", "module"]
 Sizes: TypeAlias = "tuple[int | None, ...]"
 
 NODE_KINDS = ("input", "parameter", "buffer", "attribute", "op", "output")
@@ -39,7 +37,6 @@ _KEY = re.compile(r"([A-Za-z]+):")
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"\S+")
 _BRACKETED = re.compile(r"shape:(\[[^\]]*\]|\([^)]*\))(?!\S)")
-_REGEX = re.compile(r"/((?:[^/\\]|\\.)*)/(i?)(?!\S)")
 _QUOTED = re.compile(r"\"([^\"]*)\"(?!\S)|'([^']*)'(?!\S)")
 
 
@@ -78,13 +75,12 @@ class Term:
 
     Attributes:
         kind: What it is about.
-        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), the regular
-            expression, or the `Shape`.
+        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or the `Shape`.
         is_excluded: Whether nodes are wanted for which it does not hold.
     """
 
     kind: TermKind
-    value: str | re.Pattern[str] | Shape
+    value: str | Shape
     is_excluded: bool = False
 
 
@@ -130,23 +126,14 @@ def _term(text: str, position: int) -> tuple[Term, int]:
             raise ValueError(f"the quote does not end: {text[position:]}; write {text[position]}name{text[position]}")
         return Term("exact", quoted[1] or quoted[2] or ""), quoted.end()
     if text[position] == "/":
-        if (regex := _REGEX.match(text, position)) is None:
-            raise ValueError(f"the regular expression does not end: {text[position:]}; write /.../")
-        return Term("regex", _compiled(regex[1], regex[2])), regex.end()
+        raise ValueError(
+            "no path has a '/' in it, and regular expressions are not searched: write words and *, as in h_*.attn"
+        )
     if bracketed := _BRACKETED.match(text, position):
         return Term("shape", _shape(bracketed[1])), bracketed.end()
     word = _WORD.match(text, position)
     assert word is not None  # not at a space
     return _word_term(word[0]), word.end()
-
-
-def _compiled(pattern: str, flag: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern, re.IGNORECASE if flag else 0)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a regular expression: /{pattern}/ ({error}); a plain text needs no slashes") from None
-    open_repetitions(pattern)
-    return compiled
 
 
 def _word_term(word: str) -> Term:
@@ -156,7 +143,7 @@ def _word_term(word: str) -> Term:
     key, value = match[1].lower(), word[match.end() :]
     if key not in KEYS:
         meant = nearest(key, KEYS, 1)[0]
-        raise ValueError(f"unknown search key '{match[1]}:'; nearest: {meant}:; for the text itself write /{word}/")
+        raise ValueError(f"unknown search key '{match[1]}:'; nearest: {meant}:; for the text itself write *{word}")
     if not value:
         raise ValueError(f"there is nothing after '{key}:'; write {_EXAMPLES[key]}")
     return _KEYED[key](value)

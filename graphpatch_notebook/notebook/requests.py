@@ -19,8 +19,8 @@ from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, Sessio
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, names_used
 from graphpatch_notebook.notebook.codegen import export
 from graphpatch_notebook.notebook.details import details
-from graphpatch_notebook.notebook.literals import check_number
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.session_file import trust
 from graphpatch_notebook.notebook.session_state import FIELDS
 from graphpatch_notebook.notebook.skeleton import Skeleton
 from graphpatch_notebook.notebook.workspace import Workspace
@@ -179,6 +179,8 @@ def _edit(desk: Desk, payload: Payload) -> Answer:
             session.remove(edit.numbers("numbers"), version)
         case "clear":
             session.clear(version)
+        case "trust":
+            trust(session, edit.number("number"), version)
         case "undo":
             session.undo(version)
         case "redo":
@@ -211,10 +213,7 @@ def _patch(desk: Desk, fields: dict[str, Any], is_enabled: Any = True) -> Chosen
         # The path first: a mistake in it would make nonsense of a name.
         path = desk.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
         fields = {**fields, "name": _free_name(desk, path)}
-    patch = ChosenPatch(**fields, is_enabled=is_enabled)
-    if patch.value is not None and patch.kind in ("add", "replace"):
-        check_number(patch.kind, patch.value)
-    return patch
+    return ChosenPatch(**fields, is_enabled=is_enabled)
 
 
 def _free_name(desk: Desk, path: str) -> str:

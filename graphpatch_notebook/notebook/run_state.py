@@ -1,149 +1,76 @@
-"""What a run must leave as it was: the model's buffers, and the user's random numbers."""
+"""What a run must leave as it was: all that the model holds, and the user's random numbers."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-from torch.nn import Module, Parameter
-
-from graphpatch_notebook.capture.tensor_sources import reachable_modules
-from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.model_state import LARGE, ModuleState, copied, version_of
-from graphpatch_notebook.notebook.random_numbers import RandomNumbers
+from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRandomState
+from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.values import readable_children
 
-_DEEPEST = 4
-_NOT_BUFFERS = frozenset({"_parameters", "_modules"})
-_PLAIN = (bool, int, float, str, type(None), Module)
+_SHARED = ("torch", "Python", "numpy")
 
 
 class RunState:
-    """Buffers, tensors in attributes and random generators at one moment, to start runs from, and to be put back.
+    """The state of a model at one moment, to start runs from, and to be put back.
+
+    The generators of torch, Python and numpy are those of the process: while a run goes on, a cell of the user's may
+    draw from them, too. To put them back would have it draw the same numbers twice. So they are left alone where the
+    model is in eval mode and drew none when it was captured; `remark` tells if they moved all the same.
 
     Args:
         graph: The graph of the model.
-
-    Attributes:
-        random_numbers: The generators.
     """
 
     def __init__(self, graph: PatchableGraph) -> None:
-        self._state = ModuleState(graph._module)
-        self._modules = reachable_modules(graph._module)
-        self._tensors = AttributeTensors(self._modules)
-        self.random_numbers = RandomNumbers(graph._root_frame, self._modules)
+        self._state = ModuleState(graph._module, _generators(graph))
+        drawn: list[str] | None = graph._drawn
+        self._draws = drawn is None or bool(drawn) or any(module.training for module in graph._module.modules())
+        self._begin = SharedRandomState()
+        self._end: SharedRandomState | None = None
 
     def restore(self) -> None:
-        """Puts everything back."""
-        self.random_numbers.restore()
-        self._state.restore_buffers()
-        self._tensors.restore()
+        """Puts everything back, but for the generators of the process where the model draws nothing."""
+        self._state.restore(has_random=self._draws)
 
-    def change_of_model(self) -> str | None:
-        """Returns what a run has changed in the model that cannot be put back, in words; asked after `restore`."""
-        change = self._state.unrepeatable_change()
-        return self._tensors.change() if change is None or "random numbers" in change else change
+    def change_of_model(self) -> Change | None:
+        """Returns what a run has changed in the model that cannot be put back; asked after `restore`."""
+        return self._state.change(besides=_SHARED)
 
     def separated(self, value: Any) -> Any:
-        """Returns a value that stays what it is when buffers are put back, or are written into by another run.
+        """Returns a value that stays what it is when the state is put back, or in another run."""
+        return self._state.separated(value)
 
-        Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
+    def remark(self, is_last: bool) -> str | None:
+        """Returns why two calls may not have had the same numbers, in words; asked after each, before `restore`.
+
+        Args:
+            is_last: Whether no other call follows.
         """
-        kept = {_memory(tensor) for module in self._modules for tensor in _kept_by(module)} - {None}
-        return copied_output(value) if any(_memory(tensor) in kept for tensor in _tensors_in(value)) else value
-
-
-def copied_output(value: Any) -> Any:
-    """Returns a copy of what a model returned; parameters are the model's own, which no run writes into."""
-    return copied(value, [tensor for tensor in _tensors_in(value) if isinstance(tensor, Parameter)])
-
-
-class AttributeTensors:
-    """Tensors that modules hold as plain attributes, also in containers and in objects, as they are at one moment."""
-
-    def __init__(self, modules: list[Module]) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._versions: list[tuple[str, Tensor, int]] = []
-        buffers = {id(tensor) for module in modules for tensor in module._buffers.values()}
-        held = {
-            id(tensor): (f"{type(module).__name__} writes into a tensor of its {name!r} while it runs", tensor)
-            for module in modules
-            for name, tensor in _held_by(module)
-            if id(tensor) not in buffers
-        }
-        for words, tensor in held.values():
-            if (copy := _copy_of_state(tensor)) is not None:
-                self._copies.append((tensor, copy))
-            else:
-                self._versions.append((words, tensor, version_of(tensor)))
-
-    def restore(self) -> None:
-        """Writes those back that were written into."""
-        for tensor, copy in self._copies:
-            if difference(tensor.detach(), copy, "") is not None:
-                tensor.data.copy_(copy)
-
-    def change(self) -> str | None:
-        """Returns which one was written into that cannot be put back, in words."""
-        return next((words for words, tensor, version in self._versions if version_of(tensor) != version), None)
-
-
-def _copy_of_state(tensor: Tensor) -> Tensor | None:
-    """Returns a copy to put back later; `None` for what is a weight and no state, or cannot be written as a whole."""
-    try:
-        is_large = tensor.numel() * tensor.element_size() > LARGE
-        has_own_elements = all(
-            stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+        now, before = SharedRandomState(), self._end
+        self._end = now
+        if not self._draws:
+            moved = [] if is_last else now.differing(self._begin)
+            return (
+                f"random numbers of {' and '.join(moved)} were drawn during the run without the patches: if it was the "
+                "model that drew them (and no cell), some of the differences may come from that"
+                if moved
+                else None
+            )
+        moved = [] if before is None else now.differing(before)
+        return (
+            f"the run with the patches drew another amount of random numbers (of {' and '.join(moved)}) than the one "
+            "without, or a cell drew some meanwhile: some of the differences may come from that"
+            if moved
+            else None
         )
-        if is_large or isinstance(tensor, Parameter) or not has_own_elements:
-            return None
-        return tensor.detach().clone()
-    except Exception:  # some layouts and subclasses have no strides, or no copies
-        return None
 
 
-def _kept_by(module: Module) -> Iterator[Tensor]:
-    """Yields the buffers of a module, and other tensors that are attributes of it, but no parameters."""
-    return (tensor for _, tensor in _held_by(module))
-
-
-def _held_by(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that `_kept_by` tells of, with the names of the attributes."""
-    for name, value in module.__dict__.items():
-        # Most attributes of most modules are numbers, or hooks that nobody has registered.
-        is_empty = isinstance(value, (dict, list, tuple, set)) and not value
-        if not is_empty and name not in _NOT_BUFFERS and not isinstance(value, _PLAIN):
-            yield from ((name, tensor) for tensor in _tensors_in(value))
-
-
-def _tensors_in(value: Any, depth: int = 0, opens_objects: bool = True) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth < _DEEPEST and not isinstance(value, (Module, type, ModuleType)) and not callable(value):
-        inside = _inside(value)
-        if inside is None and opens_objects:
-            inside, opens_objects = list(getattr(value, "__dict__", {}).values()), False
-        for child in inside or ():
-            yield from _tensors_in(child, depth + 1, opens_objects)
-
-
-def _inside(value: Any) -> list[Any] | None:
-    if isinstance(value, (set, frozenset, deque)):
-        return list(value)
-    found = readable_children(value)
-    return None if found is None else [child for _, child in found]
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """Returns where the memory of a tensor begins; `None` for parameters, which no run puts back, and without any."""
-    if isinstance(tensor, Parameter):
-        return None
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except Exception:  # some layouts and subclasses have no memory of their own
-        return None
+def _generators(graph: PatchableGraph) -> Iterator[Any]:
+    """Yields what the calls and the code of the model name outside of it, some of it random generators of its own."""
+    for frame in graph._root_frame.walk():
+        yield from outer_objects(frame.module, original_forward(frame.module)).values()
+        for node in frame.nodes:
+            yield from (*node.args, *node.kwargs.values())

@@ -65,7 +65,7 @@ class Runs:
     model can do without, in the modes (`train`, `eval`) that the model is in. Buffers, and tensors in attributes of
     modules, are as they were afterwards, and so are the random generators if the model draws from them; with and
     without patches it draws the same numbers. The report says where that cannot be kept up, with one exception: a
-    generator of the model's own (`numpy.random.default_rng()`) that neither its code nor its attributes name. Do not
+    generator of the model's own (`numpy.random.default_rng()`) that neither its attributes nor a `forward` name. Do not
     train the model meanwhile: buffers would be put back, too.
 
     Args:

@@ -7,7 +7,6 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from itertools import islice
 from typing import Any, overload
 
@@ -15,7 +14,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.nodes import NodeMap, NodeMeta, NodeRows
 from graphpatch_notebook.notebook.kept_by_graph import KeptByGraph
 from graphpatch_notebook.notebook.labels import op_label, source_label, value_label
-from graphpatch_notebook.notebook.matching import has_names, is_among, regex_test
+from graphpatch_notebook.notebook.matching import has_names, has_parts, is_among
 from graphpatch_notebook.notebook.query import NODE_KINDS, Term, parse_query
 from graphpatch_notebook.notebook.tables import Column, Table
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -74,7 +73,7 @@ def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) ->
         patched_paths: The paths that `is:patched` means.
 
     Raises:
-        ValueError: The text is no query, or a path is too long for a regular expression; the message is one line.
+        ValueError: The text is not a query; the message is one line.
 
     Example:
         >>> import torch
@@ -168,7 +167,7 @@ class NodeColumns:
     def matching(self, terms: Sequence[Term], patched: Set[str]) -> list[int]:
         """Returns the positions of the nodes for which all terms hold."""
         positions: Sequence[int] = range(len(self.rows.paths))
-        for term in sorted(terms, key=lambda term: term.kind == "regex"):  # the slow ones last
+        for term in terms:
             has = self._test(term, patched)
             is_wanted = not term.is_excluded
             positions = [position for position in positions if has(position) is is_wanted]
@@ -181,11 +180,12 @@ class NodeColumns:
         match term.kind:
             case "text":
                 texts = self.texts
-                return lambda at: value in texts[at]
+                parts = value.split("*")
+                if len(parts) == 1:
+                    return lambda at: value in texts[at]
+                return lambda at: has_parts(texts[at], parts)
             case "exact":
                 return lambda at: has_names(paths[at], value)
-            case "regex":
-                return regex_test(paths, value)
             case "op":
                 return is_among(self.ops, value)
             case "module":
@@ -316,15 +316,12 @@ def _cells(meta: NodeMeta) -> list[str]:
 
 def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
     """Yields what may help somebody whose query found nothing."""
-    hidden: list[int] = []
-    with suppress(ValueError):  # a path there is too long for a regular expression
-        hidden = index.plumbing.matching(terms, patched)
-    if hidden:
+    if hidden := index.plumbing.matching(terms, patched):
         yield f"{len(hidden):,} in the plumbing, that only carries sizes: add is:plumbing"
         return
     columns = index.without_plumbing
     for term in terms:
-        if term.is_excluded or term.kind == "regex" or columns.matching([term], patched):
+        if term.is_excluded or columns.matching([term], patched):
             continue
         value = str(term.value)
         ops = sorted({*columns.ops} - {""})

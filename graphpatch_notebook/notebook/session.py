@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches, UntrustedFile
+from graphpatch_notebook.notebook.labels import visible
 from graphpatch_notebook.notebook.listeners import Listeners
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.slices import Sliced, sliced_shape
@@ -160,9 +162,18 @@ class Session:
         with self._lock:
             before = self._chosen.find(number)
             others = tuple(patch for patch in self._chosen.patches if patch is not before)
-            (after,) = self._numbered([replace(before, **changed)], others, number)
+            after = replace(before, **changed)
+            if after.value != before.value:  # it is the user's own now
+                after = replace(after, untrusted=None)
+            (after,) = self._numbered([after], others, number)
             self._commit(tuple(after if patch is before else patch for patch in self._chosen.patches), based_on)
         return after
+
+    def trust(self, file: UntrustedFile, based_on: int | None = None) -> None:
+        """Has values that are from a file evaluated from now on."""
+        with self._lock:
+            patches = self._chosen.patches
+            self._commit(tuple(replace(p, untrusted=None) if p.untrusted == file else p for p in patches), based_on)
 
     def move(self, number: int, position: int, based_on: int | None = None) -> None:
         """Moves a patch to another position in the order, counted from 0."""
@@ -340,7 +351,7 @@ class Session:
                 patch = one.patch(namespace)
             except Exception as error:
                 cause = cause or error
-                problems.append(f"#{one.number} ({one}): {type(error).__name__}: {error}")
+                problems.append(f"#{one.number} ({visible(str(one))}): {type(error).__name__}: {error}")
                 continue
             patch_map.setdefault(one.path, []).append(patch)
             if one.kind in OBSERVING:
@@ -359,7 +370,12 @@ def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sli
             "slice", f"{target.path!r} is a number ({target.spec}): it has no slice; drop the brackets"
         )
     try:
-        return sliced_shape(typed, shape)
+        sliced = sliced_shape(typed, shape, allow_empty=patch.allow_empty)
+        if sliced.warning is not None:
+            sliced_shape(
+                typed, shape, fixed_sizes(target.frame, target.node, target.spec), allow_empty=patch.allow_empty
+            )
+        return sliced
     except ValueError as error:
         if patch.any_shape:
             return Sliced(None)

@@ -14,7 +14,7 @@ A patch has the fields of `ChosenPatch` (`enabled` for `is_enabled`), but no num
 that say nothing are left out. `op` is the operation whose value has this name, where one makes it: in another version
 of a model's code the name may be that of another one, and then nothing is guessed. `origin` tells people what the graph
 was made from; `null` stands for what is not known. Nothing in a file is ever evaluated by reading it: values are texts
-until a patch context is entered.
+until a patch context is entered, and those that are code are not evaluated then, unless the user trusts the file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning
-from graphpatch_notebook.notebook.chosen import ChosenPatch, names_used
+from graphpatch_notebook.notebook import trusted_files
+from graphpatch_notebook.notebook.chosen import ChosenPatch, UntrustedFile, names_used
+from graphpatch_notebook.notebook.expressions import is_plain
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import Session
-from graphpatch_notebook.notebook.text_file import check_no_nul, real_file, replace_text
+from graphpatch_notebook.notebook.text_file import check_no_nul, digest, real_file, replace_text
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.resolution import operation_of, other_operation, with_nearest
 from graphpatch_notebook.warning_places import warn_each_time
@@ -43,7 +45,7 @@ _MOST_PROBLEMS = 20
 _LONGEST_PROBLEM = 500
 
 _FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
-del _FIELDS["number"]
+del _FIELDS["number"], _FIELDS["untrusted"]
 _OF_GRAPH = ("path", "slice")
 _REQUIRED = [name for name, field in _FIELDS.items() if field.default is MISSING]
 
@@ -77,6 +79,8 @@ def _json(value: Any) -> str:
 def save(session: Session, file: str | os.PathLike[str], force: bool = False) -> Path:
     """Writes the chosen patches to a file, whole or not at all; returns the file.
 
+    The user trusts the file from now on, unless values that are not trusted are in it.
+
     Args:
         session: The session.
         file: The name of the file; `~` is the home directory.
@@ -89,10 +93,18 @@ def save(session: Session, file: str | os.PathLike[str], force: bool = False) ->
         target = real_file(file)
         if target.exists() and not force:
             _check_overwritten(target)
-        replace_text(target, dumps(session))
+        text = dumps(session)
+        replace_text(target, text)
     except OSError as error:
         raise SessionFileError(f"{str(file)!r} cannot be written: {_reason(error)}") from error
+    patches = session.chosen.patches
+    if any(map(_is_code, patches)) and not any(patch.untrusted for patch in patches):
+        trusted_files.add(digest(text))
     return target
+
+
+def _is_code(patch: ChosenPatch) -> bool:
+    return patch.value is not None and not is_plain(patch.value)
 
 
 def _check_overwritten(target: Path) -> None:
@@ -104,19 +116,25 @@ def _check_overwritten(target: Path) -> None:
         ) from None
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Reading
 
 
-def load(session: Session, file: str | os.PathLike[str]) -> tuple[ChosenPatch, ...]:
+def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = False) -> tuple[ChosenPatch, ...]:
     """Chooses the patches in a file instead of all that were chosen, in one step of undo; returns them.
 
     Those that do not fit this graph, as that of another model or another version of its code, are left out: an
     `UnresolvedPatchWarning` names each, with the nearest paths. The origin of the session stays as it is.
+
+    Args:
+        session: The session.
+        file: The name of the file; `~` is the home directory.
+        is_trusted: The user trusts the file, as long as it stays as it is. Else values in it that are code are not
+            evaluated, unless the user trusted it before.
 
     Raises:
         SessionFileError: The file cannot be read, something in it is wrong, or nothing of it fits this graph; the
@@ -124,18 +142,32 @@ def load(session: Session, file: str | os.PathLike[str]) -> tuple[ChosenPatch, .
     """
     check_no_nul(file)
     try:
-        source = Path(file).expanduser()
-        return loads(session, _text(source), f"{str(file)!r}: ")
-    except OSError as error:
+        text = _text(Path(file).expanduser())
+        source = UntrustedFile(str(file), digest(text))
+        is_trusted = is_trusted or trusted_files.holds(source.digest)
+        loaded = loads(session, text, f"{str(file)!r}: ", None if is_trusted else source)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user
         raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
-    except RuntimeError as error:  # no such user
-        raise SessionFileError(f"{str(file)!r} cannot be read: {error}") from error
     except SessionFileError as problem:
         raise SessionFileError(f"{str(file)!r}: {problem}") from None
+    if is_trusted:
+        trusted_files.add(source.digest)
+    return loaded
 
 
-def loads(session: Session, text: str, where: str = "") -> tuple[ChosenPatch, ...]:
-    """Chooses the patches in a JSON text, as `load` does for a file; a warning begins with `where`."""
+def trust(session: Session, number: int, based_on: int | None = None) -> None:
+    """Trusts the file that a chosen patch is from, as it is now: its values are evaluated from now on."""
+    file = session.chosen.find(number).untrusted
+    if file is not None:
+        session.trust(file, based_on)
+        trusted_files.add(file.digest)
+
+
+def loads(session: Session, text: str, where: str = "", source: UntrustedFile | None = None) -> tuple[ChosenPatch, ...]:
+    """Chooses the patches in a JSON text, as `load` does for a file; a warning begins with `where`.
+
+    `source` is the file, if the user does not trust it.
+    """
     document = _document(text)
     problems = [*_unknown(document, ["schema", "version", "origin", "patches"], ""), *_origin_problems(document)]
     found: list[ChosenPatch] = []
@@ -159,7 +191,7 @@ def loads(session: Session, text: str, where: str = "") -> tuple[ChosenPatch, ..
             lost |= {patch.name} - {None}  # type: ignore[arg-type]
     if len(problems) > len(misfits) or (misfits and not found):
         raise SessionFileError(_listed(problems))
-    loaded = session.replace_all(found)
+    loaded = session.replace_all(replace(one, untrusted=source) if _is_code(one) else one for one in found)
     if misfits:
         many = f"{len(misfits)} of {len(misfits) + len(found)} patches do not fit this graph, and were left out"
         warn_each_time(f"{where}{many}: {_listed(misfits)}", UnresolvedPatchWarning)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from graphpatch_notebook.errors import ChosenPatchError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.chosen import FLAGS, ChosenPatch
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.skeleton import Skeleton
 
-FIELDS = ("path", "kind", "slice", "value", "name", "steps", "positions", "position_dim", "any_shape")
+FIELDS = ("path", "kind", "slice", "value", "name", "steps", "positions", "position_dim", *FLAGS)
 
 
 def session_state(
@@ -62,6 +62,7 @@ def patch_state(session: Session, skeleton: Skeleton, patch: ChosenPatch) -> dic
         **{field: getattr(patch, field) for field in FIELDS},
         "number": patch.number,
         "is_enabled": patch.is_enabled,
+        "untrusted": None if patch.untrusted is None else patch.untrusted.name,
         "row": -1 if row is None else row,
         "shape": None if shape is None else list(shape),
         "sliced": None if sliced is None else list(sliced),

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ import torch
 
 from graphpatch_notebook.notebook.expressions import quoted, without_syntax_warnings
 from graphpatch_notebook.notebook.syntax_trees import parsed
-from graphpatch_notebook.tensor_indices import indexed_dimensions
+from graphpatch_notebook.tensor_indices import indexed_dimensions, selection_problem
 
 _WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"
 
@@ -208,68 +208,51 @@ class Sliced:
     warning: str | None = None
 
 
-def sliced_shape(typed: SliceText, shape: torch.Size) -> Sliced:
+def sliced_shape(
+    typed: SliceText, shape: torch.Size, fixed: Sequence[int | None] | None = None, *, allow_empty: bool = False
+) -> Sliced:
     """Returns what `typed` takes out of a value of the recorded `shape`.
 
+    Args:
+        typed: The slice. What is left to variables is not checked.
+        shape: The shape.
+        fixed: The sizes in it that are the same for all inputs, `None` for the others; all may differ, if left out.
+        allow_empty: Whether it may take nothing.
+
     Raises:
-        ValueError: It has more dimensions than the value.
+        ValueError: It has more dimensions than the value, or no inputs make a value with such a part.
 
     Example:
         >>> sliced_shape(parse_slice(":, -1, 3:5"), torch.Size([2, 4, 8]))
         Sliced(shape=(2, 2), warning=None)
     """
-    used = indexed_dimensions(tuple(0 if isinstance(part, Name) else _stand_in(part) for part in typed.parts))
+    index = tuple(map(_without_names, typed.parts))
+    used = indexed_dimensions(index)
     if used > len(shape):
         raise ValueError(
             f"slice [{typed}] has {used} dimensions, but the value recorded here has {len(shape)}: shape {tuple(shape)}"
         )
-    warnings, parts = [], []
-    for part, size in zip(typed.parts, _sizes(typed.parts, shape), strict=True):
-        inside, warning = _within(part, size, str(typed), tuple(shape))
-        parts.append(inside)
-        warnings += [warning] if warning else []
-    if typed.names:
-        return Sliced(None, next(iter(warnings), None))
-    sliced = torch.empty(shape, device="meta")[tuple(parts)]
-    return Sliced(tuple(sliced.shape), next(iter(warnings), None))
+    shown = f"the value recorded here, of shape {tuple(shape)},"
+    if problem := selection_problem(index, fixed, shown, allow_empty=allow_empty):
+        raise ValueError(problem)
+    warning = selection_problem(index, shape, shown, allow_empty=allow_empty)
+    if warning is not None:
+        warning = f"{warning.partition('; ')[0]}; inputs of the example's sizes have no such part"
+    try:
+        sliced = torch.empty(shape, device="meta")[tuple(map(_within, index))]
+    except IndexError:  # a dimension without entries
+        return Sliced(None, warning)
+    return Sliced(None if typed.names else tuple(sliced.shape), warning)
 
 
-def _stand_in(part: Part) -> Any:
-    return slice(None) if isinstance(part, Bounds) else [0] * len(part) if isinstance(part, tuple) else part
+def _without_names(part: Part) -> Any:
+    """Returns a part as an index, with everything in place of what variables choose."""
+    if isinstance(part, Bounds) and not any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
+        return slice(part.start, part.stop, part.step)
+    chosen = [atom for atom in part if isinstance(atom, int)] if isinstance(part, tuple) else part
+    return slice(None) if isinstance(chosen, (Bounds, Name)) or chosen == [] else chosen
 
 
-def _sizes(parts: tuple[Part, ...], shape: torch.Size) -> list[int | None]:
-    """Returns, for each part, the size of the dimension that it indexes; `None` where it indexes none."""
-    after = parts[parts.index(Ellipsis) + 1 :] if Ellipsis in parts else ()
-    before = parts[: len(parts) - len(after) - (Ellipsis in parts)]
-    front = iter(shape)
-    sizes = [None if part is None else next(front) for part in before]
-    count = sum(part is not None for part in after)
-    back = iter(shape[len(shape) - count :])
-    return sizes + [None] * (Ellipsis in parts) + [None if part is None else next(back) for part in after]
-
-
-def _within(part: Part, size: int | None, text: str, shape: tuple[int, ...]) -> tuple[Any, str | None]:
-    """Returns the part as an index that the recorded shape has, and what is to be said if that is another one."""
-    if size is None or isinstance(part, Name) or part is Ellipsis or part is None:
-        return (None if part is None else ... if part is Ellipsis else 0), None
-    beyond = (
-        f"beyond the size recorded here: [{text}] of shape {shape}; inputs of the example's sizes have no such part"
-    )
-    if isinstance(part, Bounds):
-        if any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
-            return slice(None), None
-        inside = slice(part.start, part.stop, part.step)
-        if size == 0 or range(*inside.indices(size)):
-            return inside, None
-        # A size that no bound is beyond of.
-        large = 2 * max(size, *(abs(bound) for bound in (part.start, part.stop) if isinstance(bound, int))) + 2
-        if not range(*inside.indices(large)):
-            return inside, f"{_text(part)} takes nothing: [{text}] of shape {shape}"
-        return inside, f"{_text(part)} is {beyond}"
-    atoms = part if isinstance(part, tuple) else (part,)
-    missing = [atom for atom in atoms if isinstance(atom, int) and not -size <= atom < size]
-    warning = f"index {missing[0]} is {beyond}" if missing else None
-    if isinstance(part, tuple):
-        return ([0] * len(part) if size else []), warning
-    return (0 if missing and size else part if size else slice(0)), warning
+def _within(part: Any) -> Any:
+    """Returns a part that takes as much, and is in range."""
+    return [0] * len(part) if isinstance(part, list) else 0 if isinstance(part, int) else part

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import secrets
-import shutil
 from pathlib import Path
 
 from graphpatch_notebook.errors import SessionFileError
+from graphpatch_notebook.experiments.whole_files import write_whole
 
 _WRITABLE = 0o222
 
@@ -52,6 +52,11 @@ def real_file(file: str | os.PathLike[str]) -> Path:
     return target
 
 
+def digest(text: str) -> str:
+    """Returns the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def replace_text(target: Path, text: str) -> None:
     """Puts a file with this text in the place of `target`.
 
@@ -62,11 +67,4 @@ def replace_text(target: Path, text: str) -> None:
         # It has other names, under which it is to be found changed, too.
         target.write_text(text, encoding="utf8", newline="\n")
         return
-    written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
-    try:
-        written.write_text(text, encoding="utf8", newline="\n")
-        if target.exists():
-            shutil.copymode(target, written)
-        written.replace(target)
-    finally:
-        written.unlink(missing_ok=True)
+    write_whole(target, text.encode())

@@ -52,6 +52,8 @@ def listed(workspace: Workspace, text: str) -> Table[ChosenPatch]:
 def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
     patches = active.session.chosen.patches
     title = f"{active.title}, {counted(len(patches))} chosen"
+    files = dict.fromkeys(patch.untrusted for patch in patches if patch.untrusted)
+    notes += [f"code from {file.name!r} is not run until you trust the file: {file.repair}" for file in files]
     return _table(patches, title, "no patch is chosen", notes, active.session)
 
 
@@ -72,7 +74,8 @@ def _table(
     def cells(patch: ChosenPatch) -> list[str]:
         assert session is not None
         slice_text = "" if patch.slice is None else f"[{patch.slice}]"
-        notes = [*([] if patch.is_enabled else ["off"]), *patch.options()]
+        off = [] if patch.is_enabled else ["off"]
+        notes = [*off, *(["not trusted"] if patch.untrusted else []), *patch.options()]
         value = patch.value or (f"as {patch.name}" if patch.name else "")
         return [str(patch.number), patch.kind, patch.path + slice_text, value, _shape(session, patch), " ".join(notes)]
 

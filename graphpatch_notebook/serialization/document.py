@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.decompositions import chosen
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.doubts import listed
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import GraphModule, own_graphs
 from graphpatch_notebook.graph_modules.build import BuiltGraph, build
@@ -151,7 +152,7 @@ def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
     if frame.opaque_reason is not None:
         return frame.opaque_reason
     if frame.doubts and not has_only_reads(frame) and not frame.has_own_graph:
-        return "; ".join(frame.doubts)
+        return listed(frame.doubts)
     try:
         encoded_parameters(frame.parameters)
         encoded_graph(frame, builds, modules)

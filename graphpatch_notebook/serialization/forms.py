@@ -7,32 +7,27 @@ sizes may differ as far as the graph was found to equal the model for other ones
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import bind
 from graphpatch_notebook.capture.records import Frame, InputParameter
-from graphpatch_notebook.serialization.classes import class_text
+from graphpatch_notebook.checks.call_signature import (
+    CONTIGUOUS,
+    Aspect,
+    CallSignature,
+    Difference,
+    Dimension,
+    TensorForm,
+    tensor_leaves,
+)
 from graphpatch_notebook.serialization.reading import Item
 from graphpatch_notebook.serialization.values import dtype_of, name_of_dtype
-from graphpatch_notebook.values import (
-    ContainerSpec,
-    ObjectSpec,
-    ScalarSpec,
-    TensorSpec,
-    UnknownSpec,
-    ValueSpec,
-    children,
-    describe,
-)
-
-Dimension: TypeAlias = "int | str"
-"""A size that is fixed, or the name of one that may differ."""
+from graphpatch_notebook.values import ValueSpec
 
 _EMPTY = inspect.Parameter.empty
 _REPAIR = "make the PatchableGraph with such inputs and save it again"
@@ -41,15 +36,6 @@ _REPAIR = "make the PatchableGraph with such inputs and save it again"
 def input_specs(frame: Frame) -> list[tuple[str, ValueSpec]]:
     """Returns the inputs of a frame by parameter, with what they were."""
     return [(str(node.target), node.spec) for node in frame.inputs()]
-
-
-def tensor_leaves(name: str, spec: ValueSpec) -> Iterator[tuple[str, TensorSpec]]:
-    """Yields the tensors in an input, each with what it is called in messages."""
-    if isinstance(spec, TensorSpec):
-        yield name, spec
-    elif isinstance(spec, ContainerSpec):
-        for text, _, child in spec.children:
-            yield from tensor_leaves(f"{name}.{text}" if "|" in name else f"{name}|{text}", child)
 
 
 def given_values(parameters: Sequence[InputParameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,100 +91,33 @@ class Form:
         if values is None:
             return f"the call does not fit forward({', '.join(p.name for p in self.parameters)})"
         if torch.is_grad_enabled() not in self.grad_modes:
-            return f"the graph was not found equal to the model with gradients {_on(torch.is_grad_enabled())}"
-        if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-            return "the graph was saved without autocast"
-        if torch.get_default_dtype() != self.default_dtype:
-            return f"the default dtype is {torch.get_default_dtype()}, and was {self.default_dtype}"
-        tensors: list[tuple[str, Tensor]] = []
-        for name, spec in self.specs:
-            if (problem := _difference(name, spec, values.get(name), tensors)) is not None:
-                return problem
-        return self._size_problem(tensors) or self._memory_problem(tensors)
+            is_on = "on" if torch.is_grad_enabled() else "off"
+            return f"the graph was not found equal to the model with gradients {is_on}"
+        signature = self._signature()
+        if objects := signature.objects:
+            return f"it has an object ({objects[0]}) among its inputs, and what is in that cannot be compared"
+        differences = signature.differences([values.get(name) for name, _ in self.specs])
+        return self._text(differences[0]) if differences else None
 
-    def _size_problem(self, tensors: list[tuple[str, Tensor]]) -> str | None:
-        sizes: dict[str, int] = {}
-        for (name, tensor), dims in zip(tensors, self.dims, strict=True):
-            for position, (size, dim) in enumerate(zip(tensor.shape, dims, strict=True)):
-                where = f"dimension {position} of {name!r}"
-                if isinstance(dim, int):
-                    if size != dim:
-                        return f"{where} is {size}, and the graph holds for {dim} only ({self.note or 'fixed'})"
-                    continue
-                if sizes.setdefault(dim, size) != size:
-                    return f"{where} is {size}, but was the same as a size that is {sizes[dim]} now"
-                least, most = self.ranges[dim]
-                if not least <= size <= most:
-                    return (
-                        f"{where} is {size}, and the graph was checked for {least} to {most} when it was saved "
-                        "(pg.save(file, check=[((inputs of that size,), {})]) checks others)"
-                    )
-        return None
+    def _signature(self) -> CallSignature:
+        tensors = [spec for name, spec in self.specs for _, spec in tensor_leaves(name, spec)]
+        forms = [
+            TensorForm(tuple(dims), spec.device, layout=CONTIGUOUS if self.is_contiguous else None)
+            for spec, dims in zip(tensors, self.dims, strict=True)
+        ]
+        settings = ((Aspect.DEFAULT_DTYPE, self.default_dtype), (Aspect.AUTOCAST, None))
+        return CallSignature(tuple(self.specs), tuple(forms), tuple(self.same), settings, self.ranges)
 
-    def _memory_problem(self, tensors: list[tuple[str, Tensor]]) -> str | None:
-        objects = [id(tensor) for _, tensor in tensors]
-        for number, (name, tensor) in enumerate(tensors):
-            first = objects.index(objects[number])
-            if first != self.same[number]:
-                other = tensors[min(first, self.same[number])][0]
-                is_new = first != number
-                return f"{name!r} is {'' if is_new else 'not '}the same tensor as {other!r}, unlike when it was saved"
-            if self.is_contiguous and not tensor.is_contiguous():
-                return f"{name!r} is not contiguous in memory, and the graph holds for contiguous inputs only"
-        return None
-
-
-def _on(is_on: bool) -> str:
-    return "on" if is_on else "off"
-
-
-def _difference(name: str, spec: ValueSpec, value: Any, tensors: list[tuple[str, Tensor]]) -> str | None:
-    """Returns how an input differs from the example's in more than sizes; adds the tensors in it to `tensors`."""
-    now = f"{name!r} is {_shown(value)}, and was {_shown_spec(spec)} when the graph was captured"
-    if isinstance(spec, TensorSpec):
-        if not isinstance(value, Tensor) or describe(value).__class__ is not TensorSpec:
-            return now
-        tensors.append((name, value))
-        is_same_kind = (
-            describe(value).type_name == spec.type_name  # type: ignore[union-attr]  # asked just above
-            and value.dtype == spec.dtype
-            and value.dim() == len(spec.shape)
-            and value.layout is torch.strided
-        )
-        if is_same_kind and value.device == spec.device:
-            return None
-        return f"{name!r} is on {value.device}, and was on {spec.device}" if is_same_kind else now
-    if isinstance(spec, (ObjectSpec, UnknownSpec)):
-        return f"{name!r} was an object ({spec}), and what is in that cannot be compared"
-    if isinstance(spec, ScalarSpec):
-        is_same = type(value) is type(spec.value) and (value == spec.value or repr(value) == repr(spec.value))
-        return None if is_same else now
-    return _container_difference(name, spec, value, tensors, now)
-
-
-def _container_difference(
-    name: str, spec: ContainerSpec, value: Any, tensors: list[tuple[str, Tensor]], now: str
-) -> str | None:
-    inside = children(value) if not isinstance(value, Tensor) else None
-    if inside is None or class_text(type(value)) != class_text(spec.type):
-        return now
-    if [key for key, _ in inside] != [key for _, key, _ in spec.children]:
-        return f"{now}: it holds {', '.join(str(key) for key, _ in inside) or 'nothing'} now"
-    for (text, _, child), (_, item) in zip(spec.children, inside, strict=True):
-        inner = f"{name}.{text}" if "|" in name else f"{name}|{text}"
-        if (problem := _difference(inner, child, item, tensors)) is not None:
-            return problem
-    return None
-
-
-def _shown(value: Any) -> str:
-    return _shown_spec(describe(value))
-
-
-def _shown_spec(spec: ValueSpec) -> str:
-    if isinstance(spec, TensorSpec):
-        return f"{spec} of {str(spec.dtype).removeprefix('torch.')}"
-    return repr(spec.value) if isinstance(spec, ScalarSpec) else str(spec)
+    def _text(self, difference: Difference) -> str:
+        where = f"{difference.subject} is {difference.now}"
+        if difference.aspect is Aspect.SIZE and isinstance(difference.was, int):
+            return f"{where}, and the graph holds for {difference.was} only ({self.note or 'fixed'})"
+        if difference.aspect is Aspect.SIZE and isinstance(difference.was, range):
+            return (
+                f"{where}, and the graph was checked for {difference.was.start} to {difference.was.stop} when it was "
+                "saved (pg.save(file, check=[((inputs of that size,), {})]) checks others)"
+            )
+        return str(difference)
 
 
 class Guard:

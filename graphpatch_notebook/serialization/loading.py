@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -51,22 +53,26 @@ class Loaded:
     unstored: dict[str, str]
 
 
-def load(file: str | os.PathLike[str], model: Module | None, allow: Iterable[str]) -> Loaded:
+def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: Iterable[str]) -> Loaded:
     """Reads a file. What `PatchableGraph.load` says holds."""
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model is to be a torch.nn.Module, not {type(model).__name__}")
     allowed = Allowed(allow)
-    path = Path(file)
-    text, contents = _read(path)
+    given: Any = file
+    source = Path(given) if isinstance(given, (str, os.PathLike)) else given
+    if not isinstance(source, Path) and (not hasattr(source, "read") or isinstance(source, io.TextIOBase)):
+        raise TypeError(f"load takes the name of a file, or a file that is open for bytes, not {type(file).__name__}")
+    name = name_of(source)
+    text, contents = _read(source, name)
     try:
-        content = parsed(text, path.name)
+        content = parsed(text, name)
         fields = _checked_fields(content)
         entries = [StoredTensor.read(item) for item in fields["tensors"].items()]
         originals = None if model is None else originals_of(fields, model)
         tensors = made_tensors(entries, contents)
-        return _assembled(content, tensors, originals, allowed, path.name)
+        return _assembled(content, tensors, originals, allowed, name)
     except RecursionError:
-        raise SerializationError(f"{path.name}: it is nested too deeply") from None
+        raise SerializationError(f"{name}: it is nested too deeply") from None
 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
@@ -90,29 +96,49 @@ def guard_of(module: Module) -> Guard | None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _read(file: Path) -> tuple[str, dict[str, Tensor]]:
+def name_of(file: Path | IO[bytes]) -> str:
+    """Returns what a file is called in messages."""
+    return file.name if isinstance(file, Path) else f"the {type(file).__name__}"
+
+
+def _read(file: Path | IO[bytes], name: str) -> tuple[str, dict[str, Tensor]]:
     """Returns the document and the tensors in a file; nothing in it is run."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+
+    try:
+        metadata, tensors = _contents(file) if isinstance(file, Path) else _contents_of_bytes(file.read())
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, (FileNotFoundError, IsADirectoryError)):
+            raise
+        raise SerializationError(
+            f"{name} is no file that pg.save(file) wrote, or it is damaged: {error}; files of torch.save and "
+            "pickles are never read, as these run code"
+        ) from error
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        raise SerializationError(f"{name} holds tensors, but no graph; pg.save(file) writes files with both")
+    return text, tensors
+
+
+def _contents(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    from safetensors import safe_open
 
     if file.is_dir():
         raise IsADirectoryError(f"{str(file)!r} is a folder: give the name of a file that pg.save(file) wrote")
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {str(file)!r}")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            text = (opened.metadata() or {}).get(METADATA_KEY)
-            if text is None:
-                raise SerializationError(
-                    f"{file.name} holds tensors, but no graph; pg.save(file) writes files with both"
-                )
-            return text, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
-    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        if isinstance(error, SerializationError):
-            raise
-        raise SerializationError(
-            f"{file.name} is no file that pg.save(file) wrote, or it is damaged: {error}; files of torch.save and "
-            "pickles are never read, as these run code"
-        ) from error
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+
+
+def _contents_of_bytes(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
+    from safetensors.torch import load as loaded
+
+    if not data:
+        raise ValueError("there is nothing where it is read from: file.seek(0) goes back to the start")
+    tensors = loaded(data)  # which checks the header that is read here
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header.get("__metadata__") or {}, tensors
 
 
 def _checked_fields(content: Item) -> dict[str, Item]:

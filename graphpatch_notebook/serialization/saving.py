@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -9,14 +10,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.call_signature import CallSignature
+from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.checks.model_state import copied
+from graphpatch_notebook.doubts import Reason, listed
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
 from graphpatch_notebook.graph_modules import GraphModule
 from graphpatch_notebook.graph_modules.verification import verify
@@ -32,12 +35,12 @@ from graphpatch_notebook.serialization.document import (
     note_unstorable,
     with_form,
 )
-from graphpatch_notebook.serialization.forms import Form, given_values, tensor_leaves
-from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of
-from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, compared, makers
+from graphpatch_notebook.serialization.forms import Form, given_values
+from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of, name_of
+from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
 from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.serialization.values import UnstorableError
-from graphpatch_notebook.values import children
+from graphpatch_notebook.values import ObjectSpec
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,11 @@ class Source:
         return Builds(self.graph_module)
 
 
-def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
+def save(
+    source: Source,
+    file: str | os.PathLike[str] | IO[bytes],
+    check: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+) -> None:
     """Writes a graph to `file`. What `PatchableGraph.save` says holds."""
     where = _checked_file(file)
     _check_calls(check)
@@ -76,13 +83,17 @@ def save(source: Source, file: str | os.PathLike[str], check: Sequence[tuple[Seq
     note_unstorable(source.root, source.builds, reasons)
     _settle(source, reasons)
     found = _checked(source, reasons, calls)
-    _warn(where, reasons, found.content["options"]["dropped"])
+    _warn(where, source.root, reasons, found.content["options"]["dropped"])
     _write(where, found)
 
 
-def _checked_file(file: Any) -> Path:
+def _checked_file(file: Any) -> Path | IO[bytes]:
+    if hasattr(file, "write") and not isinstance(file, (os.PathLike, io.TextIOBase)):
+        return file  # type: ignore[no-any-return]
     if not isinstance(file, (str, os.PathLike)):
-        raise TypeError(f"pg.save writes to a file on disk: give its name, not {type(file).__name__}")
+        raise TypeError(
+            f"pg.save takes the name of a file, or a file that is open for bytes, not {type(file).__name__}"
+        )
     path = Path(file)
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder: give the name of a file in it")
@@ -120,7 +131,7 @@ def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Documen
     problem = trial.find_modes(form, first)
     if problem is not None and (doubtful := [f for f in root.walk() if f.doubts and reasons.of(f) is None]):
         for frame in doubtful:
-            reasons.add(frame, "; ".join(frame.doubts))
+            reasons.add(frame, listed(frame.doubts))
         _settle(source, reasons)
         if reasons.of(root) is None:
             found = document(root, source.builds, source.options, reasons)
@@ -168,7 +179,7 @@ def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | No
     for maker in makers(source.root):
         try:
             call = maker.call()
-            compared(model, source.call, source.call, call)
+            difference_of(model, source.call, source.call, call)
             found = call, maker
             break
         except UnstorableError as error:
@@ -178,7 +189,7 @@ def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | No
             problem = f"{type(model).__name__} raises {error}"
     form = Form.of_example(source.root)
     # Made-up inputs are all different objects: the caller's are the example's form if some of them are the same.
-    if check and (found is None or _same_objects(form, check[0]) != form.same):
+    if check and (found is None or list(_signature_of(form, check[0]).same) != form.same):
         return check[0], found[1] if found is not None else None
     if found is None:
         raise SerializationError(
@@ -194,16 +205,17 @@ class _Trial:
     def __init__(self, source: Source, found: Document) -> None:
         loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
         self._model = source.root.module
+        self._groups = dimensions_of(source.root).groups
         self._call = source.call
         self._graph = source.runnable(loaded.module, loaded.root, source.options)
 
     def compare(self, call: Call) -> str | None:
         """Returns in what graph and model differ, if they do."""
-        return compared(self._model, self._call, self._graph, call)
+        return difference_of(self._model, self._call, self._graph, call)
 
     def find_modes(self, form: Form, call: Call) -> str | None:
         """Notes in the form for which memory and gradient modes the graph holds; returns why for none, if so."""
-        form.same = _same_objects(form, call)
+        form.same = list(_signature_of(form, call).same)
         problem: str | None = None
         for mode in (True, False):
             with torch.set_grad_enabled(mode):
@@ -217,7 +229,7 @@ class _Trial:
         """Notes in the form which sizes may differ, and whether inputs need to be contiguous."""
         with torch.set_grad_enabled(form.grad_modes[-1]):
             if form.same == list(range(len(form.same))):
-                sizes.explore(form, lambda shapes: self.compare(maker.call(shapes)))
+                sizes.explore(form, self._groups, lambda shapes: self.compare(maker.call(shapes)))
             form.is_contiguous = self._outcome(maker.call(is_strided=True)) is not None
 
     def check(self, form: Form, check: Sequence[Call]) -> None:
@@ -250,33 +262,16 @@ class _Trial:
             return str(error)
 
 
-def _tensors(form: Form, call: Call) -> list[Tensor]:
+def _signature_of(form: Form, call: Call) -> CallSignature:
     values = given_values(form.parameters, *call) or {}
-    found: list[Tensor] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.append(value)
-        else:
-            for _, child in children(value) or ():
-                look(child)
-
-    for name, _ in form.specs:
-        look(values.get(name))
-    return found
-
-
-def _same_objects(form: Form, call: Call) -> list[int]:
-    objects = [id(tensor) for tensor in _tensors(form, call)]
-    return [objects.index(one) for one in objects]
+    return CallSignature.of({name: values.get(name) for name, _ in form.specs})
 
 
 def _shapes(form: Form, call: Call) -> list[list[int]]:
-    tensors = _tensors(form, call)
-    expected = [spec for name, spec in form.specs for _, spec in tensor_leaves(name, spec)]
-    if [len(spec.shape) for spec in expected] != [tensor.dim() for tensor in tensors]:
+    shapes = [[int(size) for size in tensor.sizes] for tensor in _signature_of(form, call).tensors]
+    if [len(dims) for dims in form.dims] != [len(shape) for shape in shapes]:
         raise SerializationError(f"check: {form.problem(*call) or 'the inputs are not those of the example'}")
-    return [list(tensor.shape) for tensor in tensors]
+    return shapes
 
 
 def _settle(source: Source, reasons: Reasons) -> None:
@@ -303,16 +298,16 @@ def _settle(source: Source, reasons: Reasons) -> None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
+def _warn(file: Path | IO[bytes], root: Frame, reasons: Reasons, dropped: dict[str, str]) -> None:
     parts = [f"{path}: {reason}" for path, reason in reasons.topmost()]
     shown = [f"\n  {part}" for part in parts[:5]] + ([f"\n  ... and {len(parts) - 5} more"] if len(parts) > 5 else [])
     message = ""
     if parts:
         message = (
-            f"{_frames(len(reasons.by_path()))} not stored in {file.name}; to call these, load it with the model "
+            f"{_frames(len(reasons.by_path()))} not stored in {name_of(file)}; to call these, load it with the model "
             f"(PatchableGraph.load(file, model=model)):{''.join(shown)}"
         )
-    if "Cache" in message:
+    if any(_uses_cache(frame) for frame in root.walk() if reasons.of(frame) is not None):
         message += (
             "\nwithout caches, a model of transformers can be stored: make the PatchableGraph with use_cache=False"
         )
@@ -323,18 +318,29 @@ def _warn(file: Path, reasons: Reasons, dropped: dict[str, str]) -> None:
         warnings.warn(message, UnstoredFrameWarning, stacklevel=4)
 
 
+def _uses_cache(frame: Frame) -> bool:
+    """Whether a frame could be stored if there was no cache of transformers in it."""
+    names = {doubt.what for doubt in frame.doubts if doubt.reason is Reason.USES_OBJECT}
+    names |= {node.spec.type_name for node in frame.nodes if isinstance(node.spec, ObjectSpec)}
+    return any(name.endswith("Cache") for name in names)
+
+
 def _frames(count: int) -> str:
     return "1 frame is" if count == 1 else f"{count} frames are"
 
 
-def _write(file: Path, found: Document) -> None:
-    from safetensors.torch import save_file
+def _write(file: Path | IO[bytes], found: Document) -> None:
+    from safetensors.torch import save, save_file
 
     text = json.dumps(found.content, allow_nan=False, separators=(",", ":"))
+    tensors, metadata = found.tensors.contents(), {"format": "pt", METADATA_KEY: text}
+    if not isinstance(file, Path):
+        file.write(save(tensors, metadata))
+        return
     handle, name = tempfile.mkstemp(prefix=file.name, suffix=".part", dir=file.parent)
     os.close(handle)
     try:
-        save_file(found.tensors.contents(), name, metadata={"format": "pt", METADATA_KEY: text})
+        save_file(tensors, name, metadata=metadata)
         # In one step: what was loaded from the old file, or reads it now, is not disturbed.
         Path(name).replace(file)
     except BaseException:

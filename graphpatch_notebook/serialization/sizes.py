@@ -1,52 +1,37 @@
 """For which sizes of its inputs a graph equals its model.
 
-Graphs keep sizes symbolic, but a model may have baked one in (`range(n)`, a table cut to a length, a branch on a size).
-So each size is changed, on its own if the model can work with that, else together with those that were the same; a
-graph holds between the smallest and the largest size for which it was found equal.
+Which sizes the model can work with is known (`checks.dimensions`). Graphs keep sizes symbolic, but a model may have
+baked one in (`range(n)`, a table cut to a length, a branch on a size). So each is changed; a graph holds between the
+smallest and the largest size for which it was found equal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
-from graphpatch_notebook.serialization.forms import Form, tensor_leaves
-from graphpatch_notebook.serialization.trials import Call, ModelRaisesError
-
-Place: TypeAlias = "tuple[int, int]"
-"""A dimension: the number of the tensor among the inputs, and the position in its shape."""
+from graphpatch_notebook.checks.dimensions import Place
+from graphpatch_notebook.serialization.forms import Form
+from graphpatch_notebook.serialization.trials import ModelRaisesError
 
 _MANY = 4096
 """Elements that an input may grow to."""
 
 
-def explore(form: Form, run: Callable[[Sequence[Sequence[int]]], str | None]) -> None:
+def explore(form: Form, groups: Sequence[list[Place]], run: Callable[[Sequence[Sequence[int]]], str | None]) -> None:
     """Finds out which sizes may differ, and notes it in `form`.
 
     Args:
         form: The form of the example.
+        groups: The dimensions of the inputs that the model can work with at other sizes: those of one group together.
         run: Compares graph and model on inputs of these shapes; returns the difference, or raises `ModelRaisesError`.
     """
     explorer = _Explorer(form, run)
-    for places in _groups(form.dims):
-        explorer.vary(places)
-    # What the model cannot work with alone may be tied to other sizes that were the same.
-    for size in {int(form.dims[tensor][position]) for tensor, position in explorer.rejected}:
-        tied = [place for place in explorer.rejected if form.dims[place[0]][place[1]] == size]
-        if len({position for _, position in tied}) > 1 or len({tensor for tensor, _ in tied}) > 1:
-            explorer.vary(tied)
+    for places in groups:
+        if all(number < len(form.dims) for number, _ in places):
+            explorer.vary(places)
     explorer.vary_together()
     explorer.settle()
-
-
-def _groups(dims: Sequence[Sequence[object]]) -> Iterator[list[Place]]:
-    """Yields the dimensions that probably mean the same: of one size, at one position."""
-    groups: dict[tuple[object, int], list[Place]] = {}
-    for number, sizes in enumerate(dims):
-        for position, size in enumerate(sizes):
-            groups.setdefault((size, position), []).append((number, position))
-    return iter(list(groups.values()))
 
 
 class _Explorer:
@@ -55,26 +40,19 @@ class _Explorer:
         self.run = run
         self.example = [[int(size) for size in sizes] for sizes in form.dims]
         self.free: list[tuple[list[Place], list[int]]] = []
-        self.rejected: list[Place] = []
         self.notes: list[str] = []
 
     def vary(self, places: list[Place]) -> None:
         """Tries smaller and larger sizes at `places`; notes those that are equal."""
         size = self.example[places[0][0]][places[0][1]]
         equal = [size]
-        was_accepted = False
         for others in self._candidates(places, size):
             for other in others:
-                outcome = self._outcome(dict.fromkeys(places, other))
-                was_accepted |= outcome is not _REJECTED
-                if outcome is None:
+                if self._outcome(dict.fromkeys(places, other)) is None:
                     equal.append(other)
                     break
         if len(equal) > 1:
             self.free.append((places, equal))
-            self.rejected = [place for place in self.rejected if place not in places]
-        elif not was_accepted:
-            self.rejected += places
 
     def _candidates(self, places: list[Place], size: int) -> list[list[int]]:
         largest = max(math.prod(self.example[number]) // max(size, 1) for number, _ in places)
@@ -131,6 +109,3 @@ def extend(form: Form, frame_shapes: Sequence[Sequence[int]]) -> bool:
             ranges[dim] = (min(least, size), max(most, size))
     form.ranges = ranges
     return True
-
-
-__all__ = ["Call", "explore", "extend", "tensor_leaves"]

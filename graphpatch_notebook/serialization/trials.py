@@ -6,8 +6,7 @@ integers small enough to be valid as most things that integers are (tokens, posi
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame, InputParameter
-from graphpatch_notebook.checks.equality import IncomparableError, difference
-from graphpatch_notebook.checks.model_state import ModuleState, copied
-from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.capture.inputs import UnknownInputError, call_like
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.comparison import compared, first_line
 from graphpatch_notebook.serialization.values import UnstorableError
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt
+from graphpatch_notebook.values import TensorSpec
 
 Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
@@ -61,9 +59,10 @@ class Maker:
             made = self._tensor(name, spec, shape, generator)
             return _strided(made) if is_strided else made
 
-        values = {str(node.target): _made(str(node.target), node.spec, tensor) for node in self.frame.inputs()}
-        specs = {str(node.target): node.spec for node in self.frame.inputs()}
-        return _as_call(self.frame.parameters, values, specs)
+        try:
+            return call_like(self.frame, tensor)
+        except UnknownInputError as error:
+            raise UnstorableError(str(error)) from error
 
     def _tensor(self, name: str, spec: TensorSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         if spec.type_name != "Tensor":
@@ -85,39 +84,6 @@ def _strided(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def _made(name: str, spec: ValueSpec, tensor: Callable[[str, TensorSpec], Tensor]) -> Any:
-    if isinstance(spec, TensorSpec):
-        return tensor(name, spec)
-    if isinstance(spec, ScalarSpec):
-        return spec.value
-    if isinstance(spec, ContainerSpec):
-        items = [_made(f"{name}|{text}", child, tensor) for text, _, child in spec.children]
-        return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
-    raise UnstorableError(f"its input {name!r} is an object ({spec}), which cannot be made up")
-
-
-def _as_call(parameters: Sequence[InputParameter], values: dict[str, Any], specs: Mapping[str, ValueSpec]) -> Call:
-    """Returns the call that gives each parameter its value; what is the default anyway is not given."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    is_positional = True
-    for parameter in parameters:
-        value, spec = values.get(parameter.name), specs.get(parameter.name)
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            args.extend(value or ())
-        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            kwargs.update(value or {})
-        elif isinstance(spec, ScalarSpec) and spec.value is parameter.default:
-            is_positional = False
-        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            args.append(value)
-        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY or not is_positional:
-            kwargs[parameter.name] = value
-        else:
-            args.append(value)
-    return tuple(args), kwargs
-
-
 def makers(frame: Frame) -> Iterator[Maker]:
     """Yields makers of inputs, of higher integers first. On other devices than the CPU a wrong index is fatal."""
     devices = {spec.device.type for node in frame.inputs() if isinstance(spec := node.spec, TensorSpec)}
@@ -128,7 +94,7 @@ def makers(frame: Frame) -> Iterator[Maker]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def compared(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: Call) -> str | None:
+def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: Call) -> str | None:
     """Runs a model and its graph on copies of the same inputs, and returns in what they differ, if they do.
 
     Args:
@@ -140,30 +106,12 @@ def compared(model: Module, run: Callable[..., Any], graph: Callable[..., Any], 
     Raises:
         ModelRaisesError: The model raises.
     """
-    state = ModuleState(model)
-    first, second = copied(call), copied(call)
-    with afterwards(state.restore):
+
+    def expected(*args: Any, **kwargs: Any) -> Any:
         try:
-            expected = run(*first[0], **first[1])
+            return run(*args, **kwargs)
         except Exception as error:
-            raise ModelRaisesError(_summary(error)) from error
-        if (change := state.unrepeatable_change()) is not None:
-            return change
-        after = ModuleState(model)
-        state.restore()
-        try:
-            found = graph(*second[0], **second[1])
-        except Exception as error:
-            return f"the graph raises {_summary(error)}"
-        try:
-            return _difference(found, expected, second, first) or ModuleState(model).difference(after)
-        except IncomparableError as error:
-            return str(error)
+            raise ModelRaisesError(first_line(error)) from error
 
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def _difference(found: Any, expected: Any, inputs: Any, expected_inputs: Any) -> str | None:
-    return difference(found, expected, "output") or difference(inputs, expected_inputs, "inputs")
+    comparison = compared(model, expected, graph, *call)
+    return None if comparison.is_equal else str(comparison)

@@ -10,23 +10,24 @@ over as many parts of a tensor as values say: their number is what is read.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from graphpatch_notebook.capture.functions import VALUE_READS
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.capture.value_sizes import PARTS, part_count_by_values
+from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import StoredFormError
 from graphpatch_notebook.values import ScalarSpec
 
-_DOUBT = re.compile(r"reads a value into Python \((\w+):")
 _OPS = {name.strip("_"): name for name in VALUE_READS - {"tolist", "numpy", "__array__"}}
 
 
 def has_only_reads(frame: Frame) -> bool:
     """Whether all that speaks against the graph of `frame` are values that it reads, and that can be compared."""
-    doubts = [_DOUBT.match(doubt) for doubt in frame.doubts]
-    return bool(doubts) and all(found is not None and found.group(1) in {*_OPS, *PARTS} for found in doubts)
+    return bool(frame.doubts) and all(
+        doubt.reason in (Reason.READS_VALUE, Reason.COUNTS_PARTS) and doubt.what in {*_OPS, *PARTS}
+        for doubt in frame.doubts
+    )
 
 
 def read_value(node: Any) -> ScalarSpec | None:

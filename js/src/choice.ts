@@ -15,6 +15,7 @@ export function choiceOf({ patches }: SessionState): string {
       patch.positions,
       patch.position_dim,
       patch.any_shape,
+      patch.allow_empty,
     ]),
   );
 }

@@ -1,7 +1,11 @@
 /** A patch while it is being typed: texts as they stand in the fields, kept also while another kind hides them. */
 import type { PatchFields, PatchKind } from "./protocol";
 
-export type FieldName = "kind" | "slice" | "value" | "name" | "steps" | "positions" | "position_dim" | "any_shape";
+/** The fields that are on or off. */
+export const FLAGS = ["any_shape", "allow_empty"] as const;
+
+export type Flag = (typeof FLAGS)[number];
+export type FieldName = "kind" | "slice" | "value" | "name" | "steps" | "positions" | "position_dim" | Flag;
 
 export interface Draft {
   path: string;
@@ -13,6 +17,7 @@ export interface Draft {
   positions: string;
   position_dim: string;
   any_shape: boolean;
+  allow_empty: boolean;
 }
 
 export interface FieldError {
@@ -35,7 +40,7 @@ const OBSERVES: ReadonlySet<PatchKind> = new Set<PatchKind>(["probe", "record"])
 
 export function newDraft(path: string): Draft {
   const texts = { slice: "", value: "", name: "", steps: "", positions: "", position_dim: "" };
-  return { path, kind: "zero", ...texts, any_shape: false };
+  return { path, kind: "zero", ...texts, any_shape: false, allow_empty: false };
 }
 
 export function draftOf(patch: PatchFields): Draft {
@@ -49,6 +54,7 @@ export function draftOf(patch: PatchFields): Draft {
     positions: patch.positions ?? "",
     position_dim: patch.position_dim === null ? "" : String(patch.position_dim),
     any_shape: patch.any_shape,
+    allow_empty: patch.allow_empty,
   };
 }
 
@@ -73,6 +79,7 @@ export function fields(draft: Draft): PatchFields {
     positions: text("positions"),
     position_dim: draft.position_dim.trim() === "" ? null : Number(draft.position_dim),
     any_shape: draft.any_shape,
+    allow_empty: draft.allow_empty,
   };
 }
 

@@ -73,6 +73,7 @@ export function restrictions(patch: PatchFields): string[] {
     patch.positions === null ? "" : `positions ${patch.positions}`,
     patch.position_dim === null ? "" : `position dimension ${patch.position_dim}`,
     patch.any_shape ? "any shape" : "",
+    patch.allow_empty ? "may be empty" : "",
   ].filter(Boolean);
 }
 
@@ -81,6 +82,6 @@ export function shapeText(shape: readonly number[]): string {
 }
 
 export function fieldsOf(patch: PatchState): PatchFields {
-  const { path, kind, slice, value, name, steps, positions, position_dim, any_shape } = patch;
-  return { path, kind, slice, value, name, steps, positions, position_dim, any_shape };
+  const { path, kind, slice, value, name, steps, positions, position_dim, any_shape, allow_empty } = patch;
+  return { path, kind, slice, value, name, steps, positions, position_dim, any_shape, allow_empty };
 }

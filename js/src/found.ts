@@ -1,6 +1,6 @@
 /** What the query in the search field found. */
 
-import { parseQuery, QueryError, type Term } from "./query";
+import { parseQuery, QueryError } from "./query";
 import { SearchIndex } from "./search";
 import type { Skeleton } from "./skeleton";
 
@@ -17,26 +17,16 @@ export class Found {
     this.index = new SearchIndex(skeleton);
   }
 
-  /** Searches; where the text is no query, or takes too long, `error` says why and what was found before stays. */
+  /** Searches; where the text is no query, `error` says why and what was found before stays. */
   search(text: string, patched: ReadonlySet<number>): void {
     this.error = null;
     try {
       const terms = parseQuery(text);
       this.matches = terms.length ? this.index.find(terms, patched) : null;
-      this.inPlumbing = this.matches?.length === 0 ? this.countInPlumbing(terms, patched) : 0;
+      this.inPlumbing = this.matches?.length === 0 ? this.index.find(terms, patched, true).length : 0;
     } catch (error) {
       if (!(error instanceof QueryError)) throw error;
       this.error = error.message;
-    }
-  }
-
-  /** A hint that takes too long is none. */
-  private countInPlumbing(terms: readonly Term[], patched: ReadonlySet<number>): number {
-    try {
-      return this.index.find(terms, patched, true).length;
-    } catch (error) {
-      if (!(error instanceof QueryError)) throw error;
-      return 0;
     }
   }
 

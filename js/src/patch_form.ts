@@ -1,7 +1,7 @@
 /** The fields of the patch editor, and where errors and hints stand beside them. */
 
 import { element, setAttribute } from "./dom";
-import { type Draft, type FieldError, type FieldName, hasField, WORDS } from "./draft";
+import { type Draft, type FieldError, type FieldName, FLAGS, type Flag, hasField, WORDS } from "./draft";
 import { PATCH_KINDS, type PatchKind } from "./protocol";
 
 type Input = HTMLInputElement | HTMLSelectElement;
@@ -21,15 +21,17 @@ const LABELS: Record<FieldName, string> = {
   positions: "Positions",
   position_dim: "Position dimension",
   any_shape: "Any shape",
+  allow_empty: "Allow empty",
 };
 const HINTS: Partial<Record<FieldName, string>> = {
   steps: "of a generation: prefill, decoding, or numbers as in a slice: 0 or 2, 4 or 1:",
   positions: "in the sequence: 3 or 2, 40 or 1:5",
   position_dim: "which dimension runs along the sequence, where that cannot be told",
   any_shape: "also values of other sizes than at capture",
+  allow_empty: "the slice may select nothing",
 };
 const PLACEHOLDERS: Partial<Record<FieldName, string>> = { slice: "all of it; or a part: :, -1, 3:5" };
-const MORE: readonly FieldName[] = ["steps", "positions", "position_dim", "any_shape"];
+const MORE: readonly FieldName[] = ["steps", "positions", "position_dim", ...FLAGS];
 const TEXTS = ["slice", "value", "name", "steps", "positions", "position_dim"] as const;
 
 let forms = 0;
@@ -55,7 +57,7 @@ export class PatchForm {
   write(draft: Draft): void {
     for (const name of TEXTS) this.input(name).value = draft[name];
     this.input("kind").value = draft.kind;
-    (this.input("any_shape") as HTMLInputElement).checked = draft.any_shape;
+    for (const name of FLAGS) this.flag(name).checked = draft[name];
     this.more.open = MORE.some((name) => draft[name as keyof Draft] !== "" && draft[name as keyof Draft] !== false);
     this.suggestName(null);
     this.showError(null);
@@ -68,7 +70,8 @@ export class PatchForm {
       ...(texts as Record<(typeof TEXTS)[number], string>),
       path,
       kind: this.input("kind").value as PatchKind,
-      any_shape: (this.input("any_shape") as HTMLInputElement).checked,
+      any_shape: this.flag("any_shape").checked,
+      allow_empty: this.flag("allow_empty").checked,
     };
   }
 
@@ -118,6 +121,10 @@ export class PatchForm {
     return field.input;
   }
 
+  private flag(name: Flag): HTMLInputElement {
+    return this.input(name) as HTMLInputElement;
+  }
+
   private showFields(kind: PatchKind): void {
     for (const [name, { row }] of this.fields) row.hidden = !hasField(kind, name);
     this.kindHint.textContent = WORDS[kind];
@@ -140,7 +147,7 @@ export class PatchForm {
       hint === undefined ? null : element("div", { class: "gp-hint", id: `${id}-hint` }, hint),
       error,
     );
-    input.addEventListener(name === "kind" || name === "any_shape" ? "change" : "input", () => {
+    input.addEventListener(name === "kind" || isFlag(name) ? "change" : "input", () => {
       if (name === "kind") this.showFields(input.value as PatchKind);
       this.onInput();
     });
@@ -148,6 +155,10 @@ export class PatchForm {
     this.fields.set(name, field);
     return field;
   }
+}
+
+function isFlag(name: FieldName): name is Flag {
+  return (FLAGS as readonly FieldName[]).includes(name);
 }
 
 function kindSelect(id: string): HTMLSelectElement {
@@ -159,7 +170,7 @@ function kindSelect(id: string): HTMLSelectElement {
 }
 
 function textInput(id: string, name: FieldName): HTMLInputElement {
-  if (name === "any_shape") return element("input", { id, type: "checkbox" });
+  if (isFlag(name)) return element("input", { id, type: "checkbox" });
   return element("input", {
     id,
     type: "text",

@@ -4,7 +4,7 @@ import { place, restrictions, shapeText } from "./edits";
 import type { PatchState } from "./protocol";
 import { visible } from "./visible";
 
-export type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove";
+export type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
 export type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
 
 interface Context {
@@ -37,7 +37,7 @@ export function patchItem(patch: PatchState, position: number, { count, act }: C
     checkbox(patch, what, act),
     element("span", { class: "gp-patch-number" }, `#${patch.number}`),
     element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
-    element("div", { class: "gp-patch-what" }, placeButton(patch, act), ...facts(patch)),
+    element("div", { class: "gp-patch-what" }, placeButton(patch, act), ...facts(patch), ...trust(patch, act)),
     element(
       "div",
       { class: "gp-patch-buttons" },
@@ -80,7 +80,7 @@ function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
 function facts(patch: PatchState): HTMLElement[] {
   const fact = (name: string, text: string) => element("span", { class: `gp-patch-fact gp-patch-${name}` }, text);
   const found: HTMLElement[] = [];
-  if (patch.value !== null) found.push(fact("value", patch.value));
+  if (patch.value !== null) found.push(fact("value", visible(patch.value)));
   if (patch.name !== null) found.push(fact("name", `→ ${patch.name}`));
   const shape = patch.sliced ?? patch.shape;
   if (shape !== null) found.push(fact("shape", shapeText(shape)));
@@ -88,6 +88,24 @@ function facts(patch: PatchState): HTMLElement[] {
   if (patch.row < 0) found.push(fact("gone", "not in the graph any more"));
   if (patch.warning !== null) found.push(element("span", { class: "gp-warning" }, icon("warning"), patch.warning));
   return found;
+}
+
+/** What keeps a value from being evaluated, and the button that trusts it. */
+function trust(patch: PatchState, act: PatchAction): HTMLElement[] {
+  const { number, untrusted } = patch;
+  if (!untrusted) return [];
+  const file = visible(untrusted);
+  const why = `This value is code from ${file}, which you have not trusted: it is not run. Read it first.`;
+  const attributes: Record<string, AttributeValue> = {
+    type: "button",
+    class: "gp-button",
+    "data-action": "trust",
+    "aria-label": `Trust file ${file}, which #${number} is from`,
+    title: "All values of this file are run from now on, as long as the file stays as it is",
+    onclick: (event: MouseEvent) => act("trust", patch, event.currentTarget as Element),
+  };
+  const button = element("button", attributes, "Trust file");
+  return [element("div", { class: "gp-warning" }, icon("warning"), element("span", {}, why), button)];
 }
 
 function onKey(event: KeyboardEvent, patch: PatchState, act: PatchAction): void {

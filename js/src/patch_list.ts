@@ -85,7 +85,11 @@ class PatchList implements Part {
     const isThere = patches.some(({ number }) => number === focus.number);
     const next = isThere ? focus.number : patches[Math.min(focus.position, patches.length - 1)]?.number;
     if (next === undefined) this.undo.focus();
-    else this.list.querySelector<HTMLElement>(`[data-number="${next}"] [data-action="${focus.action}"]`)?.focus();
+    else {
+      const item = this.list.querySelector(`[data-number="${next}"]`);
+      const same = item?.querySelector<HTMLElement>(`[data-action="${focus.action}"]`);
+      (same ?? item?.querySelector<HTMLElement>("[data-action]"))?.focus();
+    }
   }
 
   // -- edits ---------------------------------------------------------------------------------------------------------
@@ -107,6 +111,8 @@ class PatchList implements Part {
       this.view.editPatch({ number }, anchor);
     } else if (action === "remove") {
       this.edit(() => ({ action: "remove", numbers: [number] }), `removed ${what}`);
+    } else if (action === "trust") {
+      this.edit(() => ({ action: "trust", number }), `trusted ${patch.untrusted}`);
     } else if (action === "enable") {
       const is_enabled = !patch.is_enabled;
       this.edit(

@@ -164,12 +164,16 @@ export interface PatchFields {
   positions: string | null;
   position_dim: number | null;
   any_shape: boolean;
+  /** Whether the slice may select nothing. */
+  allow_empty: boolean;
 }
 
 export interface PatchState extends PatchFields {
   /** `#3`: never comes to mean another patch. */
   number: number;
   is_enabled: boolean;
+  /** The session file that the value is from, which the user must trust before it is evaluated; `null`: none. */
+  untrusted: string | null;
   /** Where it is in the skeleton; -1: nowhere any more. */
   row: number;
   /** What was recorded there, and of the part that the slice takes. */
@@ -190,6 +194,8 @@ export type Edit =
   | { action: "change"; number: number; patch: Partial<PatchFields & { is_enabled: boolean }> }
   | { action: "move"; number: number; position: number }
   | { action: "remove"; numbers: number[] }
+  /** The file that this patch is from. */
+  | { action: "trust"; number: number }
   | { action: "clear" | "undo" | "redo" };
 
 /** What a patch would be applied to. */

@@ -3,9 +3,6 @@
  * docstring explains it; tests/notebook/test_search_parity.py sees to that.
  */
 
-import { decimal, pythonRegex, SPACE } from "./regex";
-import { openRepetitions } from "./repetitions";
-
 /** A query that is none; the message says how to write what was perhaps meant. */
 export class QueryError extends Error {}
 
@@ -19,17 +16,8 @@ export interface ShapeTerm {
   last: Sizes | null;
 }
 
-/** `pattern`: as it was written. `repetitions`: how many of them are open. */
-export interface RegexTerm {
-  kind: "regex";
-  value: RegExp;
-  pattern: string;
-  repetitions: number;
-}
-
 export type Meaning =
   | { kind: "text" | "exact" | "op" | "dtype" | "is" | "module"; value: string }
-  | RegexTerm
   | { kind: "shape"; value: ShapeTerm };
 export type Term = Meaning & { isExcluded: boolean };
 
@@ -44,11 +32,12 @@ const EXAMPLES: Record<string, string> = {
   kind: "kind:op",
 };
 
+/** What Python takes for white space, for use between brackets. */
+const SPACE = "\\t-\\r\\x1c-\\x20\\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000";
 const END = `(?![^${SPACE}])`;
 const SPACES = new RegExp(`[${SPACE}]*`, "y");
 const WORD = new RegExp(`[^${SPACE}]+`, "y");
 const BRACKETED = new RegExp(`shape:(\\[[^\\]]*\\]|\\([^)]*\\))${END}`, "y");
-const REGEX = new RegExp(`/((?:[^/\\\\]|\\\\.)*)/(i?)${END}`, "y");
 const QUOTED = new RegExp(`"([^"]*)"${END}|'([^']*)'${END}`, "y");
 
 /** The terms of a query; throws `QueryError`. */
@@ -87,32 +76,14 @@ function readTerm(text: string, position: number): [Meaning, number] {
     return [{ kind: "exact", value: quoted[1] ?? quoted[2] ?? "" }, position + quoted[0].length];
   }
   if (first === "/") {
-    const regex = matchAt(REGEX, text, position);
-    if (!regex) throw new QueryError(`the regular expression does not end: ${rest}; write /.../`);
-    return [regexTerm(regex[1] ?? "", regex[2] === "i"), position + regex[0].length];
+    throw new QueryError(
+      "no path has a '/' in it, and regular expressions are not searched: write words and *, as in h_*.attn",
+    );
   }
   const bracketed = matchAt(BRACKETED, text, position);
   if (bracketed) return [{ kind: "shape", value: shapeTerm(bracketed[1] ?? "") }, position + bracketed[0].length];
   const word = matchAt(WORD, text, position)?.[0] ?? "";
   return [wordTerm(word), position + word.length];
-}
-
-function regexTerm(pattern: string, ignoresCase: boolean): RegexTerm {
-  const value = compiled(pattern, ignoresCase);
-  try {
-    return { kind: "regex", value, pattern, repetitions: openRepetitions(pattern) };
-  } catch (error) {
-    throw new QueryError(error instanceof Error ? error.message : String(error));
-  }
-}
-
-function compiled(pattern: string, ignoresCase: boolean): RegExp {
-  try {
-    return pythonRegex(pattern, ignoresCase);
-  } catch (error) {
-    const why = error instanceof Error ? error.message.replace(/^Invalid regular expression: .*: /, "") : String(error);
-    throw new QueryError(`not a regular expression: /${pattern}/ (${why}); a plain text needs no slashes`);
-  }
 }
 
 function wordTerm(word: string): Meaning {
@@ -123,7 +94,7 @@ function wordTerm(word: string): Meaning {
   const example = EXAMPLES[key];
   if (example === undefined) {
     const meant = nearest(key, Object.keys(EXAMPLES));
-    throw new QueryError(`unknown search key '${written}:'; nearest: ${meant}:; for the text itself write /${word}/`);
+    throw new QueryError(`unknown search key '${written}:'; nearest: ${meant}:; for the text itself write *${word}`);
   }
   if (!value) throw new QueryError(`there is nothing after '${key}:'; write ${example}`);
   return keyedTerm(key, value);
@@ -172,8 +143,7 @@ function shapeTerm(value: string): ShapeTerm {
 
 function readSize(text: string, value: string): number | null {
   if (text === "*") return null;
-  const size = decimal(text);
-  if (size !== null) return size;
+  if (/^[0-9]+$/.test(text)) return Number(text);
   throw new QueryError(`not a shape: ${value}; write shape:64 for a size, shape:[1,*,64] for a whole shape`);
 }
 

@@ -1,14 +1,10 @@
 /** Finds rows by a query, as `graphpatch_notebook/notebook/search.py` finds nodes. */
 
 import { FLAG, KINDS } from "./protocol";
-import { isShape, QueryError, type RegexTerm, type Term } from "./query";
-import { checkLength } from "./repetitions";
+import { isShape, type Term } from "./query";
 import type { Skeleton } from "./skeleton";
 
 type Test = (row: number) => boolean;
-
-/** How long, in milliseconds, a regular expression may keep the page waiting. */
-const PATIENCE = 500;
 
 const GRAPH = KINDS.indexOf("graph");
 const INPUT = KINDS.indexOf("input");
@@ -34,13 +30,12 @@ export class SearchIndex {
     return this.candidates.withoutPlumbing.length;
   }
 
-  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Plumbing is found where the terms ask for it, or `withPlumbing`. Throws `QueryError` where a regular expression takes too long. */
+  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Plumbing is found where the terms ask for it, or `withPlumbing`. */
   find(terms: readonly Term[], patched: ReadonlySet<number>, withPlumbing = false): number[] {
     const asksForPlumbing =
       withPlumbing || terms.some((term) => term.kind === "is" && term.value === "plumbing" && !term.isExcluded);
     let rows = asksForPlumbing ? this.candidates.all : this.candidates.withoutPlumbing;
-    const slowLast = [...terms].sort((a, b) => Number(a.kind === "regex") - Number(b.kind === "regex"));
-    for (const term of slowLast) {
+    for (const term of terms) {
       const test = this.test(term, patched);
       rows = rows.filter((row) => test(row) !== term.isExcluded);
     }
@@ -101,16 +96,13 @@ export class SearchIndex {
     switch (term.kind) {
       case "text": {
         const { texts } = this;
-        const { value } = term;
-        return (row) => texts[row]?.includes(value) ?? false;
+        const parts = term.value.split("*");
+        return (row) => hasParts(texts[row] ?? "", parts);
       }
       case "exact": {
         const { paths } = this;
         const { value } = term;
         return (row) => hasNames(paths[row] ?? "", value);
-      }
-      case "regex": {
-        return regexTest(this.paths, term);
       }
       case "op": {
         const { nodes } = this;
@@ -167,25 +159,6 @@ function isAbsent(skeleton: Skeleton, row: number): boolean {
   return skeleton.kind[row] === INPUT && skeleton.labelOf(row) === "NoneType";
 }
 
-/** Whether the expression finds something in the path of a row. */
-function regexTest(paths: readonly string[], { value, pattern, repetitions }: RegexTerm): Test {
-  const start = performance.now();
-  return (row) => {
-    const path = paths[row] ?? "";
-    if (performance.now() - start > PATIENCE) {
-      throw new QueryError(
-        `/${pattern}/ takes too long to search here; put a word before it, or write fewer of * + {}`,
-      );
-    }
-    try {
-      checkLength(pattern, repetitions, path);
-    } catch (error) {
-      throw new QueryError(error instanceof Error ? error.message : String(error));
-    }
-    return value.test(path);
-  };
-}
-
 /** By name: whether it is the one meant, upper and lower case being the same; `*` stands for any letters. */
 function among(names: readonly string[], pattern: string): boolean[] {
   const parts = pattern.split("*");
@@ -197,13 +170,18 @@ function isMade(name: string, parts: readonly string[]): boolean {
   const [first = "", last = ""] = [parts[0], parts.at(-1)];
   if (parts.length < 2) return name === first;
   if (name.length < first.length + last.length || !name.startsWith(first) || !name.endsWith(last)) return false;
-  const inside = name.slice(first.length, name.length - last.length);
+  return hasParts(name.slice(first.length, name.length - last.length), parts.slice(1, -1));
+}
+
+/** Whether `text` has all parts in it, one behind the other: what `*` between them means. */
+function hasParts(text: string, parts: readonly string[]): boolean {
   let from = 0;
-  return parts.slice(1, -1).every((part) => {
-    const at = inside.indexOf(part, from);
+  for (const part of parts) {
+    const at = text.indexOf(part, from);
+    if (at < 0) return false;
     from = at + part.length;
-    return at >= 0;
-  });
+  }
+  return true;
 }
 
 /** Whether `wanted`, one name or several with the dots between them, stands in `path` as whole names. */

@@ -42,7 +42,8 @@ afterEach(() => {
 describe("the fields", () => {
   it("are those of the kind", () => {
     editor.open({ row: rig.row(PATH) }, anchor);
-    const fields = ["Slice", "Value", "Variable", "Steps", "Positions", "Position dimension", "Any shape"];
+    const more = ["Steps", "Positions", "Position dimension", "Any shape", "Allow empty"];
+    const fields = ["Slice", "Value", "Variable", ...more];
     const shown = (of: string) => {
       kind(of);
       return fields
@@ -83,11 +84,20 @@ describe("the fields", () => {
 
   it("of a chosen patch are filled, and opened where something stands in them", () => {
     rig.session([
-      patch(3, { kind: "add", slice: ":, -1", value: "v", positions: "2, 4", position_dim: 1, any_shape: true }),
+      patch(3, {
+        kind: "add",
+        slice: ":, -1",
+        value: "v",
+        positions: "2, 4",
+        position_dim: 1,
+        any_shape: true,
+        allow_empty: true,
+      }),
     ]);
     editor.open({ number: 3 }, anchor);
     expect([field("Slice").value, field("Value").value, field("Positions").value]).toEqual([":, -1", "v", "2, 4"]);
     expect([field("Position dimension").value, field("Any shape").checked]).toEqual(["1", true]);
+    expect(field("Allow empty").checked).toBe(true);
     expect(editor.element.querySelector("details")?.open).toBe(true);
   });
 });
@@ -107,7 +117,7 @@ describe("while one types", () => {
     expect(rig.last("check").payload).toEqual({
       patch: {
         ...{ path: PATH, kind: "zero", slice: ":, -1", value: null, name: null },
-        ...{ steps: null, positions: null, position_dim: null, any_shape: false },
+        ...{ steps: null, positions: null, position_dim: null, any_shape: false, allow_empty: false },
       },
       number: null,
     });

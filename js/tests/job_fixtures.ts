@@ -81,12 +81,13 @@ export function statistics(changes: Partial<Statistics> = {}): Statistics {
 
 export function patch(number: number, changes: Partial<PatchState> = {}): PatchState {
   const typed = { path: "h_0.attn.output", kind: "zero" as const, slice: null, value: null, name: null };
-  const when = { steps: null, positions: null, position_dim: null, any_shape: false };
+  const when = { steps: null, positions: null, position_dim: null, any_shape: false, allow_empty: false };
   return {
     ...typed,
     ...when,
     number,
     is_enabled: true,
+    untrusted: null,
     row: 12,
     shape: [1, 8, 64],
     sliced: null,

@@ -10,7 +10,6 @@ interface Case {
   columns: Columns;
   paths: string[];
   patched: number[];
-  refused: [query: string, message: string][];
   queries: [query: string, rows: number[] | null][];
 }
 
@@ -24,10 +23,6 @@ describe.each(Object.entries(fixture as unknown as Record<string, Case>))("%s", 
       expect(skeleton.path(row)).toBe(path);
       expect(index.paths[row]).toBe(path);
     }
-  });
-
-  test.each(model.refused)("%j would take forever", (query, message) => {
-    expect(() => parseQuery(query)).toThrow(new QueryError(message));
   });
 
   test.each(model.queries)("%j", (query, expected) => {

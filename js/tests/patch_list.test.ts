@@ -53,6 +53,7 @@ describe("what is shown", () => {
       positions: "2, 4",
       position_dim: 1,
       any_shape: true,
+      allow_empty: true,
       warning: "beyond",
     });
     rig.session([ONE, TWO, THREE, restricted]);
@@ -61,7 +62,14 @@ describe("what is shown", () => {
       expect(text(items()[0])).toContain(part);
     }
     expect(text(items()[1])).toContain("→ seen");
-    for (const part of ["steps decoding", "positions 2, 4", "position dimension 1", "any shape", "beyond"]) {
+    for (const part of [
+      "steps decoding",
+      "positions 2, 4",
+      "position dimension 1",
+      "any shape",
+      "may be empty",
+      "beyond",
+    ]) {
       expect(text(items()[3])).toContain(part);
     }
     expect(named<HTMLInputElement>(list.element, `Apply ${NAME_3}`).checked).toBe(false);
@@ -88,6 +96,20 @@ describe("what is shown", () => {
     ]);
     expect(list.element.querySelector("img")).toBeNull();
     expect(text().split(HOSTILE)).toHaveLength(7);
+  });
+
+  it("says of a value that is not trusted why it is not run, and trusts its file", async () => {
+    rig.session([patch(1, { kind: "add", value: "f(\u202e2)", untrusted: HOSTILE }), ONE]);
+    expect(text(items()[0])).toContain("f(\\u202e2)");
+    expect(text(items()[0])).toContain(`code from ${HOSTILE}, which you have not trusted: it is not run`);
+    expect(items()[1]?.querySelector("[data-action=trust]")).toBeNull();
+    const trust = button(`Trust file ${HOSTILE}, which #1 is from`);
+    trust.focus();
+    trust.click();
+    await settled();
+    expect(edits()).toEqual([{ based_on: 1, edit: { action: "trust", number: 1 } }]);
+    rig.session([patch(1, { kind: "add", value: "f(2)" }), ONE]);
+    expect(document.activeElement).toBe(items()[0]?.querySelector("[data-action=enable]"));
   });
 
   it("says of a patch whose node is gone that it is, and jumps nowhere", () => {

@@ -20,7 +20,15 @@ function opened(changes: Parameters<typeof traits>[0] = {}, own = skeleton) {
 
 function patchAt(path: string, number = 1): PatchState {
   const fields = { slice: null, value: null, name: null, steps: null, positions: null, position_dim: null };
-  const state = { any_shape: false, is_enabled: true, shape: null, sliced: null, warning: null };
+  const state = {
+    any_shape: false,
+    allow_empty: false,
+    is_enabled: true,
+    untrusted: null,
+    shape: null,
+    sliced: null,
+    warning: null,
+  };
   return { path, kind: "zero", number, row: row(path), ...fields, ...state };
 }
 

@@ -99,7 +99,6 @@ LAWS = (
 _MOST_INTERRUPTS = 12
 _IGNORED: dict[int, tuple[type[Warning], ...]] = {
     3: (graphpatch_notebook.AliasedPatchWarning, graphpatch_notebook.RepeatedCallWarning),
-    4: (graphpatch_notebook.LiveFallbackWarning,),
     5: (GraphPatchWarning,),
     6: (graphpatch_notebook.AliasedPatchWarning,),
 }

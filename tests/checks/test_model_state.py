@@ -1,75 +1,201 @@
-"""What a run may change in a model is seen afterwards, and put back."""
+"""What a run may change in a model is seen afterwards, and put back: attributes, containers, tensors, generators."""
 
 from __future__ import annotations
 
+import random
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook.checks.model_state import BufferState
+from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState
+
+Edit = Callable[[Any], object]
 
 
-def a_module() -> nn.Module:
-    module = nn.Linear(2, 2)
-    module.register_buffer("mean", torch.zeros(2))
-    module.register_buffer("mask", torch.tensor([float("nan"), 1.0]))
-    module.register_buffer("cache", None)
-    return module
+class Held(nn.Module):
+    """Holds one of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.tensor([float("nan"), 1.0]))
+        self.register_buffer("cache", None)
+        self.scale, self.note = 1.0, "before"
+        self.last = torch.zeros(2)
+        self.notes: list[Any] = []
+        self.listed, self.queue, self.set = [1, [2]], deque([1], maxlen=3), {1}
+        self.options: dict[str, Any] = {"scale": 1.0, "inner": {"keys": [torch.zeros(2)]}}
+        self.order = OrderedDict(a=1, b=2)
+        self.config = SimpleNamespace(size=3, sub=SimpleNamespace(names=["a"]))
+        self.counts = np.zeros(2)
+        self.generator, self.python = torch.Generator(), random.Random(0)
+        self.elsewhere = {"modules": [[nn.BatchNorm1d(2)]]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.options["scale"]
 
 
-def write(module: nn.Module) -> None:
-    module.get_buffer("mean").add_(1)
+EDITS: dict[str, tuple[Edit, ChangeKind, str]] = {
+    "an attribute": (lambda m: setattr(m, "scale", 2.0), ChangeKind.ATTRIBUTE, "scale"),
+    "a new attribute": (lambda m: setattr(m, "flag", True), ChangeKind.ATTRIBUTE, "flag"),
+    "an attribute less": (lambda m: delattr(m, "note"), ChangeKind.ATTRIBUTE, "note"),
+    "a tensor attribute": (lambda m: setattr(m, "last", torch.zeros(2)), ChangeKind.ATTRIBUTE, "last"),
+    "a write into a tensor": (lambda m: m.last.add_(1), ChangeKind.TENSOR, "last"),
+    "a write into an array": (lambda m: m.counts.__iadd__(1), ChangeKind.TENSOR, "counts"),
+    "an empty list that is filled": (lambda m: m.notes.append(1), ChangeKind.ATTRIBUTE, "notes.0"),
+    "a list in a list": (lambda m: m.listed[1].append(3), ChangeKind.ATTRIBUTE, "listed.1.1"),
+    "a queue": (lambda m: m.queue.append(2), ChangeKind.ATTRIBUTE, "queue.1"),
+    "a set": (lambda m: m.set.add(2), ChangeKind.ATTRIBUTE, "set.2"),
+    "a dict": (lambda m: m.options.update(scale=2.0), ChangeKind.ATTRIBUTE, "options.scale"),
+    "a deep tensor": (lambda m: m.options["inner"]["keys"][0].add_(1), ChangeKind.TENSOR, "options.inner.keys.0"),
+    "the config": (lambda m: setattr(m.config, "size", 4), ChangeKind.ATTRIBUTE, "config.size"),
+    "the config's config": (lambda m: m.config.sub.names.clear(), ChangeKind.ATTRIBUTE, "config.sub.names.0"),
+    "a write into a buffer": (lambda m: m.mean.add_(1), ChangeKind.BUFFER, "mean"),
+    "a sign in a buffer": (lambda m: m.mean.neg_(), ChangeKind.BUFFER, "mean"),
+    "another buffer": (lambda m: setattr(m, "mean", torch.zeros(2)), ChangeKind.BUFFER, "mean"),
+    "a buffer less": (lambda m: delattr(m, "mask"), ChangeKind.BUFFER, "mask"),
+    "a buffer that was none": (lambda m: setattr(m, "cache", torch.ones(2)), ChangeKind.BUFFER, "cache"),
+    "another parameter": (
+        lambda m: setattr(m.first, "weight", nn.Parameter(torch.ones(2, 2))), ChangeKind.PARAMETER, "weight",
+    ),
+    "another module": (lambda m: setattr(m, "second", nn.Identity()), ChangeKind.SUBMODULE, "second"),
+    "a hook": (lambda m: m.first.register_forward_hook(print), ChangeKind.HOOK, "_forward_hooks."),
+    "the mode": (lambda m: m.second.eval(), ChangeKind.MODE, "training"),
+    "a module in a list": (
+        lambda m: m.elsewhere["modules"][0][0](torch.ones(3, 2)), ChangeKind.BUFFER, "running_mean",
+    ),
+}  # fmt: skip
 
 
-def replace(module: nn.Module) -> None:
-    module.mean = torch.zeros(2)
-
-
-def remove(module: nn.Module) -> None:
-    del module.mask
-
-
-def flip_a_sign(module: nn.Module) -> None:
-    module.get_buffer("mean").neg_()
-
-
-@pytest.mark.parametrize("edit", [write, replace, remove, flip_a_sign])
-def test_buffers_are_seen_to_change_and_put_back(edit: Callable[[nn.Module], None]) -> None:
-    module = a_module()
-    tensors, bits = dict(module._buffers), module.get_buffer("mean").view(torch.int32).clone()
-    state = BufferState([module])
+@pytest.mark.parametrize("edit", EDITS)
+def test_changes_are_seen_and_put_back(edit: str) -> None:
+    change, kind, name = EDITS[edit]
+    model = Held()
+    state = ModuleState(model)
+    bits = model.mean.view(torch.int32).clone()
+    objects = {id(module): dict(module.__dict__) for module in model.modules()}
     assert state.change() is None
-    edit(module)
-    assert str(state.change()).startswith("Linear changes its buffer 'm")
+    change(model)
+    found = state.change()
+    assert isinstance(found, Change)
+    assert (found.kind, found.name.startswith(name)) == (kind, True), found.name
     state.restore()
     assert state.change() is None
-    assert all(module._buffers[name] is tensor for name, tensor in tensors.items())
-    assert module.get_buffer("mean").view(torch.int32).equal(bits)
+    assert state.unrepeatable_change() is None
+    assert {id(module): dict(module.__dict__) for module in model.modules()} == objects
+    assert model.mean.view(torch.int32).equal(bits)
 
 
-def test_a_buffer_that_was_not_there_is_taken_away_again() -> None:
-    module = a_module()
-    state = BufferState([module])
-    module.cache = torch.ones(2)
+def test_a_change_names_module_and_values() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Held())
+    state = ModuleState(model)
+    model[1].scale = 3.0
+    change = state.change()
+    assert change is not None
+    assert (change.path, change.module_class, change.before, change.after) == ("1", "Held", 1.0, 3.0)
+    assert str(change) == "Held changes its 'scale' while it runs"
+
+
+def test_the_order_of_a_dict_is_put_back() -> None:
+    model = Held()
+    state = ModuleState(model)
+    model.order.move_to_end("a")
     state.restore()
-    assert module.cache is None
+    assert list(model.order) == ["a", "b"]
 
 
-def test_weights_among_the_buffers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_generators_are_put_back() -> None:
+    model = Held()
+    state = ModuleState(model)
+
+    def drawn() -> list[float]:
+        own = [torch.rand(1, generator=model.generator).item(), model.python.random()]
+        return [torch.rand(1).item(), random.random(), float(np.random.rand()), *own]
+
+    first = drawn()
+    assert str(state.change()) == "the model draws random numbers (of torch and Python and numpy)"
+    state.restore()
+    assert drawn() == first
+
+
+def test_weights_are_not_copied_and_a_write_into_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphpatch_notebook.checks.model_state.LARGE", 4)
-    module = a_module()
-    state = BufferState([module])
-    write(module)
-    assert state.change() is None
+    model = Held()
+    model.view_of_weight = model.second.weight.detach()[:1, :1]
+    state = ModuleState(model)
+    assert not any(isinstance(content, torch.Tensor) for content in state._copies)
+    with torch.no_grad():
+        model.first.weight.add_(1)
     state.restore()
-    assert module.get_buffer("mean").tolist() == [1.0, 1.0]
+    assert state.unrepeatable_change() == "Linear writes into its parameter 'weight' while it runs"
 
 
-def test_states_of_one_module_are_compared() -> None:
-    module = a_module()
-    before = BufferState([module])
-    assert before.difference(BufferState([module])) is None
-    write(module)
-    assert before.difference(BufferState([module])) == "the buffers of Linear|mean: 2 of 2 values differ"
+def test_a_quick_look_at_one_module() -> None:
+    model = Held().eval()
+    state = ModuleState(model, is_look=True)
+    model.mean.fill_(0)
+    assert state.change_in(model.first) is None
+    assert str(state.change_in(model)) == "Held writes into its buffer 'mean' while it runs"
+    norm = nn.BatchNorm1d(2)
+    state = ModuleState(norm, is_look=True)
+    norm(torch.randn(3, 2))
+    assert state.change_in(norm) is not None
+
+
+def test_two_states_of_one_model_are_compared() -> None:
+    model = Held()
+    before = ModuleState(model)
+    assert before.difference(ModuleState(model)) is None
+    model.mean.add_(1)
+    assert before.difference(ModuleState(model)) == "the buffers of Held|mean: 2 of 2 values differ"
+
+
+def test_values_that_the_model_keeps_are_separated() -> None:
+    model = Held()
+    state = ModuleState(model)
+    value, own, weight = {"kept": [model.mean[:1]]}, torch.ones(2), model.first.weight
+    assert state.separated(own) is own
+    assert state.separated(weight) is weight
+    separated = state.separated(value)
+    model.mean.add_(1)
+    assert separated["kept"][0].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("edit", [*EDITS, "a forward of its own", "a weight"])
+def test_fingerprints_differ_after(edit: str) -> None:
+    model = Held()
+    before = Fingerprint(model)
+    assert before == Fingerprint(model)
+    if edit == "a forward of its own":
+        model.first.forward = torch.sin
+    elif edit == "a weight":
+        nn.init.ones_(model.first.weight)
+    elif edit in ("a write into an array", "a module in a list"):  # torch does not count these
+        return
+    else:
+        EDITS[edit][0](model)
+    assert before != Fingerprint(model)
+
+
+def test_fingerprints_differ_where_an_attribute_goes_to_another_module() -> None:
+    model = Held()
+    model.first.extra = 1
+    before = Fingerprint(model)
+    del model.first.extra
+    model.second.extra = 1
+    assert before != Fingerprint(model)
+
+
+def test_a_fingerprint_keeps_no_tensor_alive() -> None:
+    model = Held()
+    before = Fingerprint(model)
+    model.last = None
+    model.last = torch.zeros(2)  # often with the id of the one before
+    assert before != Fingerprint(model)

@@ -75,12 +75,13 @@ def test_all_of_it_in_one_error(pg: PatchableGraph) -> None:
     assert "\n  - 'x': ZeroPatch: slice" in text
 
 
-def test_unknown_paths_are_key_errors_and_the_rest_value_errors(pg: PatchableGraph) -> None:
-    unknown = refused(pg, {"nowhere": ZeroPatch()})
-    assert isinstance(unknown, UnknownPathError)
-    assert isinstance(unknown, KeyError)
-    assert isinstance(unknown, ValueError)
-    other = refused(pg, {"linear": ZeroPatch()})
+def test_paths_that_lead_to_no_value_are_key_errors_and_the_rest_value_errors(pg: PatchableGraph) -> None:
+    for path in ("nowhere", "linear", pg.graph.output, pg.graph.output.pair):
+        unknown = refused(pg, {path: ZeroPatch()})
+        assert isinstance(unknown, UnknownPathError)
+        assert isinstance(unknown, KeyError)
+        assert isinstance(unknown, ValueError)
+    other = refused(pg, {"hidden": ZeroPatch(slice="0")})
     assert not isinstance(other, KeyError)
     assert isinstance(other, ValueError)
 

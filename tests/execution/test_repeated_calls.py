@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from graphpatch_notebook import (
     AddPatch,
     CustomPatch,
+    DataLoopWarning,
     ExtractionOptions,
     MultiplyInvokedModule,
     PatchableGraph,
     PatchNotFiredWarning,
+    ProbePatch,
     RecordPatch,
     RepeatedCallWarning,
     ZeroPatch,
 )
+from tests.zoo import case_by_name
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -588,3 +591,81 @@ def test_a_module_that_is_called_beside_a_shared_one_is_patched() -> None:
     tanh = torch.tanh(model.shared(X) + 2.0) + 1.0
     assert torch.equal(seen.activations[0], tanh)
     assert torch.equal(patched, model.shared(tanh))
+
+
+# -- loops over data ---------------------------------------------------------------------------------------------------
+
+
+def in_data_loops(pg: PatchableGraph) -> dict[str, set[str]]:
+    """Returns the paths that warn on entry, by the head of their loop."""
+    found: dict[str, set[str]] = {}
+    for path in pg.nodes:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with pg.patch({path: ProbePatch()}):
+                pass
+        for each in told:
+            head = re.search(r"computed in a loop over data \((.*)\)\. ", str(each.message))
+            assert head is not None
+            assert each.filename == __file__
+            found.setdefault(head[1], set()).add(path)
+    return found
+
+
+def test_what_is_in_a_loop_over_data() -> None:
+    case = case_by_name("awkward-loops-over-values")
+    found = in_data_loops(PatchableGraph(case.build(), *case.example().args))
+    rows, kinds = "for row in (x[:, 0] > 0).nonzero():", "for kind in sorted(set(kinds)):"
+    assert set(found) == {rows, kinds}
+    assert {"chosen", "chosen_1", "shared_0.output", "shared_1.linear", "total_1"} <= found[rows]
+    assert {"mul", "mul_1"} <= found[kinds]
+    # A module with a name of its own is the same one whenever it runs, and loops over modules and sizes are no data.
+    assert not any("tanh" in path or path.startswith("layers_1") for paths in found.values() for path in paths)
+    sizes = case_by_name("awkward-loops-over-sizes")
+    assert in_data_loops(PatchableGraph(sizes.build(), *sizes.example().args)) == {}
+
+
+class UntilDone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = x / 2
+        for _ in range(int(x.max() * 10)):
+            x = x + 1
+        for _ in range(9):
+            y = x.sum() + 2
+            if y > 12:
+                break
+        many = len((x > 0).nonzero())
+        for _ in range(many):
+            x = x - 1
+        return torch.stack([part * 3 for part in x[x[:, 0] > 0]])
+
+
+def test_loops_that_values_end() -> None:
+    pg = PatchableGraph(UntilDone(), torch.tensor([[0.5, 0.1], [0.3, 0.2]]) * 2)
+    found = {path for paths in in_data_loops(pg).values() for path in paths}
+    heads = in_data_loops(pg)
+    assert {head.split()[0] for head in heads} == {"while", "for", "return"}
+    ops = {node.op for path, node in pg.nodes.items() if path in found}
+    assert ops >= {"truediv", "add", "sub", "mul"}
+    assert "stack" not in found
+
+
+def test_the_turns_of_an_expert_loop() -> None:
+    case = case_by_name("mixtral-expert-loop-eager")
+    pg = PatchableGraph(case.build(), **case.example().kwargs)
+    with (
+        pytest.warns(DataLoopWarning, match=r"^'model.*linear_2': computed in a loop over data \(for expert_idx in"),
+        pg.patch({"model.layers_0.mlp.experts.linear_2": ZeroPatch(), "model.layers_1.output": ZeroPatch()}),
+    ):
+        pass
+
+
+def test_an_experiment_warns_once() -> None:
+    case = case_by_name("awkward-loops-over-values")
+    (x,) = case.example().args
+    pg = PatchableGraph(case.build(), x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        pg.sweep({"by": [0.0, 1.0, 2.0]}, lambda by: {"chosen_1": AddPatch(by)}, x, metric=torch.sum, progress=False)
+    assert [each.category for each in told] == [DataLoopWarning]

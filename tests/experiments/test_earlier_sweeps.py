@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution.frame_effects import all_modules, tensors_among
-from graphpatch_notebook.experiments.earlier_sweeps import Settings, shown_earlier
+from graphpatch_notebook.experiments.earlier_sweeps import shown_earlier
 from graphpatch_notebook.experiments.rows import Rows, parted, taken
 from graphpatch_notebook.experiments.steps import SameSteps, Steps
 
@@ -29,44 +30,13 @@ class Held(nn.Module):
         return self.second(self.first(x)) * self.options["scale"]
 
 
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "an attribute": lambda model: setattr(model, "flag", True),
-    "an empty list that is filled": lambda model: model.notes.append(1),
-    "what a dict holds": lambda model: model.options.update(scale=2.0),
-    "a weight that is written into": lambda model: nn.init.ones_(model.first.weight),
-    "a buffer that is another one": lambda model: setattr(model, "mask", torch.ones(2)),
-    "a hook": lambda model: model.first.register_forward_hook(print),
-    "a module in place of another": lambda model: setattr(model, "second", nn.Linear(2, 2)),
-    "a forward of its own": lambda model: setattr(model.first, "forward", torch.sin),
-    "the mode": lambda model: model.train(not model.training),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_settings_differ_after(change: str) -> None:
-    model = Held()
-    before = Settings(model)
-    assert before == Settings(model)
-    CHANGES[change](model)
-    assert before != Settings(model)
-
-
-def test_settings_differ_where_an_attribute_goes_to_another_module() -> None:
-    model = Held()
-    model.first.extra = 1
-    before = Settings(model)
-    del model.first.extra
-    model.second.extra = 1
-    assert before != Settings(model)
-
-
 def test_what_is_known_is_forgotten_with_a_change() -> None:
     model = Held()
     pg = PatchableGraph(model, torch.ones(1, 2))
-    shown_earlier(pg)["test"] = True
-    assert "test" in shown_earlier(pg)
+    shown_earlier(pg, ModuleState(model))["test"] = True
+    assert "test" in shown_earlier(pg, ModuleState(model))
     model.options["scale"] = 3.0
-    assert "test" not in shown_earlier(pg)
+    assert "test" not in shown_earlier(pg, ModuleState(model))
 
 
 def test_all_modules_are_those_of_torch_in_their_order() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +25,7 @@ import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import LogitDifference, Noise, SweepInterrupted, ablate, causal_trace
+from graphpatch_notebook.experiments import cluster as cluster_module
 from graphpatch_notebook.experiments.parcels import packed, unpacked
 
 WIDTH = 128
@@ -111,6 +116,36 @@ def client(one_thread_each: None, tmp_path_factory: pytest.TempPathFactory) -> I
         cluster.get_client() as client,
     ):
         yield client
+
+
+@contextlib.contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """What hangs fails."""
+
+    def stop(*_: Any) -> None:
+        pytest.fail(f"not done after {seconds} seconds")  # no `Exception`: nothing catches it
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def workers_for_good(address: str, count: int) -> Iterator[None]:
+    """Worker processes that nobody starts again."""
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-nanny", "--nthreads=1"]
+    command += ["--no-dashboard", "--local-directory", tempfile.mkdtemp()]
+    workers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -330,6 +365,24 @@ def test_a_killed_process_loses_nothing(pg: PatchableGraph, here: Any, one_threa
     assert result.values.tobytes() == here.values.tobytes()
 
 
+@pytest.mark.slow
+def test_what_kills_its_process_is_not_run_here(pg: PatchableGraph, here: Any, one_thread_each: None) -> None:
+    parent = os.getpid()
+
+    def act(layer: int, unit: int) -> None:
+        if (layer, unit) == (2, 4):
+            assert os.getpid() != parent, "it is run here"
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with executor, at_most(100), pytest.warns(ExperimentWarning) as caught:
+        result = swept(pg, acting(act), executor=executor, recipe=build)
+    assert "layer=2, unit=4: its process was lost twice" in str(caught[-1].message)
+    failed = np.isnan(result.values)
+    assert np.argwhere(failed).tolist() == [[2, 4]]
+    assert result.values[~failed].tolist() == here.values[~failed].tolist()
+
+
 def test_warnings_of_workers_are_given_here(pg: PatchableGraph, processes: ProcessPoolExecutor) -> None:
     patches = {"sub_0.output": AddPatch(value=1.0), "output": AddPatch(value=1.0, steps="decoding")}
     with ThreadPoolExecutor(1) as threads, pytest.warns(ExperimentWarning) as in_thread:
@@ -501,3 +554,76 @@ def test_a_cell_that_kills_every_worker_does_not_lose_the_others(pg: PatchableGr
     assert failed[2, 0]
     assert not failed[:2].any()  # others of its layer may be in its chunk
     assert result.values[~failed].tolist() == here.values[~failed].tolist()
+
+
+@pytest.mark.slow
+def test_where_no_worker_is_left_the_rest_is_run_here(
+    pg: PatchableGraph, here: Any, one_thread_each: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not what killed them. Nobody starts these workers again, so that their futures never end."""
+    import distributed
+
+    monkeypatch.setattr(cluster_module, "_PATIENCE", 2.0)
+    parent, pids = os.getpid(), tmp_path / "pids"
+
+    def act(layer: int, unit: int) -> None:
+        if (layer, unit) == (1, 0):
+            assert os.getpid() != parent, "it is run here"
+            with pids.open("a") as stream:
+                stream.write(f"{os.getpid()}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with (
+        at_most(100),
+        distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
+        distributed.Client(cluster) as client,
+        workers_for_good(cluster.scheduler_address, 2),
+    ):
+        client.wait_for_workers(2)
+        names = "|".join(client.nthreads())
+        with pytest.warns(ExperimentWarning) as caught:
+            result = swept(pg, acting(act), executor=client, recipe=build)
+    assert len(set(pids.read_text().split())) == 2
+    failed = np.isnan(result.values)
+    assert failed[1, 0]
+    assert failed.sum() <= 4  # a worker may have had another one waiting
+    assert result.values[~failed].tolist() == here.values[~failed].tolist()
+    messages = " ".join(str(warning.message) for warning in caught)
+    count = failed.sum()
+    assert re.search(
+        rf"all its workers were lost \(({names})[^)]*\)\); {count} cells that workers may have been lost with are not "
+        r"run; \d+ cells that it has not done are run in this process",
+        messages,
+    )
+    assert re.search(r"layer=1, unit=0: its worker was lost, and no other is left; here it may end", messages)
+
+
+@pytest.mark.parametrize("gone", ["client", "scheduler"])
+def test_a_cluster_that_goes_away_is_an_error(pg: PatchableGraph, gone: str, tmp_path: Path) -> None:
+    """Nobody knows what was run there, or what of it can be run here."""
+    import distributed
+
+    mark, file = tmp_path / "mark", tmp_path / "sweep.jsonl"
+
+    def act(layer: int, unit: int) -> None:
+        if (layer, unit) >= (1, 0):
+            mark.touch()
+            time.sleep(0.5)
+
+    def go_away() -> None:
+        while not mark.exists():
+            time.sleep(0.01)
+        (client if gone == "client" else cluster).close()
+
+    with (
+        at_most(60),
+        distributed.LocalCluster(1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        distributed.Client(cluster.scheduler_address, timeout=1) as client,
+    ):
+        going = threading.Thread(target=go_away)
+        going.start()
+        for _ in range(2):
+            with pytest.raises(ExperimentError, match="client of the cluster was closed|takes no work: ClosedClient"):
+                swept(pg, acting(act), executor=client, recipe=build, checkpoint=file)
+            going.join()
+    assert 1 < len(file.read_text().splitlines()) < 18

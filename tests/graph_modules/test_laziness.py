@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook.errors import GraphError, LiveFallbackWarning
+from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graph_modules import (
     CompiledGraphModule,
     GraphModule,
@@ -23,6 +23,7 @@ from graphpatch_notebook.graph_modules import (
     code_generations,
 )
 from graphpatch_notebook.graph_modules.build import records
+from graphpatch_notebook.graph_modules.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from tests.graph_modules.models import Layers, TupleOutputModule, graph_module, settle
 
@@ -39,28 +40,26 @@ def test_capture_generates_no_code() -> None:
     assert generated(lambda: repr(graph_module(Layers(), torch.ones(2, 4)))) == 0
 
 
-def test_running_generates_once() -> None:
-    root = graph_module(TupleOutputModule(), X)
-    assert generated(lambda: settle(root, X)) == 3
+def test_calls_run_the_module_and_comparing_generates_once() -> None:
+    model = TupleOutputModule()
+    root = graph_module(model, X)
     assert generated(lambda: settle(root, X)) == 0
+    assert generated(lambda: verify(root, (X,), {})) == 3
+    assert generated(lambda: verify(root, (X + 1,), {})) == 0
+    model.register_forward_hook(lambda module, args, output: output[0])
+    assert torch.equal(root(X), model(X))
 
 
 @pytest.mark.parametrize(
     "need",
     [
         lambda root: root.code,
-        lambda root: root(X),
-        lambda root: root.forward(X),
-        lambda root: torch.jit.trace(root, (X,)),
-        lambda root: torch.compile(root, backend="eager")(X),
         lambda root: copy.deepcopy(root).code,
         lambda root: pickle.loads(pickle.dumps(root)).code,
-        lambda root: copy.deepcopy(root)(X),
-        lambda root: pickle.loads(pickle.dumps(root))(X),
+        lambda root: verify(copy.deepcopy(root), (X,), {}),
     ],
-    ids=["code", "call", "forward", "jit.trace", "compile", "copy.code", "pickle.code", "copy", "pickle"],
+    ids=["code", "copy.code", "pickle.code", "copy.verify"],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_who_needs_code_gets_fresh_code(need: Callable[[Any], Any]) -> None:
     assert generated(lambda: need(graph_module(TupleOutputModule(), X))) >= 1
 
@@ -123,8 +122,8 @@ def test_edits_run_below_modules_that_run_live() -> None:
     root = graph_module(model, X)
     assert root.doubts
     edited(root.twice).recompile()
-    with pytest.warns(UserWarning, match="reads a value into Python"):
-        assert torch.equal(root(X), model.twice.linear(X + 10))
+    assert torch.equal(root(X), model.twice.linear(X + 10))
+    assert torch.equal(torch.compile(root, backend="eager")(X), model.twice.linear(X + 10))
     options = ExtractionOptions(classes_to_skip_compiling={Branches})
     opaque = graph_module(model, X, options=options)
     assert isinstance(opaque, OpaqueGraphModule)
@@ -218,8 +217,7 @@ def test_state_is_shared_live() -> None:
     root.load_state_dict(Layers().state_dict())
     root.factor = 3.0
     assert model.factor == 3.0
-    with pytest.warns(LiveFallbackWarning, match=r"<root> \(Layers\): output: 8 of 8 values differ"):
-        assert torch.equal(root(x), model(x))
+    assert torch.equal(root(x), model(x))
 
 
 def test_copies_refer_to_copies() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ def test_the_text_says_what_is_to_be_known_and_no_more() -> None:
     pg = PatchableGraph(Parent().eval(), OPTIONS, X)
     assert str(pg.verify(X[:2], is_short=True)).splitlines() == [
         "15 frames: 5 equal, 4 differing, 2 opaque, 1 own graph, 3 not reached",
-        "differing: differ from their modules: the modules run instead",
+        "differing: differ from their modules",
         "  <root> (Parent): output: 8 of 8 values differ",
         "  layers_0 and 2 more (Calls): output: 8 of 8 values differ",
         "opaque: have no graph",
@@ -155,6 +156,60 @@ def test_the_text_says_what_is_to_be_known_and_no_more() -> None:
         "  bad.linear and 1 more (Linear)",
     ]
     assert str(PatchableGraph(nn.ReLU(), X).verify(X)) == "1 frame: 1 equal"
+
+
+def test_hooks_that_a_graph_would_leave_out() -> None:
+    model = Parent().eval()
+    model.norm.register_forward_hook(lambda module, args, output: output * 2)
+    report = PatchableGraph(model, OPTIONS, X).verify(X)
+    assert report.not_comparable[0].reason == "hooks on a Normed that it calls would not run"
+    assert {frame.path: frame.status for frame in report}["norm"] == "equal"
+
+
+MEMORY: list[Tensor] = []
+
+
+def test_values_that_nobody_holds() -> None:
+    table = torch.arange(4.0)
+    MEMORY[:] = [torch.ones(4)]
+    assert only(PatchableGraph(Calls(lambda m, x: x + table), X), X).status == "equal"
+    frame = only(PatchableGraph(Calls(lambda m, x: x + MEMORY[0]), X), X)
+    assert frame.status == "not comparable"
+    assert "neither made in it nor held by its module" in str(frame.reason)
+    frame = only(PatchableGraph(Calls(lambda m, x: MEMORY.append(x) or x * 2), X), X)
+    assert frame.reason == "it changes the global 'MEMORY' while it runs"
+
+
+HIDDEN: ContextVar[Tensor] = ContextVar("hidden")
+
+
+def test_what_submodules_hand_on_is_noticed_when_all_graphs_run_together() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            HIDDEN.set(x * 2)
+            return x + 1
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + HIDDEN.get()
+
+    (root, *_) = PatchableGraph(nn.Sequential(Writes(), Reads()), X).verify(X + 1)
+    assert (root.status, root.reason) == ("differing", "output: 12 of 12 values differ")
+
+
+def test_an_interrupted_comparison_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Normed().train()
+    pg = PatchableGraph(model, X)
+    before = snapshot(model)
+
+    def interrupt(*args: Any) -> None:
+        model.norm.running_mean.add_(100)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(pg._graph_module), "run_graph", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pg.verify(X)
+    assert same_state(model, before) is None
 
 
 def test_edited_graphs_are_not_compared() -> None:

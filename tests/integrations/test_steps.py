@@ -183,7 +183,7 @@ def test_what_cannot_be_told_from_tokens_of_several_sequences_is_refused() -> No
 
 
 def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
-    """Mixtral routes all tokens at once: with the one sequence of the example that looks like its positions."""
+    """Mixtral routes all tokens at once: with one sequence in the example these are as many as it has positions."""
     case = next(case for case in CASES if case.name == "mixtral-eager")
     pg = PatchableGraph(case.build(), input_ids=tokens(1, LENGTH))
     path = next(
@@ -191,12 +191,11 @@ def test_tokens_of_several_sequences_in_one_row_are_refused() -> None:
         for path, node in pg.nodes.items()
         if ("mlp" in path or "moe" in path) and len(node.shape or ()) == 2 and node.shape[:1] == (LENGTH,)
     )
-    probe = ProbePatch(positions=1)
-    with pg.patch({path: probe}):
-        pg(tokens(1, LENGTH + 1))
-    assert probe.activation.shape[0] == 1
-    with pg.patch({path: probe}), pytest.raises(PatchShapeError, match="which positions these are cannot be told"):
-        pg(tokens(3, LENGTH))
+    with (
+        pytest.raises(PatchMapError, match=r"no dimension of its shape \(7, 48\) is that of the example's sequence"),
+        pg.patch({path: ProbePatch(positions=1)}),
+    ):
+        pass
 
 
 # -- recording ---------------------------------------------------------------------------------------------------------
@@ -384,19 +383,17 @@ def test_positions_of_encoder_and_decoder() -> None:
     assert torch.equal(some[2].activations[0], keys.activations[0][:, [1, 3]])
 
 
-def test_sequences_of_equal_length_cannot_be_told_apart() -> None:
+def test_sequences_of_equal_length_are_told_apart() -> None:
     case = next(case for case in CASES if case.name == "t5-sdpa")
     pg = PatchableGraph(case.build(), input_ids=tokens(3, 7), decoder_input_ids=tokens(3, 7))
-    path = "decoder.block_0.layer_1.EncDecAttention.k.output"
-    with (
-        pytest.raises(PatchMapError, match="whose encoder and decoder sequences differ in length"),
-        pg.patch({path: ZeroPatch(positions=1)}),
-    ):
-        pass
-    record = RecordPatch(positions=1)
-    with pg.patch({"encoder.block_0.layer_0.SelfAttention.q.output": record}):
-        pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 7))
-    assert record.activations[0].shape[:2] == (3, 1)
+    keys, queries = (f"decoder.block_0.layer_1.EncDecAttention.{name}.output" for name in "kq")
+    records = {path: [RecordPatch(), RecordPatch(positions=4)] for path in (keys, queries)}
+    with pg.patch(records):
+        pg(input_ids=tokens(3, 5), decoder_input_ids=tokens(3, 9))
+    lengths = [(whole.activations[0].shape[1], part.activations[0]) for whole, part in records.values()]
+    assert [length for length, _ in lengths] == [5, 9]
+    for whole, part in records.values():
+        assert torch.equal(part.activations[0], whole.activations[0][:, 4:5])
 
 
 # -- gradients, in-place operations, inputs ----------------------------------------------------------------------------
@@ -478,7 +475,7 @@ def test_parameters_for_some_steps() -> None:
         (ZeroPatch(positions=1, position_dim=1.0), "position_dim must be an int"),
         (
             ZeroPatch(positions=1, position_dim=2),
-            r"dimension 2 of its shape \(3, 7, 48\) has the size of the example's",
+            r"dimension 2 of its shape \(3, 7, 48\) is that of the example's",
         ),
     ],
 )
@@ -501,17 +498,13 @@ def test_values_without_positions(path: str, message: str) -> None:
         pass
 
 
-def test_a_dimension_that_cannot_be_told() -> None:
+@pytest.mark.parametrize("batch", [7, 48])
+def test_sizes_that_coincide_are_told_apart(batch: int) -> None:
+    """As many sequences as positions, and a hidden size of as many as there are sequences, or positions."""
     case = next(case for case in CASES if case.name == "llama-eager")
-    pg = PatchableGraph(case.build(), tokens(7, 7))
-    path = "model.layers_0.mlp.output"
-    with (
-        pytest.raises(PatchMapError, match=r"several dimensions of its shape \(7, 7, 48\) .* position_dim=0 or 1"),
-        pg.patch({path: ZeroPatch(positions=1)}),
-    ):
-        pass
-    record = RecordPatch(positions=1, position_dim=1)
-    with pg.patch({path: record}):
+    pg = PatchableGraph(case.build(), tokens(batch, batch))
+    record = RecordPatch(positions=1)
+    with pg.patch({"model.layers_0.mlp.output": record}):
         pg(tokens(2, 5))
     assert record.activations[0].shape == (2, 1, 48)
 

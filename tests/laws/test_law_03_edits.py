@@ -30,7 +30,10 @@ from tests.laws.source_edits import editable_ops, source_edits
 from tests.zoo import Case
 
 # A patch on a view that is filled in later does what the same edit of the source does, and is warned of.
-pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.AliasedPatchWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::graphpatch_notebook.AliasedPatchWarning"),
+    pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning"),
+]
 
 MakeEdits = Callable[[Capture], Iterable[Edit]]
 

@@ -9,6 +9,14 @@ import pytest
 from tests.notebook.shells import Shell, opened
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """IPython's directory is not the user's: there is the list of session files that the user trusts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        yield
+
+
 @pytest.fixture
 def plain_shell() -> Iterator[Shell]:
     """A shell without the extension."""

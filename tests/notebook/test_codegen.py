@@ -118,7 +118,7 @@ hidden = hidden_probe.activation[:, -1]
 
 def test_records_functions_and_shapes(session: Session) -> None:
     session.add(patch("layers_0.up.linear", "record", name="acts", slice="0"))
-    session.add(patch("layers_0.up.linear", "custom", value="torch.tanh", any_shape=True))
+    session.add(patch("layers_0.up.linear", "custom", value="torch.tanh", any_shape=True, allow_empty=True))
     session.add(patch("layers_1.up.linear", "custom", value="lambda t: t.flip(-1)", slice="tok, 1:3"))
     session.add(patch("x", "replace", value="torch.zeros(4)", slice="0, 1"))
 
@@ -135,7 +135,7 @@ with pg.patch(
     {
         "layers_0.up.linear": [
             acts_record,
-            CustomPatch(custom_op=torch.tanh, any_shape=True),
+            CustomPatch(custom_op=torch.tanh, any_shape=True, allow_empty=True),
         ],
         "layers_1.up.linear": CustomPatch(
             custom_op=lambda t: t.flip(-1),
@@ -308,9 +308,9 @@ with pg.patch(
     ],
 )
 def test_values_are_written_as_they_were_typed(session: Session, value: str, written: str) -> None:
-    session.add(patch("layers_0.up.linear", "replace", value=value))
+    session.add(patch("layers_0.up.linear", "custom", value=value))
 
-    assert f"ReplacePatch(value={written})" in export(session)
+    assert f"CustomPatch(custom_op={written})" in export(session)
 
 
 def test_the_first_line_lists_builtins_that_are_meant_as_variables(pg: PatchableGraph) -> None:
@@ -358,12 +358,13 @@ def test_hostile_paths_are_text(form: str) -> None:
     found = 0
     for pg, path in hostile_names():
         session = Session(pg, Origin("pg", "model", "x"))
-        session.add(patch(path, "zero"))
+        if form == "graphpatch":  # hooks do not change what is in a dict
+            session.add(patch(path, "zero"))
         session.add(patch(path, "probe", name="kept"))
         source = export(session, form)  # type: ignore[arg-type]
         namespace = {"pg": pg, "model": pg._module, "x": torch.ones(2)}
         exec(compile(source, "<exported>", "exec"), namespace)
-        assert namespace["kept"].tolist() == [0, 0]
+        assert torch.equal(namespace["kept"] == 0, torch.full((2,), form == "graphpatch"))
         assert source.isascii() or "ä" in source
         assert not any(letter in source for letter in "\u202e\ud800")
         found += 1

@@ -128,8 +128,8 @@ def test_every_command_is_completed_and_none_else(typing: Shell) -> None:
         ("add blocks_0.linear[:, [0, 1]]", ["blocks_0.linear[:, [0, 1]] "]),
         ("probe blocks_0.linear ", ["blocks_0_linear"]),
         ("record --steps 1 blocks_0.linear[:, 0] bl", ["blocks_0_linear"]),
-        ("probe relu other ", ["--steps", "--positions", "--position-dim", "--any-shape"]),
-        ("zero relu ", ["--steps", "--positions", "--position-dim", "--any-shape"]),
+        ("probe relu other ", ["--steps", "--positions", "--position-dim", "--any-shape", "--allow-empty"]),
+        ("zero relu ", ["--steps", "--positions", "--position-dim", "--any-shape", "--allow-empty"]),
         ("find dtype:", ["float32"]),
         ("find op:zzzz", ["op:zzzz"]),  # rather than what IPython makes of it
         ("export --c", ["--cell"]),
@@ -192,6 +192,7 @@ def test_files(typing: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     assert texts(typing, "%graphpatch load f") == ["first.json", "folder/"]
     assert completed(typing, "%graphpatch load folder/") == ["%graphpatch load folder/inner.json"]
+    assert texts(typing, "%graphpatch load first.json ") == ["--trust"]
     assert texts(typing, "%graphpatch save .h") == [".hidden"]
     assert texts(typing, "%graphpatch export -o sec") == ["second.json"]
     assert completed(typing, f"%graphpatch load {tmp_path}{os.sep}sec") == [f"%graphpatch load {tmp_path}/second.json"]

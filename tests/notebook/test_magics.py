@@ -194,6 +194,7 @@ def test_which_graph_is_active(shell: Shell) -> None:
         ("custom hidden lambda v: v * 2", "#1 custom hidden lambda v: v * 2 -> (3, 8)"),
         ("zero hidden --any-shape", "#1 zero hidden --any-shape -> (3, 8)"),
         ("zero --any-shape hidden[0]", "#1 zero hidden[0] --any-shape -> (8,)"),
+        ("zero hidden[:, 8:16] --allow-empty", "#1 zero hidden[:, 8:16] --allow-empty -> (3, 0)"),
         ("add --steps 2 hidden 1", "#1 add hidden 1 --steps 2 -> (3, 8)"),
         ('add --steps "2, 4" hidden 1', '#1 add hidden 1 --steps "2, 4" -> (3, 8)'),
         ("add hidden 1 --steps 2, 4", '#1 add hidden 1 --steps "2, 4" -> (3, 8)'),
@@ -222,9 +223,10 @@ def test_ipython_expands_nothing(pg: Shell) -> None:
 
 
 def test_a_slice_beyond_the_recorded_size_is_warned_of(pg: Shell) -> None:
-    said = lines(pg.ok("%graphpatch zero hidden[:, 9]").out)
-    assert said[0] == "#1 zero hidden[:, 9] -> (3,)"
-    assert said[1].startswith("warning: index 9 is beyond the size recorded here")
+    said = lines(pg.ok("%graphpatch zero hidden[9]").out)
+    assert said[0] == "#1 zero hidden[9] -> (8,)"
+    assert said[1].startswith("warning: slice [9] is out of range: dimension 0 of the value recorded here")
+    assert said[1].endswith("inputs of the example's sizes have no such part")
     assert len(said) == 2
 
 
@@ -328,6 +330,8 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("zero hidden --position-dim x", r"--position-dim takes a whole number, not 'x'"),
         ("zero hidden --position-dim 1", r"position_dim=1 says nothing without positions"),
         ("zero --any-shape hidden --any-shape", r"the option --any-shape is given twice"),
+        ("zero hidden[..., 8:16]", r"'hidden': slice \[\.\.\., 8:16\] selects nothing: dimension 1 of .*has 8 entries"),
+        ("probe hidden[:, 8]", r"'hidden': slice \[:, 8\] is out of range: dimension 1 of .*has 8 entries"),
         ("rm", r"rm needs to know which"),
         ("rm #1", r"there is no patch #1; none is chosen"),
         ("rm hidden", r"no chosen patch at 'hidden'; none is chosen"),
@@ -344,7 +348,7 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("export", r"there is no patch to export"),
         ("save", r"save takes the name of a file"),
         ("load a b", r"load takes the name of a file"),
-        ("find /(/", r".*regex|.*regular"),
+        ("find /mlp/", r".*regular expressions are not searched"),
         ("ls nope", r"the root graph has no child 'nope'"),
     ],
 )
@@ -609,7 +613,7 @@ def test_save_and_load(four: Shell, tmp_path: Path) -> None:
     before = chosen(four)
     four.ok("%graphpatch clear")
     said = lines(four.ok(f"%graphpatch load {file}").out)
-    assert said == [f"read 4 patches from {file}", "these values are run as Python when the patches are used: #6 1"]
+    assert said == [f"read 4 patches from {file}"]
     assert chosen(four) == before  # under numbers that none of them had before
     four.ok(f"%graphpatch save '{file}'")
     file.write_text("{}", "utf8")
@@ -617,6 +621,38 @@ def test_save_and_load(four: Shell, tmp_path: Path) -> None:
     four.ok(f"%graphpatch save {file} --force")
     assert "cannot be read" in four.refused(f"%graphpatch load {tmp_path}/nope.json")
     assert chosen(four) == before
+
+
+def test_code_of_others_is_shown_and_not_run(four: Shell, tmp_path: Path) -> None:
+    ours, file, canary = tmp_path / "ours.json", tmp_path / "their patches.json", tmp_path / "canary"
+    code = f"__import__('pathlib').Path({str(canary)!r}).touch() or x[0, 0] * 2"
+    four.ok(f"%graphpatch add down.output {code}")
+    four.ok("%graphpatch add down.output 2 * x[0, 0]")
+    four.ok(f"%graphpatch save {ours}")
+    assert four.ok(f"%graphpatch load {ours}").out.startswith("read 6 patches")  # what was saved here is trusted
+    file.write_text(ours.read_text("utf8").replace("2 * x", "4 * x"), "utf8")
+
+    read, shown, how = lines(four.ok(f"%graphpatch load '{file}'").out)
+    assert read.startswith(f"read 6 patches from {file} in place of 6")
+    assert shown == f"these values are code, which is not run until you trust the file: #17 {code}"
+    assert how == f'if it does only what you want: %graphpatch load "{file}" --trust'
+    table = str(four.ok("%graphpatch list").value)
+    assert re.search(r"^17 .*__import__.* not trusted$", table, re.MULTILINE)
+    assert table.count("not trusted") == 1
+    assert table.endswith(f"""is not run until you trust the file: %graphpatch load "{file}" --trust""")
+    assert "__import__" in str(four.ok("%graphpatch export").value)
+    for cell in ("%%graphpatch\npg(x)", "%%graphpatch --only down.output\npg(x)"):
+        refused = four.refused(cell)
+        assert f"UntrustedValueError: the value is code from '{file}', which you have not trusted" in refused
+    four.ok("%%graphpatch --only up.bias\npg(x)")
+    four.ok("%graphpatch disable #17\n%graphpatch disable #15")
+    four.ok("%%graphpatch\npg(x)")
+    assert not canary.exists()
+
+    four.ok(f"%graphpatch load '{file}' --trust")
+    four.ok("%%graphpatch --only down.output\npg(x)")
+    assert canary.exists()
+    assert "until you trust" not in four.ok(f"%graphpatch load '{file}'").out
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook import requests
+from graphpatch_notebook.notebook import requests, session_file
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.requests import REQUESTS, Desk, answer
 from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.session_state import session_state
 from graphpatch_notebook.notebook.skeleton import skeleton_of
 from graphpatch_notebook.notebook.workspace import Workspace
 
@@ -27,7 +29,7 @@ EMPTY = {"slice": None, "value": None, "name": None, "steps": None, "positions":
 
 
 def fields(path: str, kind: str, **more: Any) -> dict[str, Any]:
-    return {"path": path, "kind": kind, **EMPTY, "any_shape": False, **more}
+    return {"path": path, "kind": kind, **EMPTY, "any_shape": False, "allow_empty": False, **more}
 
 
 class Front:
@@ -70,6 +72,28 @@ class Front:
 @pytest.fixture
 def front() -> Front:
     return Front()
+
+
+def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
+    file, canary = tmp_path / "theirs.json", tmp_path / "canary"
+    front.edit("add", patch=fields("sub_1.relu", "add", value=f"open({str(canary)!r}, 'w').write('1')"))
+    file.write_text(session_file.dumps(front.session), encoding="utf8")
+    session_file.load(front.session, file)
+    front.edit("change", number=2, patch={"slice": ":, 0"})
+    state = session_state(front.session, skeleton_of(front.pg))
+    assert [one["untrusted"] for one in state["patches"]] == [str(file)]
+    error = front.refused("run", inputs=None)
+    assert f"code from '{file}', which you have not trusted" in error["message"]
+    error = front.refused("activation", row=1, plane=None, is_patched=True, inputs=None)
+    assert "which you have not trusted" in error["message"]
+    assert not canary.exists()
+    front.edit("trust", number=2)
+    state = session_state(front.session, skeleton_of(front.pg))
+    assert [one["untrusted"] for one in state["patches"]] == [None]
+    started = front.ask("run", inputs=None)
+    front.desk.runs.wait(started["id"])
+    assert canary.read_text() == "1"
+    assert session_file.load(front.session, file)[0].untrusted is None
 
 
 def test_edits_are_those_of_the_session(front: Front) -> None:
@@ -132,7 +156,9 @@ def test_check_says_what_a_patch_would_be_applied_to(front: Front) -> None:
     checked = front.ask("check", patch=fields("sub_0.linear", "zero", slice=":, 0"), number=None)
     assert checked == {"shape": [2, 3], "sliced": [2], "warning": None, "name": None}
     beyond = front.ask("check", patch=fields("sub_0.linear", "zero", slice="7"), number=None)
-    assert "beyond the size recorded here" in beyond["warning"]
+    assert "inputs of the example's sizes have no such part" in beyond["warning"]
+    nothing = fields("sub_0.linear", "zero", slice=":, 3:6", allow_empty=True)
+    assert front.ask("check", patch=nothing, number=None)["sliced"] == [2, 0]
     unknown = front.ask("check", patch=fields("sub_0.linear", "add", value="stear"), number=None)
     assert unknown["warning"] == "'stear' is not defined yet"
     taken = front.ask("check", patch=fields("sub_0.linear", "probe", name="steer"), number=None)
@@ -155,6 +181,7 @@ def test_a_patch_that_is_being_changed_is_not_in_its_own_way(front: Front) -> No
         (fields("sub_0", "probe"), "path", "is a graph"),
         (fields("sub_0.linear", "zeros"), "kind", "nearest: 'zero'"),
         (fields("sub_0.linear", "zero", slice=":, :, 0"), "slice", "has 3 dimensions"),
+        (fields("sub_0.linear", "zero", slice=":, 3:6"), "slice", "selects nothing: dimension 1"),
         (fields("sub_0.linear", "zero", slice="f()"), "slice", "is not possible"),
         (fields("sub_0.linear", "add"), "value", "needs a value"),
         (fields("sub_0.linear", "add", value="1 +"), "value", "no Python expression"),

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.random_numbers import RandomNumbers
+from graphpatch_notebook.notebook.run_state import RunState
 from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session import Session
 from tests.notebook.test_runs import done, session_of
@@ -78,9 +78,10 @@ def test_both_calls_draw_the_same_random_numbers_and_leave_the_generators(kind: 
     assert pg is not None
 
 
-def test_random_numbers_from_where_nobody_looks_are_told() -> None:
-    draw = {"hidden": [random.random]}
-    _pg, runs = with_probe(lambda h: h * draw["hidden"][0]())
+def test_random_numbers_that_were_not_drawn_at_capture_are_told() -> None:
+    draws: list[bool] = []
+    _pg, runs = with_probe(lambda h: h * (random.random() if draws else 1.0))
+    draws.append(True)
     report = done(runs)
     assert report["changes"][0]["norm_difference"] > 0
     assert any("random numbers of Python were drawn" in warning for warning in report["warnings"])
@@ -110,7 +111,7 @@ def test_a_language_model_in_eval_mode_draws_nothing() -> None:
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=16)
     model = GPT2LMHeadModel(config).eval()
     pg = PatchableGraph(model, torch.arange(4)[None])
-    assert not RandomNumbers(pg._root_frame, list(model.modules()))._draws
+    assert not RunState(pg)._draws
 
 
 class Keeper:
@@ -158,24 +159,32 @@ class Remembers(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.queue: deque[Tensor] = deque(maxlen=4)
+        self.calls = 0
         self.spread = torch.zeros(1).expand(2, 3)
         self.writes = False
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.queue.append(self.linear(x).detach())
         if self.writes:
             self.spread[:, :1].unsqueeze(0)[0, 0].add_(1)
-        else:
-            self.queue.append(self.linear(x).detach())
-        return self.linear(x) + len(self.queue)
+        return self.linear(x) * self.calls + len(self.queue)
 
 
-@pytest.mark.parametrize(("writes", "name"), [(False, "queue"), (True, "spread")])
-def test_state_that_cannot_be_put_back_is_told(writes: bool, name: str) -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_attributes_are_put_back_and_what_cannot_be_is_told(writes: bool) -> None:
     model = Remembers().eval()
-    model.writes = writes
     pg = PatchableGraph(model, X)
+    model.writes = writes
+    before = list(model.queue)
     runs = Runs(session_of(pg, ChosenPatch("output", "add", value="1")), dict)
-    assert any(name in warning and "which stays so" in warning for warning in done(runs)["warnings"])
+    warnings = done(runs)["warnings"]
+    assert len(warnings) == writes
+    assert all("'spread' while it runs, which stays so" in warning for warning in warnings)
+    assert model.calls == len(model.queue) == 1
+    assert model.queue[0] is before[0]
+    assert runs.last is not None
+    assert torch.equal(runs.last.unpatched_output + 1, runs.last.output)
 
 
 def test_autocast_of_the_thread_that_asks_holds_in_the_run() -> None:

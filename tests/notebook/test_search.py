@@ -80,8 +80,18 @@ texts = st.sampled_from(["b", "LINEAR", "rel", "blocks_1", ".", "ß", "名", "ou
 quoted = st.sampled_from(
     ["blocks_1", "blocks", "linear", "a.b", "blocks_1.linear", "it's", "名前", "two words", "a"]
 ).map(lambda text: Written(f'"{text}"', lambda meta: text in segments(meta) or has_run(meta, text.split("."))))
-regexes = st.sampled_from([r"blocks_[02]\.", "^output", "LINEAR$", r"a\.b", "(w|b)", r"\s", "[", "x/y"]).flatmap(
-    lambda pattern: st.sampled_from(["", "i"]).map(lambda flag: (pattern, flag))
+globs = st.sampled_from(["blocks_*.linear", "B*S_1", "*e*", "output*a.b", "*", "blocks_1*relu", "s*zzz"]).map(
+    lambda glob: Written(
+        glob,
+        lambda meta: (
+            re.search(
+                ".*".join(map(re.escape, glob.lower().split("*"))),
+                f"{meta.path}\n{meta.op if meta.kind == 'op' else ''}".lower(),
+                re.DOTALL,
+            )
+            is not None
+        ),
+    )
 )
 ops = st.sampled_from(["linear", "RELU", "re*", "*", "add", "nothing", "*a*d*", "batch_norm"]).map(
     lambda name: Written(
@@ -102,13 +112,7 @@ shapes = st.builds(
     shape_term, st.lists(st.sampled_from([2, 3, 4, None]), max_size=3), st.sampled_from(["[]", "()"])
 ) | st.sampled_from([2, 3, 4, 9]).map(size_term)
 states = st.sampled_from(sorted(IS)).map(lambda word: Written(f"is:{word}", IS[word], word == "plumbing"))
-valid_regexes = regexes.filter(lambda pair: pair[0] not in ("[", "x/y")).map(
-    lambda pair: Written(
-        f"/{pair[0]}/{pair[1]}",
-        lambda meta: re.search(pair[0], meta.path, re.IGNORECASE if pair[1] else 0) is not None,
-    )
-)
-terms = texts | quoted | ops | dtypes | modules | shapes | states | valid_regexes
+terms = texts | quoted | ops | dtypes | modules | shapes | states | globs
 queries = st.lists(st.tuples(terms, st.booleans()), max_size=4)
 
 
@@ -147,10 +151,9 @@ def test_any_text_is_a_query_or_a_clear_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("/a[/", r"not a regular expression: /a\[/"),
-        ("/abc", "does not end: /abc; write /.../"),
+        ("/h_[0-4]/", r"regular expressions are not searched: write words and \*, as in h_\*.attn"),
         ('"abc', r'the quote does not end: "abc; write "name"'),
-        ("opp:mul", r"unknown search key 'opp:'; nearest: op:; for the text itself write /opp:mul/"),
+        ("opp:mul", r"unknown search key 'opp:'; nearest: op:; for the text itself write \*opp:mul"),
         ("is:patchd", "unknown search word 'is:patchd'; nearest: is:patched"),
         ("kind:inputs", "unknown 'kind:inputs'; nearest: kind:input;"),
         ("shape:4x", r"not a shape: 4x; write shape:64 for a size, shape:\[1,\*,64\]"),
@@ -235,28 +238,7 @@ def test_the_index_lives_as_long_as_the_graph_and_sees_edits() -> None:
     assert ended() is None
 
 
-@pytest.mark.parametrize(
-    "query", [r"/(x+x+)+y/", r"/(\w+)+!/", r"-/(a|aa)*b/i", r"/(a?){25}/", r"/\w*\w*\w*\w*\w*\w*\w*!/"]
-)
-def test_a_regular_expression_that_may_take_forever_is_refused(query: str) -> None:
-    with pytest.raises(ValueError, match="may take forever"):
-        find(graph(), query)
-
-
-class LongNamed(nn.Module):
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"x" * 3_000: x + 1, "y": x * 2}
-
-
-def test_a_path_that_is_too_long_for_repetitions_is_named_and_can_be_left_out() -> None:
-    pg = PatchableGraph(LongNamed(), torch.ones(2))
-    with pytest.raises(ValueError, match=r"2 open repetitions, .* on the 3,007 letters of output\|xxx.*another term"):
-        find(pg, r"/\w+\|\w+$/")
-    assert find(pg, r"/\w+\|\w+$/ -xxx").paths == ["output|y"]
-    assert find(pg, r"/\|x+$/").paths == [f"output|{'x' * 3_000}"]
-    str(find(pg, r"/q+\|w+/ -xxx"))
-
-
 def test_names_with_many_stars_are_looked_for_at_once() -> None:
     assert find(graph(), f"op:{'*' * 40}a{'*a' * 40}!").paths == []
+    assert find(graph(), f"{'*' * 40}a{'*a' * 40}!").paths == []
     assert find(graph(), "op:*i*ea*").paths == find(graph(), "op:linear").paths != []

@@ -13,12 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.query import parse_query
 from graphpatch_notebook.notebook.search import find
 from graphpatch_notebook.notebook.skeleton import skeleton_of
 from tests.notebook.hostile import hostile_graph
@@ -90,12 +88,9 @@ dtype:f32 dtype:float32 dtype:torch.float32 dtype:F64 dtype:i64 dtype:f* dtype:i
 is:patched is:opaque is:plumbing is:tensor is:number is:input is:parameter is:buffer is:attribute is:op is:output
 IS:Output kind:op kind:output kind:tensor is:nothing is:
 module:Linear module:block module:*Model* module:seq* module:L module:
-/h_[0-3]\\.attn/ /ATTN/ /ATTN/i /^output/ /x$/ /\\bh_1\\b/  /h_\\d{2}\\./
-/(?P<n>s)\\w+(?P=n)/ /(?i)HIDDEN/ /a/b/ /\\./ /[/ /(/
-/\\Aids\\Z/ /[\\w.]+\\|/ /[^\\W_]{6,}/ /\\s/ /"a\\.b"/ /h_(?!1)/ /(?<=h_)1[01]\\./ /w{,2}x/
-/(x+x+)+y/ /(\\w+)+!/ /(\\w+\\.){2}/ /(attn|mlp)*x/ /(?:_\\d)+/ /(a?){25}/ /a*b*c*d*e*f*g*/ /[(+*]+w/
-/((h)_)+1/ /(?=.*x)+/ /[]]/ /[a-c-]x/ // /\\q/ /x*?y/ /ö/
--attn -"attn" -/attn/ -op:add -shape:8 -is:plumbing -is:tensor -is:patched --attn - foo:bar attn:x http://x a-b 'x "
+h_*.attn *ATTN* h_*1*mul ***x *ids* b*.*w attn**weights *.qkv.* "h_*" *größe*x h*|* /h_1/ /ATTN/i -/attn / // *foo:bar
+-h_*.attn -*x*
+-attn -"attn" -op:add -shape:8 -is:plumbing -is:tensor -is:patched --attn - foo:bar attn:x http://x a-b 'x "
 """.split("\n")
 SENTENCES = [
     "",
@@ -105,13 +100,13 @@ SENTENCES = [
     "shape:[2, 3, 8]",
     "shape:(2, *, 8) -is:op",
     '"two words"',
-    "/two words/",
+    "two * words",
 ]
 SENTENCES += [
     "h_1 softmax",
     "is:plumbing h_0",
     "-is:plumbing shape",
-    "/h_[01]\\./ op:linear -qkv",
+    "h_*. op:linear -qkv",
     "attn - mlp",
     'attn"x"',
 ]
@@ -120,11 +115,9 @@ SENTENCES += [
     "attn\x1cmlp",
     "attn\ufeffmlp",
     '"attn"mlp',
-    "/a/i/b/",
     "shape:[2,3]x",
     "is:tensor is:number",
 ]
-ENDLESS = [r"/(x+x+)+y/", r"/(\w+)+!/i", r"-/(a|aa){10}/", r"/((?P<n>a{2,})?b)*/", r"/(\w+,){4}.*.*.*/"]
 
 
 def queries() -> Iterator[str]:
@@ -145,15 +138,8 @@ def found_rows(pg: PatchableGraph, query: str, patched: list[str]) -> list[int] 
     return [skeleton_of(pg).row(path) for path in paths]
 
 
-def refusal(query: str) -> str:
-    with pytest.raises(ValueError, match="may take forever") as caught:
-        parse_query(query)
-    return str(caught.value)
-
-
 def current() -> dict[str, Any]:
-    """What the fixture has to be: of each model its rows, their paths, and the rows that each query finds;
-    also what is said of queries that would take forever."""
+    """What the fixture has to be: of each model its rows, their paths, and the rows that each query finds."""
     fixture = {}
     for name, model in MODELS.items():
         pg, patched = model(), PATCHED[name]
@@ -162,7 +148,6 @@ def current() -> dict[str, Any]:
             "columns": json.loads(zlib.decompress(skeleton.data)),
             "paths": [skeleton.path(row) for row in range(len(skeleton))],
             "patched": [skeleton.row(path) for path in patched],
-            "refused": [[query, refusal(query)] for query in ENDLESS],
             "queries": [[query, found_rows(pg, query, patched)] for query in queries()],
         }
     return fixture

@@ -301,6 +301,7 @@ def run_in_threads(function: Callable[[], None], count: int) -> None:
         (zero("output"), "path", r"'output' is a dict\(2\); say which value: 'output\|hidden'"),
         (zero("output|hiden"), "path", "no 'hiden' in 'output'"),
         (zero("relu", slice=":, :, 0"), "slice", r"'relu': slice \[:, :, 0\] has 3 dimensions.*shape \(2, 3\)"),
+        (zero("relu", slice=":, 3:6"), "slice", r"'relu': slice \[:, 3:6\] selects nothing: .* allow_empty=True"),
         (zero("scale", slice="0"), "slice", r"'scale' is a number .*: it has no slice; drop the brackets"),
         (ChosenPatch("relu", "probe", name="pg"), "name", "'pg' is what the graph is made from"),
         (ChosenPatch("relu", "probe", name="x"), "name", "'x' is what the graph is made from"),
@@ -315,9 +316,9 @@ def test_what_cannot_be_applied_is_refused(session: Session, patch: ChosenPatch,
 
 
 def test_a_check_tells_shapes_and_warns(session: Session) -> None:
-    check = session.check(zero("relu", slice=":, 7"))
-    assert (check.shape, check.sliced) == (torch.Size([2, 3]), (2,))
-    assert "index 7 is beyond the size recorded here" in str(check.warning)
+    check = session.check(zero("relu", slice="7"))
+    assert (check.shape, check.sliced) == (torch.Size([2, 3]), (3,))
+    assert "slice [7] is out of range: dimension 0 of the value recorded here" in str(check.warning)
     assert session.check(zero("scale")).shape is None
     assert session.check(zero("bias", slice="0")).sliced is None  # the example did not have it
     assert session.chosen.version == 0

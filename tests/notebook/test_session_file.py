@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.errors import ChosenPatchError, SessionFileError
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UntrustedValueError
 from graphpatch_notebook.notebook import session_file
 from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.codegen import export
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import Session
 
@@ -295,6 +297,14 @@ def test_bad_files_change_nothing(session: Session, tmp_path: Path, text: str, m
     assert "\n" not in str(raised.value)
 
 
+def test_values_are_checked_as_where_they_are_typed(session: Session) -> None:
+    entry = {"path": "x", "kind": "add", "value": "[1, 2]"}
+    with pytest.raises(
+        SessionFileError, match=r"add takes a number or a tensor, not a list, .*torch.tensor\(\[1, 2\]\)"
+    ):
+        session_file.loads(session, document(patches=[entry]))
+
+
 @pytest.mark.parametrize("data", [b"\xff\xfe{\x00}\x00", b"\x80", b"{}\xc3"])
 def test_a_file_is_utf8(session: Session, tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "bad.json"
@@ -304,6 +314,7 @@ def test_a_file_is_utf8(session: Session, tmp_path: Path, data: bytes) -> None:
 
 
 def test_a_byte_order_mark_is_taken(session: Session, tmp_path: Path) -> None:
+    session_file.save(session, tmp_path / "trusted.json")
     file = tmp_path / "session.json"
     file.write_text(TEXT, encoding="utf-8-sig")
     assert session_file.load(anew(), file) == session.chosen.patches
@@ -333,6 +344,93 @@ def test_loading_evaluates_nothing(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
+CODE = [
+    "__import__('os').system('echo owned')",
+    "().__class__.__base__.__subclasses__()",
+    "[f for f in (print,)][0]",
+    "[*steer]",
+    "{f(x): 1}",
+    "steer[f()]",
+    "steer[:, x.y]",
+    "1 + (2 * -f(3))",
+    "f'{x}'",
+    "f'{f()}'",
+    "'%s' % f()",
+    "lambda value: value",
+    "x if f() else y",
+    "x and f()",
+    "x < f()",
+    "not f()",
+    "(\n1,\n\n*f())",
+]
+
+
+@pytest.mark.parametrize("value", CODE)
+def test_code_of_others_is_not_run_until_it_is_trusted(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "theirs.json"
+    file.write_text(document(patches=[{"path": "x", "kind": "custom", "value": value}]), encoding="utf8")
+    ran: list[Any] = []
+    namespace = {"f": lambda *_: ran.append(1) or 0, "x": 1, "y": 2, "steer": torch.ones(2, 3)}
+    session = anew()
+    (patch,) = session_file.load(session, file)
+    assert (patch.value, patch.is_enabled) == (value, True)
+    message = rf"#1 .* is code from '{file}', .* by %graphpatch load {file} --trust, or disable #1"
+    with pytest.raises(SessionError, match=message) as caught:
+        session.resolve(namespace)
+    assert isinstance(caught.value.__cause__, UntrustedValueError)
+    session.change(1, slice="0", steps="prefill")  # which leaves the value as it is
+    with pytest.raises(SessionError, match="which you have not trusted"):
+        session.resolve(namespace)
+    # Nor does it become the user's own by being saved, or loaded in another notebook.
+    session_file.save(session, tmp_path / "copy.json")
+    (copied,) = session_file.load(anew(), tmp_path / "copy.json")
+    assert copied.untrusted is not None
+    assert ran == []
+    assert ast.dump(ast.parse(value, mode="eval").body) in ast.dump(ast.parse(str(export(session))))
+
+    (trusted,) = session_file.load(anew(), file, is_trusted=True)
+    (again,) = session_file.load(anew(), file)
+    assert trusted.untrusted is again.untrusted is None
+    file.write_text(file.read_text(encoding="utf8") + "\n", encoding="utf8")
+    (edited,) = session_file.load(anew(), file)
+    assert edited.untrusted is not None
+
+
+@pytest.mark.parametrize(
+    "value", ["1", "-0.5 * steer[2]", "steer @ steer", "[steer[:, -1], (1e-3, {'a': ~x})]", "{1, None} - {2}"]
+)
+def test_names_and_numbers_need_no_trust(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "theirs.json"
+    file.write_text(document(patches=[{"path": "x", "kind": "custom", "value": value}]), encoding="utf8")
+    (patch,) = session_file.load(anew(), file)
+    assert patch.untrusted is None
+
+
+def test_a_value_that_the_user_writes_is_trusted(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.json"
+    entries = [{"path": "x", "kind": "add", "value": f"float({number})"} for number in (1, 2)]
+    file.write_text(document(patches=entries), encoding="utf8")
+    session = anew()
+    session_file.load(session, file)
+    session.change(1, value="float(3)")
+    assert [patch.untrusted is None for patch in session.chosen.patches] == [True, False]
+    session_file.trust(session, 2)
+    assert [patch.untrusted for patch in session_file.load(session, file)] == [None, None]
+    session.undo()
+    session.undo()
+    assert [patch.untrusted is None for patch in session.chosen.patches] == [True, False]
+
+
+def test_a_list_of_trusted_files_that_cannot_be_used_trusts_nothing(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "graphpatch_trusted_sessions").mkdir()
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    file = session_file.save(session, tmp_path / "session.json")
+    assert session_file.load(anew(), file)[2].untrusted is not None
+    assert session_file.load(anew(), file, is_trusted=True)[2].untrusted is None
+
+
 def chosen_patches() -> st.SearchStrategy[ChosenPatch | None]:
     def make(**fields: Any) -> ChosenPatch | None:
         observes = fields["kind"] in ("probe", "record")
@@ -355,6 +453,7 @@ def chosen_patches() -> st.SearchStrategy[ChosenPatch | None]:
         positions=st.none() | st.sampled_from(["3", "1:4"]),
         position_dim=st.none() | st.integers(-2, 2),
         any_shape=st.booleans(),
+        allow_empty=st.booleans(),
     )
 
 

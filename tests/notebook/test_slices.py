@@ -51,8 +51,13 @@ def test_source_and_text_say_the_same(text: str) -> None:
 @given(texts)
 def test_resulting_shape_is_that_of_torch(text: str) -> None:
     typed = parse_slice(text)
-    sliced = sliced_shape(typed, SHAPE)
+    sliced = sliced_shape(typed, SHAPE, SHAPE, allow_empty=True)
     assert sliced.shape == (None if typed.names else taken(text).shape)
+    if not typed.names and taken(text).numel() == 0:
+        with pytest.raises(ValueError, match="selects nothing"):
+            sliced_shape(typed, SHAPE, SHAPE)
+    elif not typed.names:
+        assert sliced_shape(typed, SHAPE, SHAPE) == sliced
 
 
 @pytest.mark.parametrize(
@@ -110,16 +115,17 @@ def test_too_many_dimensions_are_an_error_with_both_shapes() -> None:
 
 
 @pytest.mark.parametrize("text", ["9", ":, -5", "..., 8", "7:9", "[0, 2]", "None, 2, tok"])
-def test_beyond_the_recorded_size_is_a_warning(text: str) -> None:
-    assert "beyond the size recorded here" in (sliced_shape(parse_slice(text), SHAPE).warning or "")
+def test_beyond_the_recorded_size_is_a_warning_where_other_inputs_may_have_more(text: str) -> None:
+    assert "inputs of the example's sizes have no such part" in (sliced_shape(parse_slice(text), SHAPE).warning or "")
+    with pytest.raises(ValueError, match=r"is out of range: dim|selects nothing: dimension . of the value recorded"):
+        sliced_shape(parse_slice(text), SHAPE, SHAPE)
 
 
-@pytest.mark.parametrize("text", ["5:3", ":, -1:1", "1:1", "..., 7:2:3", "9:2"])
-def test_what_takes_nothing_of_any_size_is_a_warning(text: str) -> None:
-    found = sliced_shape(parse_slice(text), SHAPE)
-    assert found.shape is not None
-    assert 0 in found.shape
-    assert "takes nothing" in (found.warning or "")
+@pytest.mark.parametrize("text", ["5:3", ":, -1:-1", "1:1", "..., 7:2:3", "9:2", "start:, 3:3"])
+def test_what_takes_nothing_of_any_size_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="selects nothing; if that is meant, give the patch allow_empty=True"):
+        sliced_shape(parse_slice(text), SHAPE)
+    assert sliced_shape(parse_slice(text), SHAPE, SHAPE, allow_empty=True).warning is None
 
 
 @pytest.mark.parametrize("text", ["None", "tok"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, StoredFormError, UnstoredFrameWarning, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    PatchableGraph,
+    ProbePatch,
+    SerializationError,
+    StoredFormError,
+    UnstoredFrameWarning,
+    ZeroPatch,
+)
 from graphpatch_notebook.checks.equality import difference
 from tests.serialization.files import Mlp, read, reloaded, x
 from tests.zoo import Call, case_by_name, installed, seed_all
+
+pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.DataLoopWarning")
 
 TRANSFORMERS = """
 gpt2-eager gpt2-sdpa gpt2-train-eager llama-sdpa llama-bfloat16-sdpa mistral-eager mixtral-eager
@@ -180,5 +190,30 @@ def test_old_files_are_replaced_in_one_step(tmp_path: Path) -> None:
     loaded.save(file)
     assert torch.equal(PatchableGraph.load(file)(x()), loaded(x()))
     assert [found.name for found in tmp_path.iterdir()] == ["graph.safetensors"]
-    with warnings.catch_warnings(), pytest.raises(TypeError, match="give its name, not BytesIO"):
-        pg.save(__import__("io").BytesIO())
+
+
+def test_open_files_are_written_and_read_as_torch_save_does(tmp_path: Path) -> None:
+    pg = PatchableGraph(Mlp(), x())
+    buffer = io.BytesIO()
+    torch.save(3, buffer)
+    start = buffer.tell()
+    pg.save(buffer)
+    buffer.seek(start)
+    with (tmp_path / "graph.safetensors").open("w+b") as opened:
+        pg.save(opened)
+        opened.seek(0)
+        for loaded in (PatchableGraph.load(buffer), PatchableGraph.load(opened)):
+            assert torch.equal(loaded(x()), pg(x()))
+    assert torch.equal(PatchableGraph.load(tmp_path / "graph.safetensors")(x()), pg(x()))
+    with pytest.raises(SerializationError, match=r"file\.seek\(0\) goes back to the start"):
+        PatchableGraph.load(buffer)
+    with pytest.raises(SerializationError, match="the BytesIO is no file that pg.save"):
+        PatchableGraph.load(io.BytesIO(b"damaged" * 9))
+
+
+@pytest.mark.parametrize("file", [io.StringIO(), 3], ids=["text", "number"])
+def test_what_takes_no_bytes_is_refused(file: Any) -> None:
+    pg = PatchableGraph(Mlp(), x())
+    for use in (pg.save, PatchableGraph.load):
+        with pytest.raises(TypeError, match="the name of a file, or a file that is open for bytes"):
+            use(file)

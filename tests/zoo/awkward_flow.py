@@ -54,6 +54,29 @@ class BranchOnValues(nn.Module):
         return h
 
 
+class LoopsOverValues(nn.Module):
+    """Loops over what values choose, as often as they say, and until they say so; one over modules besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x * float(x.max())
+        for row in (x[:, 0] > 0).nonzero():
+            chosen = x[row] * 2
+            total = total + self.shared(chosen)
+        kinds = x.argmax(1).tolist()
+        for kind in sorted(set(kinds)):
+            total = total + self.layers[kind % 4](x) * kind
+        for layer in self.layers:
+            total = torch.tanh(layer(total))
+        while total.norm() > 2:
+            total = total * 0.5
+        return total
+
+
 class LoopsOverSizes(nn.Module):
     """Loops over ranges of sizes, chunks and windows, and lists as long as a size."""
 
@@ -512,6 +535,12 @@ AWKWARD_FLOW: list[Case] = [
             "mask": lambda: Call.of(floats(3, 6).clamp(-2, 2), mask=floats(3, 6, seed=1) > 0),
             "many_rows": lambda: Call.of(floats(7, 6) * 5, floats(7, 6, seed=1) > 0),
         },
+    ),
+    simple_case(
+        "awkward-loops-over-values",
+        LoopsOverValues,
+        lambda: Call.of(floats(5, 6, seed=3)),
+        {"others": lambda: Call.of(floats(5, 6)), "fewer": lambda: Call.of(floats(2, 6) - 1)},
     ),
     simple_case(
         "awkward-loops-over-sizes",

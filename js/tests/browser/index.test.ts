@@ -50,7 +50,15 @@ test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => 
     steps: null,
     positions: null,
   } as const;
-  const rest = { position_dim: null, any_shape: false, shape: null, sliced: null, warning: null, row: row + 1 };
+  const rest = {
+    position_dim: null,
+    any_shape: false,
+    allow_empty: false,
+    shape: null,
+    sliced: null,
+    warning: null,
+    row: row + 1,
+  };
   const { el } = await shown(columns, {
     scores: new DataView(scores.buffer),
     scores_name: "effect",
@@ -59,8 +67,8 @@ test.each(["true", "false"])("axe finds nothing; light: %s", async (isLight) => 
       can_undo: true,
       can_redo: false,
       patches: [
-        { ...patch, ...rest, number: 1, is_enabled: true },
-        { ...patch, ...rest, number: 2, is_enabled: false },
+        { ...patch, ...rest, number: 1, is_enabled: true, untrusted: "theirs.json" },
+        { ...patch, ...rest, number: 2, is_enabled: false, untrusted: null },
       ],
     },
   });

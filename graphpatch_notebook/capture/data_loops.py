@@ -1,0 +1,131 @@
+"""Loops that run as often as values say, or over what they say: `for expert in is_chosen.nonzero(): ...`.
+
+What is computed in such a loop is named by the turn in which it is: with other values, the same turn may be for
+something else. Loops are found in the source of the code, where that can be read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator
+
+from graphpatch_notebook.capture.functions import SIZE_READS
+from graphpatch_notebook.capture.records import Frame, Node, Site, SourceLine, line_at
+from graphpatch_notebook.capture.value_sizes import comes_of_values, part_count_by_values
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SIZES = frozenset(name.strip("_") for name in SIZE_READS)
+
+
+def data_loop_of(frame: Frame, node: Node) -> SourceLine | None:
+    """Returns the head of the loop over data that gives `node`, or a call that leads to its frame, its name.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> class Chosen(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         for row in (x[:, 0] > 0).nonzero():
+        ...             x = x + x[row]
+        ...         return x
+        >>> root = PatchableGraph(Chosen(), torch.ones(2, 3)).nodes.root
+        >>> data_loop_of(root, root.names["x_1"]).text
+        'for row in (x[:, 0] > 0).nonzero():'
+    """
+    root = frame.root
+    if root.data_loops is None:
+        root.data_loops = {id(node): line for each in root.walk() for node, line in _marked(each)}
+    if not root.data_loops:
+        return None
+    around = [node, *(above.call for above in frame.frames_above() if above.call is not None)]
+    return next((root.data_loops[id(each)] for each in around if id(each) in root.data_loops), None)
+
+
+def _marked(frame: Frame) -> Iterator[tuple[Node, SourceLine]]:
+    reads = [*frame.value_reads, *(node.site for node in frame.nodes if node.site is not None and _reads_count(node))]
+    loops = [loop for read in reads for loop in _loops_over(read)]
+    for node in frame.nodes if loops else ():
+        # A module that is called once has its own name, whenever that is.
+        if node.site is not None and (node.kind == "op" or node.call_count > 1):
+            for file, first, last, head in loops:
+                lines = [line_at(code, offset) for code, offset in node.site.steps if code.co_filename == file]
+                if any(first <= line <= last for line in lines):
+                    yield node, head
+                    break
+
+
+def _reads_count(node: Node) -> bool:
+    return part_count_by_values(node) is not None or (node.op in _SIZES and comes_of_values(node))
+
+
+def _loops_over(read: Site) -> Iterator[tuple[str, int, int, SourceLine]]:
+    """Yields the loops that a value read into Python at `read` decides on: file, first and last line, head."""
+    for code, offset in read.steps:
+        line = line_at(code, offset)
+        for first, last, head in _loops_of(code.co_filename, line):
+            yield code.co_filename, first, last, SourceLine(code.co_filename, head, code.co_name)
+
+
+@functools.lru_cache(maxsize=256)
+def _loops_of(file: str, line: int) -> tuple[tuple[int, int, int], ...]:
+    """Returns the loops that what is read at `line` decides on: the first and the last line of each, and its head."""
+    function = _function_at(file, line)
+    if function is None:
+        return ()
+    names = _names_from(function, line)
+    found = []
+    for loop in ast.walk(function):
+        if isinstance(loop, (ast.For, ast.AsyncFor, ast.While)):
+            head = loop.test if isinstance(loop, ast.While) else loop.iter
+            if _is_decided(head, line, names) or _breaks(loop, line, names):
+                found.append((loop.body[0].lineno, _last_line(loop.body[-1]), loop.lineno))
+        elif isinstance(loop, _COMPREHENSIONS) and any(_is_decided(g.iter, line, names) for g in loop.generators):
+            found.append((loop.lineno, _last_line(loop), loop.lineno))
+    return tuple(found)
+
+
+def _function_at(file: str, line: int) -> ast.AST | None:
+    """Returns the innermost function around a line of a file."""
+    around = [each for each in ast.walk(_tree(file)) if isinstance(each, _FUNCTIONS) and _holds(each, line)]
+    return max(around, key=lambda function: function.lineno, default=None)
+
+
+@functools.lru_cache(maxsize=32)
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # no source, or not that of the code
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _names_from(function: ast.AST, line: int) -> set[str]:
+    """Returns the variables that hold what was read at `line`, or was made of it."""
+    found: set[str] = set()
+    assignments = [each for each in ast.walk(function) if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign))]
+    for each in sorted(assignments, key=lambda assignment: assignment.lineno):
+        if each.value is not None and _is_decided(each.value, line, found):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def _is_decided(expression: ast.AST, line: int, names: set[str]) -> bool:
+    is_read = isinstance(expression, (ast.expr, ast.stmt)) and _holds(expression, line)
+    return is_read or any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(expression))
+
+
+def _breaks(loop: ast.For | ast.AsyncFor | ast.While, line: int, names: set[str]) -> bool:
+    """Whether a loop is left where a condition on what was read holds."""
+    conditions = [each for each in ast.walk(loop) if isinstance(each, ast.If) and _is_decided(each.test, line, names)]
+    return any(isinstance(inner, (ast.Break, ast.Return)) for each in conditions for inner in ast.walk(each))
+
+
+def _holds(part: ast.expr | ast.stmt, line: int) -> bool:
+    return part.lineno <= line <= _last_line(part)
+
+
+def _last_line(part: ast.expr | ast.stmt) -> int:
+    return part.end_lineno or part.lineno

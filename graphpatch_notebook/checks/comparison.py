@@ -1,0 +1,161 @@
+"""Runs two things from the same state of a model on the same inputs, and says whether they do the same.
+
+Compared are what they return, what they write into their inputs, the state that they leave the model and the random
+generators in, and whether gradients are on afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from graphpatch_notebook.checks.equality import IncomparableError, difference
+from graphpatch_notebook.checks.model_state import ModuleState, copied
+from graphpatch_notebook.interrupts import afterwards
+
+
+class Outcome(enum.Enum):
+    """How two runs compare."""
+
+    EQUAL = enum.auto()
+    DIFFERENT = enum.auto()
+    RAISES = enum.auto()
+    """Only the second one raises."""
+    UNREPEATABLE = enum.auto()
+    """The first one changes what a second run cannot repeat."""
+    NOT_COMPARABLE = enum.auto()
+    """There are values that cannot be copied, or not be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two runs compare.
+
+    Attributes:
+        outcome: The result.
+        detail: Where they differ, which error there was, or why they cannot be compared.
+    """
+
+    outcome: Outcome
+    detail: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both do the same, bit for bit."""
+        return self.outcome is Outcome.EQUAL
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether both ran, and do something else."""
+        return self.outcome in (Outcome.DIFFERENT, Outcome.RAISES)
+
+    def __str__(self) -> str:
+        return f"its graph raises {self.detail}" if self.outcome is Outcome.RAISES else self.detail
+
+
+# A comparison puts buffers and random generators back, which two at a time must not do.
+_lock = threading.RLock()
+
+
+def compared(
+    model: Module,
+    expected: Callable[..., Any],
+    found: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    within_rounding: bool = False,
+) -> Comparison:
+    """Compares two runs on copies of the same inputs, and leaves the model and the inputs as they were.
+
+    Args:
+        model: Holds all state that the runs may change.
+        expected: Runs what is right.
+        found: Runs what may do the same.
+        args: The positional inputs.
+        kwargs: The inputs by keyword.
+        within_rounding: Whether the values may differ by rounding.
+
+    Raises:
+        Exception: Whatever `expected` raises.
+    """
+    with _lock:
+        try:
+            state, (own_args, own_kwargs) = ModuleState(model), copied((args, kwargs))
+        except Exception as error:  # of the user's own objects
+            return _not_copied(error)
+        had_gradients = torch.is_grad_enabled()
+        with afterwards(state.restore, lambda: torch.set_grad_enabled(had_gradients)):
+            runs = partial(run_and_compare, model, expected, found, own_args, own_kwargs)
+            return copy_context().run(runs, within_rounding=within_rounding)[1]
+
+
+def run_and_compare(
+    model: Module,
+    expected: Callable[..., Any],
+    found: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    within_rounding: bool = False,
+) -> tuple[Any, Comparison]:
+    """Returns what `expected` returns on these very inputs, whose effects stay, and how `found` compares with it.
+
+    `found` runs on copies, and what it changes is taken back. Takes what `compared` takes.
+    """
+    with _lock:
+        try:
+            before, copies = ModuleState(model), copied((args, kwargs))
+        except Exception as error:
+            return expected(*args, **kwargs), _not_copied(error)
+        had_gradients = torch.is_grad_enabled()
+        context = copy_context()  # what `expected` puts into context variables is not for `found`, nor the reverse
+        result = expected(*args, **kwargs)
+        if (change := before.unrepeatable_change()) is not None:
+            return result, Comparison(Outcome.UNREPEATABLE, change)
+        after, has_gradients = ModuleState(model), torch.is_grad_enabled()
+        with afterwards(after.restore, lambda: torch.set_grad_enabled(has_gradients)):
+            before.restore()
+            torch.set_grad_enabled(had_gradients)
+            try:
+                value = context.run(found, *copies[0], **copies[1])
+            except Exception as error:
+                return result, Comparison(Outcome.RAISES, first_line(error))
+            return result, _comparison(
+                model, after, has_gradients, (value, copies), (result, (args, kwargs)), within_rounding
+            )
+
+
+def _comparison(
+    model: Module, after: ModuleState, has_gradients: bool, found: Any, expected: Any, within_rounding: bool
+) -> Comparison:
+    if torch.is_grad_enabled() != has_gradients:
+        return Comparison(Outcome.DIFFERENT, "it leaves gradients switched on or off")
+    try:
+        text = (
+            difference(found[0], expected[0], "output", within_rounding=within_rounding)
+            or difference(found[1], expected[1], "inputs", within_rounding=within_rounding)
+            or ModuleState(model).difference(after)
+        )
+    except IncomparableError as error:
+        return Comparison(Outcome.NOT_COMPARABLE, str(error))
+    except (RuntimeError, NotImplementedError) as error:  # the tensors of `torch.func`
+        return Comparison(Outcome.NOT_COMPARABLE, f"its values cannot be compared ({first_line(error)})")
+    return Comparison(Outcome.EQUAL) if text is None else Comparison(Outcome.DIFFERENT, text)
+
+
+def _not_copied(error: Exception) -> Comparison:
+    return Comparison(Outcome.NOT_COMPARABLE, f"its inputs cannot be copied ({first_line(error)})")
+
+
+def first_line(error: Exception) -> str:
+    """Returns the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

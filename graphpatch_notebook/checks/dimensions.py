@@ -1,0 +1,376 @@
+"""Where each dimension of each value comes from: the one place that decides which dimension is which.
+
+When somebody asks for the first time, the captured model runs again at other sizes of its inputs, on the meta device
+(`meta_runs`). Each dimension of a value then has a *profile*: its sizes in all these runs. Two dimensions are the same
+one if their profiles are equal. What never changes is the model's own; what changes follows the inputs (as one of their
+sizes, or a product, a sum, a rounding up of these), or the values of tensors.
+
+Where the model cannot run like that (the example had a cache, say), or a value does not occur in these runs, sizes that
+coincide have to do: a size that one of the inputs had is taken for that one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import torch
+
+from graphpatch_notebook.capture.inputs import given_input
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, refs_in
+from graphpatch_notebook.capture.value_sizes import is_sized_by_values
+from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
+from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe, leaves
+
+Place: TypeAlias = "tuple[int, int]"
+"""A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
+
+Profile: TypeAlias = "tuple[int, ...]"
+"""The sizes of one dimension: in the capture, and in each of the runs at other sizes."""
+
+Inputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
+"""The arguments of a `forward`, positional and by keyword."""
+
+_ABSENT = -1  # the size of what does not occur in a run
+_FAR = (307, 131, 67)
+_FEW = 12
+_lock = threading.RLock()
+
+
+def dimensions_of(root: Frame) -> Dimensions:
+    """Returns what is known of the dimensions of all values of a capture; the first call runs the model, on meta."""
+    with _lock:
+        if root.dimensions is None:
+            root.dimensions = Dimensions(root)
+        return root.dimensions  # type: ignore[no-any-return]
+
+
+class Dimensions:
+    """The dimensions of all values of a capture.
+
+    Attributes:
+        groups: The dimensions of the inputs that can have other sizes: those of one group only together.
+        reason: Why sizes that coincide have to do for all values; `None` where they need not.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> class Doubled(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.cat([x, x]) @ torch.ones(4, 4)
+        >>> root = PatchableGraph(Doubled(), torch.ones(4, 4)).nodes.root
+        >>> known = dimensions_of(root)
+        >>> known.groups
+        [[(0, 0)]]
+        >>> [known.follows_inputs(dim) for dim in known.profiles(root.output_node.spec)]
+        [True, False]
+    """
+
+    def __init__(self, root: Frame) -> None:
+        self._root = root
+        self._sizes = [input_shapes(root)]
+        self.groups: list[list[Place]] = []
+        self.reason: str | None = None
+        self._values_run = 0
+        self._profiles: dict[int, tuple[Profile, ...]] = {}
+        self._reordered: dict[int, set[Profile]] | None = None
+        self._is_far = False
+        # A copy of the model runs, but that may draw random numbers, and write into what is outside of the model.
+        with afterwards(ModuleState(root.module).restore):
+            try:
+                self._note_run(run_on_meta(root, self._sizes[0]))
+                self._explore()
+            except MetaRunError as error:
+                self.reason = str(error)
+                self._suppose()
+
+    # -- runs at other sizes -------------------------------------------------------------------------------------------
+
+    def _explore(self) -> None:
+        places = [(number, dim) for number, shape in enumerate(self._sizes[0]) for dim in range(len(shape))]
+        is_alone = len(places) <= _FEW
+        rejected = [place for place in places if not (is_alone and self._vary([place]))]
+        for is_tied in (lambda a, b: self._size(a) == self._size(b) and a[1] == b[1], self._have_one_size):
+            tied: list[list[Place]] = []
+            for place in rejected:
+                group = next((group for group in tied if is_tied(group[0], place)), None)
+                tied.append([place]) if group is None else group.append(place)
+            rejected = []
+            for group in tied:
+                if (is_alone and len(group) == 1) or not self._vary(group):
+                    rejected += group
+        has_counts = any(is_sized_by_values(node) for frame in self._root.walk() for node in frame.nodes)
+        if has_counts and self._run(self._sizes[0], extra=5):
+            self._values_run = len(self._sizes) - 1
+
+    def _size(self, place: Place) -> int:
+        return self._sizes[0][place[0]][place[1]]
+
+    def _have_one_size(self, one: Place, other: Place) -> bool:
+        return self._size(one) == self._size(other)
+
+    def _vary(self, places: list[Place]) -> bool:
+        """Runs the model with other sizes at `places`; says whether it could."""
+        size = self._size(places[0])
+        if not any(self._run(self._at(places, other)) for other in (2 * size + 3, size + 1, size - 1) if other > 0):
+            return False
+        self.groups.append(places)
+        return True
+
+    def look_far(self) -> bool:
+        """Runs the model at large sizes, too, if it was not yet.
+
+        What is rounded up to a multiple, of the length of a chunk, say, changes nowhere near the example's size.
+        """
+        if self._is_far or self.reason is not None:
+            return False
+        self._is_far = True
+        with _lock, afterwards(ModuleState(self._root.module).restore):
+            for places in self.groups:
+                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * self._size(places[0]))
+        return True
+
+    def _at(self, places: list[Place], size: int) -> list[list[int]]:
+        shapes = [list(shape) for shape in self._sizes[0]]
+        for number, dim in places:
+            shapes[number][dim] = size
+        return shapes
+
+    def _run(self, shapes: Shapes, extra: int = 0) -> bool:
+        try:
+            found = run_on_meta(self._root, shapes, extra)
+        except MetaRunError:
+            return False
+        self._note_run(found)
+        self._sizes.append([list(shape) for shape in shapes])
+        return True
+
+    def _suppose(self) -> None:
+        """Takes dimensions of one size at one position for one, as nothing can be tried."""
+        groups: dict[Place, list[Place]] = {}
+        for number, shape in enumerate(self._sizes[0]):
+            for dim, size in enumerate(shape):
+                groups.setdefault((size, dim), []).append((number, dim))
+        self.groups = list(groups.values())
+        self._sizes += [self._at(places, 2 * self._size(places[0]) + 3) for places in self.groups]
+
+    def _note_run(self, found: dict[int, ValueSpec]) -> None:
+        for frame in self._root.walk():
+            for node in frame.nodes:
+                self._note(node.spec, found.get(id(node)))
+        self._reordered = None
+
+    def _note(self, spec: ValueSpec, found: ValueSpec | None) -> None:
+        """Notes the sizes of a captured value, and of those in it, in one run more."""
+        if isinstance(spec, ContainerSpec):
+            inside = {text: child for text, _, child in found.children} if isinstance(found, ContainerSpec) else {}
+            for text, _, child in spec.children:
+                self._note(child, inside.get(text))
+        elif isinstance(spec, TensorSpec):
+            shape = found.shape if isinstance(found, TensorSpec) and len(found.shape) == len(spec.shape) else None
+            known = self._profiles.get(id(spec))
+            if known is not None:
+                more = shape or (_ABSENT,) * len(spec.shape)
+                self._profiles[id(spec)] = tuple((*sizes, size) for sizes, size in zip(known, more, strict=True))
+            elif shape == spec.shape and len(self._sizes) == 1:  # the run at the very sizes of the capture
+                self._profiles[id(spec)] = tuple((size,) for size in shape)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def profiles(self, spec: TensorSpec) -> tuple[Profile, ...]:
+        """Returns the profile of each dimension of a captured value; `spec` is the very object that was recorded."""
+        known = self._profiles.get(id(spec))
+        return tuple(map(self._coinciding, spec.shape)) if known is None else known
+
+    def is_known(self, spec: TensorSpec) -> bool:
+        """Whether more than sizes that coincide tells of the dimensions of a value."""
+        return id(spec) in self._profiles
+
+    def follows_inputs(self, profile: Profile) -> bool:
+        """Whether a dimension has other sizes at other sizes of the inputs, or at other values."""
+        return len({size for size in profile if size != _ABSENT}) > 1
+
+    def dims_like(self, spec: TensorSpec, profile: Profile) -> list[int]:
+        """Returns the dimensions of a captured value that are the one of `profile`."""
+        return [dim for dim, own in enumerate(self.profiles(spec)) if _is_same(own, profile)]
+
+    def is_placed_by_values(
+        self, frame: Frame, node: Node, spec: TensorSpec, dims: Iterable[int], sequences: Iterable[Profile]
+    ) -> bool:
+        """Whether values say what is where along a dimension that was as long as a sequence: it is chosen, or sorted.
+
+        Args:
+            frame: The frame of the node.
+            node: The node.
+            spec: What was recorded of the value.
+            dims: The dimensions that may be meant.
+            sequences: The dimensions of the sequences.
+        """
+        lengths = {profile[0] for profile in sequences}
+        alike = [self.profiles(spec)[dim] for dim in dims if spec.shape[dim] in lengths]
+        if not self.is_known(spec):
+            nodes = (each for above in frame.frames_above() for each in above.nodes)
+            return bool(alike) and any(is_sized_by_values(each) or each.op in _SORTS for each in nodes)
+        if self._reordered is None:
+            self._reordered = {}
+            self._order(self._root)
+        reordered = self._reordered.get(id(node), set())
+        return any(profile[self._values_run] != profile[0] or profile in reordered for profile in alike)
+
+    def _coinciding(self, size: int) -> Profile:
+        """Returns the profile of the inputs' dimension of that size, or of a product of two; else of a constant."""
+        of_inputs = [
+            tuple(sizes[number][dim] for sizes in self._sizes) for group in self.groups for number, dim in group[:1]
+        ]
+        pairs = (tuple(a * b for a, b in zip(one, other, strict=True)) for one in of_inputs for other in of_inputs)
+        candidates = [*of_inputs, *pairs] if size > 1 else []
+        return next((profile for profile in candidates if profile[0] == size), (size,) * len(self._sizes))
+
+    # -- rows in an order that values give -----------------------------------------------------------------------------
+
+    def _order(self, frame: Frame) -> None:
+        """Follows what is sorted from where it is: into modules that are called, not out of the frame that sorts it.
+
+        Whoever sorts rows puts them back before returning them.
+        """
+        assert self._reordered is not None
+        for node in frame.nodes:
+            if node.frame is not None:
+                self._order(node.frame)
+            own = {profile for spec in _tensors(node.spec) for profile in self.profiles(spec)}
+            if found := self._order_of(frame, node) & own:
+                self._reordered[id(node)] = found
+
+    def _order_of(self, frame: Frame, node: Node) -> set[Profile]:
+        if node.kind in HELD_KINDS:
+            return set()
+        if node.kind == "call":
+            return self._order_among(Ref(node.frame.output_node)) if node.frame is not None else set()
+        if node.kind == "input":
+            call = frame.call
+            given = None if call is None else given_input(frame.parameters, node.target, call.args, call.kwargs)
+            return self._order_among(given)
+        if node.kind == "output":
+            return self._order_among(frame.output) & self._order_among([Ref(each) for each in frame.inputs()])
+        source = node.element[0] if node.element is not None else node
+        if source.is_in_place or source.op in _INTO_FIRST:
+            return self._order_among(source.args[:1])
+        found = self._order_among((source.args, source.kwargs))
+        if source.op in _SORTS:
+            given = source.kwargs.get("dim", source.args[1] if len(source.args) > 1 else -1)
+            dim = given if type(given) is int else -1
+            specs = [spec for spec in _tensors(source.spec) if -len(spec.shape) <= dim < len(spec.shape)]
+            found |= {self.profiles(spec)[dim] for spec in specs}
+        return found
+
+    def _order_among(self, values: object) -> set[Profile]:
+        assert self._reordered is not None
+        return {profile for ref in refs_in(values) for profile in self._reordered.get(id(ref.node), ())}
+
+
+_SORTS = ("sort", "argsort")
+_INTO_FIRST = frozenset(
+    "index_add index_copy index_fill index_put index_reduce masked_scatter scatter scatter_add scatter_reduce".split()
+)
+"""Functions whose result is as their first argument, whatever they put into it; besides those that work in place."""
+
+
+def _is_same(one: Profile, other: Profile) -> bool:
+    # One of them may be older than the runs at large sizes.
+    return all(a == b or _ABSENT in (a, b) for a, b in zip(one, other, strict=False))
+
+
+def _tensors(spec: ValueSpec) -> list[TensorSpec]:
+    return [leaf for _, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
+
+
+def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Inputs | None = None) -> str | None:
+    """Returns in words how `shape` differs from what was captured, or `None` where it may differ like that.
+
+    Args:
+        frame: The frame that the value is in.
+        spec: What was recorded of the value.
+        shape: Its shape now.
+        inputs: The arguments of the frame's `forward`, for the value of an op.
+    """
+    if not isinstance(spec, TensorSpec) or spec.shape == shape:
+        return None
+    if len(spec.shape) != len(shape):
+        dimensions = "1 dimension" if len(spec.shape) == 1 else f"{len(spec.shape)} dimensions"
+        return f"it had {dimensions} when it was captured, and has {len(shape)} now"
+    if frame.opaque_reason is not None or frame.has_own_graph:  # what a value is made of is not recorded
+        return None
+    known = dimensions_of(frame.root)
+    problem = _size_problem(known, spec, shape)
+    if problem is not None and known.look_far():
+        problem = _size_problem(known, spec, shape)
+    if problem is not None or inputs is None or known.is_known(spec):
+        return problem
+    return _problem_beside_cache(frame, spec, shape, inputs)
+
+
+def fixed_sizes(frame: Frame, node: Node, spec: ValueSpec) -> tuple[int | None, ...] | None:
+    """Returns the sizes of a captured value that are the same for all inputs, `None` for the others, or for no tensor.
+
+    Where one of them is another one, `shape_problem` refuses the value.
+
+    Args:
+        frame: The frame that the value is in.
+        node: The node whose value it is, or is in.
+        spec: What was recorded of the value.
+    """
+    if not isinstance(spec, TensorSpec):
+        return None
+    if node.kind == "parameter":
+        return tuple(spec.shape)
+    if frame.opaque_reason is not None or frame.has_own_graph:
+        return (None,) * len(spec.shape)
+    known = dimensions_of(frame.root)
+    known.look_far()
+    sizes = zip(spec.shape, known.profiles(spec), strict=True)
+    return tuple(None if size == 1 or known.follows_inputs(dim) else size for size, dim in sizes)
+
+
+def _size_problem(known: Dimensions, spec: TensorSpec, shape: torch.Size) -> str | None:
+    for position, (then, now, dim) in enumerate(zip(spec.shape, shape, known.profiles(spec), strict=True)):
+        # A dimension of size one is broadcast by the model's own code.
+        if then not in {now, 1} and not known.follows_inputs(dim):
+            return f"dimension {position} does not follow the inputs' sizes, yet was {then} and is {now} now"
+    return None
+
+
+def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inputs: Inputs) -> str | None:
+    """Returns in words how a shape differs in a frame that is given an object, such as a cache; `None` where it may.
+
+    There, one step may do under a name what another one does not: pack the heads that share keys into the sequence,
+    say. So a size may differ only if it was that of an input whose size differs too, or such a size times another.
+    """
+    nodes = list(frame.inputs())
+    given = [describe(given_input(frame.parameters, node.target, *inputs)) for node in nodes]
+    if not any(map(_holds_object, given)):
+        return None
+    sizes = [pair for node, spec in zip(nodes, given, strict=True) for pair in _size_pairs(node.spec, spec)]
+    changed = {then for then, now in sizes if then not in {now, 1}}
+    explained = changed | {one * other for one in changed for other, _ in sizes}
+    for position, (then, now) in enumerate(zip(spec.shape, shape, strict=True)):
+        if then not in {now, 1} and then not in explained:
+            return f"dimension {position} was {then} and is {now}, though no input's size changed from {then}"
+    return None
+
+
+def _holds_object(spec: ValueSpec) -> bool:
+    if isinstance(spec, ContainerSpec):
+        return any(_holds_object(child) for _, _, child in spec.children)
+    return isinstance(spec, ObjectSpec)
+
+
+def _size_pairs(then: ValueSpec, now: ValueSpec) -> Iterator[tuple[int, int]]:
+    if isinstance(then, TensorSpec) and isinstance(now, TensorSpec):
+        yield from zip(then.shape, now.shape, strict=False)
+    elif isinstance(then, ContainerSpec) and isinstance(now, ContainerSpec):
+        by_name = {text: child for text, _, child in now.children}
+        for text, _, child in then.children:
+            if text in by_name:
+                yield from _size_pairs(child, by_name[text])

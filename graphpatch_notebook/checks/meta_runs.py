@@ -1,0 +1,325 @@
+"""Runs of a captured model at other sizes, on the meta device: nothing is computed, only shapes are.
+
+A copy of the model runs, so that whatever its code writes is written into the copy; weights take no memory there. Where
+the code reads a value into Python, it reads the value of the capture; where the number of entries is up to values, it
+is that of the capture, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from graphpatch_notebook.capture import record
+from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
+from graphpatch_notebook.capture.inputs import call_like
+from graphpatch_notebook.capture.recorder import OpPlace, Recorder
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
+from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.capture.value_sizes import is_sized_by_values
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.torch_compat import without_torch_functions
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
+
+Shapes: TypeAlias = "Sequence[Sequence[int]]"
+"""The shapes of the tensors among the inputs of the root, in order, and then the whole numbers among them."""
+
+META = torch.device("meta")
+_MOST = 4
+"""How many times as many ops as the capture a run may have: loops over a sequence have more of them when it is long."""
+
+
+class MetaRunError(Exception):
+    """The model cannot run without its values, or not at these sizes (caught inside the package)."""
+
+
+def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueSpec]:
+    """Returns what the captured nodes hold when the inputs have other shapes, by the ids of the nodes.
+
+    Args:
+        root: The root frame of the capture.
+        shapes: The shapes of the inputs.
+        extra: How many more entries than in the capture there are wherever values tell their number.
+
+    Raises:
+        MetaRunError: It cannot be told.
+    """
+    result: list[dict[int, ValueSpec]] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(_run(root, shapes, extra))
+        except BaseException as failure:
+            failures.append(failure)
+
+    # In a thread of its own none of the modes, contexts and switches hold that the caller is in: it may be patching.
+    thread = threading.Thread(target=run, name="graphpatch-sizes", daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise MetaRunError(f"{type(failures[0]).__name__}: {failures[0]}") from failures[0]
+    return result[0]
+
+
+def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model, copies = _copied(root)
+        for frame in root.walk():
+            if id(frame.module) in copies:  # not one that the forward itself made
+                copies[id(frame.module)].training = frame.training
+        specs = [leaf for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
+        tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
+        args, kwargs = call_like(
+            root,
+            lambda _, spec: torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META),
+            lambda spec: next(numbers)[0] if _is_size(spec) else spec.value,
+        )
+        with _OnMeta(specs[0].device if specs else torch.device("cpu")):
+            found = record(_Replay(model, root, extra), args, kwargs)
+    return dict(_matched(root, found))
+
+
+def input_shapes(root: Frame) -> list[list[int]]:
+    """Returns the shapes of the tensors in the inputs of the capture, then the whole numbers there: they are sizes."""
+    shapes = [list(leaf.shape) for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
+    return shapes + [[leaf.value] for leaf in _input_leaves(root) if _is_size(leaf)]
+
+
+def _input_leaves(root: Frame) -> list[Any]:
+    return [leaf for node in root.inputs() for _, leaf in leaves(node.spec)]
+
+
+def _is_size(spec: Any) -> bool:
+    return isinstance(spec, ScalarSpec) and type(spec.value) is int and spec.value > 1
+
+
+# -- the copy ----------------------------------------------------------------------------------------------------------
+
+
+class _Weightless(TorchFunctionMode):
+    """Makes `deepcopy` put tensors on the meta device."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.__deepcopy__, Tensor.clone):
+            return args[0].detach().to(META)
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
+    memo: dict[int, Any] = {}
+    for module in reachable_modules(root.module):
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_machinery(hook))
+        for backward in (module._backward_hooks, module._backward_pre_hooks):
+            memo[id(backward)] = OrderedDict()
+    with _Weightless():
+        return copy.deepcopy(root.module, memo), memo
+
+
+def _is_machinery(hook: Callable[..., Any]) -> bool:
+    """Whether a hook belongs to how the model works: what users' hooks do is no business of a run without values."""
+    return str(getattr(hook, "__module__", "")).split(".")[0] in ("torch", "transformers", "accelerate")
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+class _OnMeta(TorchFunctionMode):
+    """Keeps tensors without values on the meta device, while the model is told that they are on `device`.
+
+    What the model makes of plain numbers is made as ever: a table, say, that it keeps somewhere for the next run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = raw_name(func), {key: value for key, value in (kwargs or {}).items() if key != "generator"}
+        if _has_values((args, kwargs)):
+            return func(*args, **kwargs)
+        if name == "device":
+            return self._device
+        if name in ("is_cuda", "is_meta"):
+            return name == "is_cuda" and self._device.type == "cuda"
+        if name in ("cpu", "cuda"):
+            return args[0]
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], map_leaves(args[1], _any_index), *args[2:])
+        args, kwargs = map_leaves(args, _moved), map_leaves(kwargs, _moved)
+        if name == "to":
+            args = tuple(META if isinstance(each, str) else each for each in args)
+        if isinstance(kwargs.get("device"), str):
+            kwargs["device"] = META
+        if name in ("grouped_mm", "_grouped_mm"):  # on meta it knows one dtype only: torch 2.9 to 2.13
+            wide = args[0].dtype
+            args = tuple(each.bfloat16() if isinstance(each, Tensor) else each for each in args)
+            return func(*args, **kwargs).to(wide)
+        return func(*args, **kwargs)
+
+
+def _has_values(arguments: Any) -> bool:
+    """Whether no tensor among some arguments is without its values."""
+    with without_torch_functions():
+        return not any(isinstance(each, Tensor) and each.is_meta for each in _leaves(arguments))
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return found
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return META
+    if not isinstance(value, Tensor) or value.is_meta:
+        return value
+    return torch.empty_like(value, device=META) if value.dim() else value.item()
+
+
+def _any_index(value: Any) -> Any:
+    """Which entry is taken does not matter for the shape."""
+    is_number = isinstance(value, Tensor) and value.is_meta and value.dim() == 0 and value.dtype not in _TRUTHS
+    return 0 if is_number else value
+
+
+_TRUTHS = (torch.bool, torch.uint8)
+
+
+class _Replay(Recorder):
+    """Records a run in which the values that go into Python are those of the capture."""
+
+    def __init__(self, model: Module, captured: Frame, extra: int) -> None:
+        options = captured.options or ExtractionOptions()
+        super().__init__(model, replace(options, custom_extraction_functions={}, error_on_compilation_failure=False))
+        self.count = None
+        self._captured = captured
+        self._extra = extra
+        self._indices: dict[int, dict[Any, Node]] = {}
+        self._left = 1000 + _MOST * sum(len(frame.nodes) for frame in captured.walk())
+
+    def run_op(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: OpPlace
+    ) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise MetaRunError("the model does far more at these sizes")
+        node = self._node(place)
+        if name in VALUE_READS and not _has_values(args):
+            if node is None or not isinstance(node.spec, ScalarSpec):
+                raise MetaRunError(f"the model reads a value into Python ({name})")
+            return node.spec.value
+        if node is not None and is_sized_by_values(node) and not _has_values(args):
+            return _sized(func, name, args, kwargs, _count(node) + self._extra)
+        return func(*args, **kwargs)
+
+    def _node(self, place: OpPlace) -> Node | None:
+        """Returns the captured node of the op that is about to run."""
+        frame = self._frame(self.stack[-1].record)
+        if frame is None or place[0] is None:
+            return None
+        return self._index(frame).get(_op_key(place[0], place[1], self.stack[-1].composite, None))
+
+    def _frame(self, record: Frame) -> Frame | None:
+        if record.parent is None or record.call is None:
+            return self._captured
+        above = self._frame(record.parent)
+        call = None if above is None else self._index(above).get(_key(record.call))
+        return None if call is None else call.frame
+
+    def _index(self, frame: Frame) -> dict[Any, Node]:
+        known = self._indices.get(id(frame))
+        if known is None:
+            known = self._indices[id(frame)] = _by_key(frame)
+        return known
+
+
+def _count(node: Node) -> int:
+    """Returns how many entries there were where values tell their number."""
+    spec = node.spec
+    while isinstance(spec, ContainerSpec) and spec.children:
+        spec = spec.children[0][2]
+    if not isinstance(spec, TensorSpec) or not spec.shape:
+        raise MetaRunError(f"the result of {node.op} is sized by values")
+    place = 0
+    if node.op == "getitem" and isinstance(node.args[1], tuple):
+        place = next(n for n, index in enumerate(node.args[1]) if index is not None and not isinstance(index, slice))
+    return spec.shape[min(place, len(spec.shape) - 1)]
+
+
+def _sized(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> Any:
+    """Returns what a function gives of which values tell how many entries that has."""
+
+    def entries(*more: int) -> Tensor:
+        return torch.empty((count, *more), dtype=torch.long, device=META)
+
+    if name == "__getitem__":
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        is_mask = [isinstance(index, Tensor) and index.dtype in _TRUTHS for index in indices]
+        given = [(entries(),) * i.dim() if mask else (i,) for i, mask in zip(indices, is_mask, strict=True)]
+        return func(args[0], tuple(index for part in given for index in part))
+    of = args[0] if args else kwargs["input"]
+    if name == "where" or (name == "nonzero" and kwargs.get("as_tuple")):
+        return (entries(),) * of.dim()
+    if name in ("nonzero", "argwhere"):
+        return entries(of.dim())
+    if name == "bincount":
+        return entries()
+    if name in ("masked_select", "unique", "unique_consecutive") and len(args) <= 2 and not kwargs:
+        return entries().to(of.dtype)
+    raise MetaRunError(f"the result of {name} is sized by values")
+
+
+# -- which node is which -----------------------------------------------------------------------------------------------
+
+
+def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
+    """Returns for the captured nodes of a frame, and those below it, what they held in another run."""
+    known, result = _by_key(found), []
+    for node in captured.nodes:
+        other = known.get(_key(node))
+        if other is not None:
+            result.append((id(node), other.spec))
+            if node.frame is not None and other.frame is not None:
+                result += _matched(node.frame, other.frame)
+    return result
+
+
+def _by_key(frame: Frame) -> dict[Any, Node]:
+    found: dict[Any, Node] = {}
+    for node in frame.nodes:
+        if node.kind != "op" or node.site is not None:
+            found.setdefault(_key(node), node)
+    return found
+
+
+def _key(node: Node) -> tuple[Any, ...]:
+    if node.kind == "op":
+        return _op_key(node.site, node.occurrence, node.composite, node.position)
+    return (node.kind, node.target, node.call_index) if node.kind != "constant" else (node.kind, id(node))
+
+
+def _op_key(
+    site: Site | None, occurrence: int | None, composite: CompositeCall | None, position: Any
+) -> tuple[Any, ...]:
+    steps = () if site is None else tuple((id(code), offset) for code, offset in site.steps)
+    inside = None if composite is None else _op_key(composite.site, composite.occurrence, composite.outer, None)
+    return steps, occurrence, inside, position

@@ -1,0 +1,128 @@
+"""Two runs from the same state: how they compare, and that nothing is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook.checks.comparison import Outcome, compared, run_and_compare
+from tests.zoo.values import same_state, snapshot
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+PLACE: ContextVar[int] = ContextVar("place", default=0)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+
+MODEL = Holder()
+
+
+def adds(x: Tensor) -> Tensor:
+    MODEL.count.add_(1)
+    return x + torch.rand(()) + MODEL.count
+
+
+def adds_otherwise(x: Tensor) -> Tensor:
+    torch.rand(())
+    return adds(x)
+
+
+def writes(x: Tensor) -> int:
+    x.zero_()
+    return 1
+
+
+def switches(x: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    return x
+
+
+def leaves(x: Tensor) -> Tensor:
+    PLACE.set(PLACE.get() + 1)
+    return x + PLACE.get()
+
+
+def counts(x: Tensor) -> Tensor:
+    MODEL.calls += 1
+    return x
+
+
+def fails(x: Tensor) -> Tensor:
+    MODEL.count.add_(5)
+    raise IndexError("no such row\nmore of it")
+
+
+def holds_itself(x: Tensor) -> Any:
+    found = SimpleNamespace(x=x)
+    found.itself = found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "outcome", "detail"),
+    [
+        (adds, adds, Outcome.EQUAL, ""),
+        (leaves, leaves, Outcome.EQUAL, ""),
+        (holds_itself, holds_itself, Outcome.EQUAL, ""),
+        (adds, adds_otherwise, Outcome.DIFFERENT, "output: 12 of 12 values differ"),
+        (writes, lambda x: 1, Outcome.DIFFERENT, "inputs|sub_0.sub_0: 12 of 12 values differ"),
+        (lambda x: x, switches, Outcome.DIFFERENT, "it leaves gradients switched on or off"),
+        (lambda x: x, fails, Outcome.RAISES, "IndexError: no such row"),
+        (counts, lambda x: x, Outcome.UNREPEATABLE, "Holder changes its 'calls' while it runs"),
+        (lambda x: object(), lambda x: object(), Outcome.NOT_COMPARABLE, "output: objects of type object cannot"),
+    ],
+)
+def test_outcomes(expected: Callable[..., Any], found: Callable[..., Any], outcome: Outcome, detail: str) -> None:
+    before, given, random = snapshot(MODEL), X.clone(), torch.get_rng_state()
+    comparison = compared(MODEL, expected, found, (given,), {})
+    assert (comparison.outcome, comparison.detail[: len(detail)]) == (outcome, detail)
+    MODEL.calls = 0
+    assert same_state(MODEL, before) is None
+    assert torch.equal(given, X)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.is_grad_enabled()
+    assert PLACE.get() == 0
+
+
+def test_within_rounding() -> None:
+    near = (lambda x: x, lambda x: x * (1 + 1e-6))
+    assert compared(MODEL, *near, (X,), {}).is_difference
+    assert compared(MODEL, *near, (X,), {}, within_rounding=True).is_equal
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_nothing_is_left_of_interrupted_runs(error: type[BaseException], is_first: bool) -> None:
+    def raises(x: Tensor) -> Tensor:
+        adds(x)
+        raise error
+
+    before, random = snapshot(MODEL), torch.get_rng_state()
+    runs = (raises, adds) if is_first else (adds, raises)
+    if error is ValueError and not is_first:
+        assert compared(MODEL, *runs, (X,), {}).outcome is Outcome.RAISES
+    else:
+        with pytest.raises(error):
+            compared(MODEL, *runs, (X,), {})
+    assert same_state(MODEL, before) is None
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_the_first_run_may_be_the_one_that_counts() -> None:
+    before, given = int(MODEL.count), X.clone()
+    result, comparison = run_and_compare(MODEL, writes, writes, (given,), {})
+    assert (result, comparison.is_equal, float(given.abs().sum())) == (1, True, 0.0)
+    result, comparison = run_and_compare(MODEL, adds, fails, (X,), {})
+    assert comparison.outcome is Outcome.RAISES
+    assert int(MODEL.count) == before + 1

@@ -1,0 +1,182 @@
+"""Law 2 at sizes that the example did not have, where sizes are doubled, rounded up or cut into chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchShapeError, ZeroPatch
+from graphpatch_notebook.checks.dimensions import dimensions_of
+from tests.laws.captures import identity
+from tests.zoo import case_by_name
+from tests.zoo.case import floats, seed_all, seeded, tokens
+from tests.zoo.values import bit_equal
+
+
+def assert_identity(model: nn.Module, example: Any, others: list[Any], call: Callable[..., Any]) -> None:
+    """Patches every node with the identity, at sizes that the example did not have."""
+    with torch.no_grad():
+        pg = PatchableGraph(model, example)
+        with pg.patch({path: identity() for path in pg.nodes}).quiet():
+            for other in others:
+                assert bit_equal(call(pg, other), call(model, other)) is None, tuple(other.shape)
+
+
+def funnel() -> nn.Module:
+    from transformers import FunnelConfig, FunnelModel
+
+    config = FunnelConfig(
+        vocab_size=99, block_sizes=[1, 1], num_decoder_layers=1, d_model=12, n_head=2, d_head=6, d_inner=16,
+    )  # fmt: skip
+    return seeded(lambda: FunnelModel(config))
+
+
+def mamba2() -> nn.Module:
+    from transformers import Mamba2Config, Mamba2Model
+
+    config = Mamba2Config(
+        vocab_size=99, hidden_size=12, num_hidden_layers=1, num_heads=4, head_dim=6, state_size=5, n_groups=1,
+        chunk_size=16,
+    )  # fmt: skip
+    return seeded(lambda: Mamba2Model(config))
+
+
+def longformer() -> nn.Module:
+    from transformers import LongformerConfig, LongformerModel
+
+    config = LongformerConfig(
+        vocab_size=99, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        attention_window=8, max_position_embeddings=80,
+    )  # fmt: skip
+    return seeded(lambda: LongformerModel(config))
+
+
+@pytest.mark.parametrize("build", [funnel, mamba2, longformer])
+def test_of_transformers(build: Callable[[], nn.Module]) -> None:
+    assert_identity(build(), tokens(2, 7), [tokens(3, 11), tokens(1, 16), tokens(2, 37)], lambda run, ids: run(ids)[0])
+
+
+class Derived(nn.Module):
+    """Twice the length, one more, whole chunks of it, batch times length; a hidden size as large as the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        places = torch.arange(2 * length)
+        begun = torch.cat([x[:, :1], x], dim=1)
+        padded = functional.pad(x, (0, 0, 0, -length % 64))
+        chunks = padded.reshape(batch, -1, 64, 6)
+        rows = x.flatten(0, 1)
+        return begun.sum() + chunks.mean(1) * places.sum() + rows.sum()
+
+
+def test_of_sizes_made_of_the_inputs() -> None:
+    assert_identity(
+        Derived(), floats(2, 6, 6), [floats(1, 9, 6), floats(3, 64, 6), floats(2, 300, 6)], lambda m, x: m(x)
+    )
+
+
+def test_what_each_dimension_is() -> None:
+    pg = PatchableGraph(Derived(), floats(2, 6, 6))
+    known = dimensions_of(pg.nodes.root)
+    assert known.groups == [[(0, 0)], [(0, 1)]]
+    names = pg.nodes.root.names
+    batch, length, hidden = known.profiles(names["x"].spec)
+
+    def follows(name: str) -> list[bool]:
+        return [known.follows_inputs(dim) for dim in known.profiles(names[name].spec)]
+
+    assert (follows("places"), follows("begun")) == ([True], [True, True, False])
+    assert follows("chunks") == [True, False, False, False]
+    assert known.look_far()
+    assert follows("chunks") == [True, True, False, False]
+    for dim, profile in enumerate((batch, length, hidden)):
+        assert known.dims_like(names["x"].spec, profile) == [dim]
+    assert known.dims_like(names["begun"].spec, length) == []
+
+
+class Packs(nn.Module):
+    """Packs heads under the same name where a mask is given: as many heads as tokens in the example."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, length, _ = x.shape
+        heads = x.reshape((batch, 4, length, 3) if mask is None else (batch, 2, 2 * length, 3))
+        return heads.reshape(batch, length, 12)
+
+
+def test_a_fixed_size_that_coincides_with_the_length_stays_fixed() -> None:
+    pg = PatchableGraph(Packs(), floats(4, 4, 12))
+    with pg.patch({"heads": AddPatch(1.0)}):
+        pg(floats(2, 9, 12))
+        with pytest.raises(PatchShapeError, match="dimension 1 does not follow the inputs' sizes"):
+            pg(floats(4, 4, 12), mask=torch.ones(4))
+
+
+class Writes(nn.Module):
+    """Changes itself while it runs, and draws from the random generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+        self.longest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, len(x))
+        self.count += 1
+        self.last = x
+        noise = torch.rand_like(x) * random.random()
+        rows = (x + noise)[x[:, 0] > 0]
+        return self.linear(rows)
+
+
+def test_the_model_is_left_alone() -> None:
+    model = seeded(Writes)
+    x = floats(5, 6)
+    pg = PatchableGraph(model, x)
+    other = floats(9, 6, seed=1)
+    with pg.patch({"rows": CustomPatch(custom_op=torch.clone), "linear.output": AddPatch(1.0)}):
+        seed_all()
+        before = {**model.__dict__}, float(model.count)
+        dimensions_of(pg.nodes.root).look_far()
+        assert model.__dict__ == before[0]
+        assert float(model.count) == before[1]
+        found = pg(other)
+    after = torch.rand(3), random.random()
+    seed_all()
+    assert bit_equal(model(other) + 1.0, found) is None
+    assert bit_equal((torch.rand(3), random.random()), after) is None
+    assert model.longest == 9
+
+
+def test_where_the_model_cannot_run_without_values() -> None:
+    """Sizes that coincide with those of inputs have to do."""
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([(x * float(x.numpy().sum())).transpose(0, 1)] * 2, dim=1)
+
+    pg = PatchableGraph(Counts(), floats(5, 6))
+    assert "numpy" in str(dimensions_of(pg.nodes.root).reason)
+    with pg.patch({"mul": ZeroPatch(), "transpose": ZeroPatch()}):
+        pg(floats(7, 6))
+    with pg.patch({"cat": ZeroPatch()}), pytest.raises(PatchShapeError, match="dimension 1 does not follow"):
+        pg(floats(7, 6))
+
+
+def test_what_the_model_keeps_by_size_has_its_values() -> None:
+    case = case_by_name("awkward-cached-by-shape")
+    model, reference = case.build(), case.build()
+    ((example,), ((longer,), *_)) = case.example().args, [call.args for call in case.variants(model).values()]
+    pg = PatchableGraph(model, example)
+    known = dimensions_of(pg.nodes.root)
+    assert known.look_far()
+    for length in {2 * example.shape[1] + 3, longer.shape[1], example.shape[1]}:
+        for batch in (2 * len(example) + 3, 307, len(example)):
+            x = floats(batch, length, *example.shape[2:])
+            assert bit_equal(reference(x), pg(x)) is None

@@ -1,0 +1,310 @@
+"""Law 5 for every public call that runs the model: it leaves what plain forwards leave, or nothing at all.
+
+What a model is gets described in plain Python, and compared with that of an equal model that only plain torch ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph, ZeroPatch
+from graphpatch_notebook.errors import GraphPatchError
+from graphpatch_notebook.experiments import ablate, attribute, causal_trace
+from graphpatch_notebook.notebook.chosen import ChosenPatch
+from graphpatch_notebook.notebook.runs import Runs
+from graphpatch_notebook.notebook.session import Session
+from tests.zoo import Call, Case, case_by_name, seed_all
+
+pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+
+CASES = [
+    case_by_name(name)
+    for name in (
+        "awkward-window", "awkward-counter", "awkward-list", "awkward-cache-attribute", "awkward-set-tensors",
+        "awkward-config", "awkward-buffers-in-place", "awkward-buffers-reassigned", "awkward-stashed-attribute",
+    )
+]  # fmt: skip
+
+
+class Drawing(nn.Module):
+    """Draws from torch's, Python's and numpy's generators and from those of its own, in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.generator, self.numpys = torch.Generator().manual_seed(1), np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(6, generator=self.generator) + float(self.numpys.random()) + float(np.random.rand())
+        return self.drop(self.norm(self.linear(x))) + noise * random.random()
+
+
+def drawing() -> nn.Module:
+    torch.manual_seed(0)
+    return Drawing().train()
+
+
+CASES.append(Case(name="drawing", build=drawing, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True))
+
+
+def described(value: Any, names: dict[int, str], seen: frozenset[int] = frozenset()) -> Any:
+    """Returns what a value is, in a form that is equal for equal values of two models."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if id(value) in names:
+        return "the object", names[id(value)]
+    if id(value) in seen:
+        return "itself"
+    inner = functools.partial(described, names=names, seen=seen | {id(value)})
+    if isinstance(value, Tensor):
+        bits = value.detach().contiguous().numpy().tobytes()
+        return kind, tuple(value.shape), value.dtype, value.requires_grad, bits
+    if isinstance(value, np.ndarray):
+        return kind, value.shape, value.tobytes()
+    if isinstance(value, torch.Generator):
+        return kind, value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return kind, repr(value.bit_generator.state)
+    if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)):
+        return kind, value.__qualname__
+    if isinstance(value, dict):
+        return kind, [(inner(key), inner(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque, set)):
+        return kind, [inner(item) for item in value]
+    if hasattr(value, "__dict__"):
+        return kind, [(name, inner(item)) for name, item in vars(value).items()]
+    return kind, repr(value)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Returns all attributes of all modules, and the state of the shared random generators."""
+    names = {id(module): path for path, module in model.named_modules()}
+    names |= {id(parameter): path for path, parameter in model.named_parameters()}
+    found = {
+        f"{path}.{name}": described(value, names)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+    }
+    found |= {f"weight {path}": described(weight, {}) for path, weight in model.named_parameters()}
+    shared = torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
+    return {**found, **dict(zip(("torch", "Python", "numpy"), shared, strict=True))}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    assert [name for name in found if found[name] != expected[name]] == []
+
+
+def seed() -> None:
+    seed_all(3)
+    np.random.seed(3)
+
+
+class Subject:
+    """A captured model, next to an equal one that has seen one plain forward.
+
+    Attributes:
+        pg: The graph.
+        call: Makes the inputs.
+        reference: The equal model.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.call = case.example
+        model, self.reference = case.build(), case.build()
+        seed()
+        self.pg = self.call().run(functools.partial(PatchableGraph, model))
+        self.found = state_of(model)
+        seed()
+        self.call().run(self.reference)
+        self.expected = state_of(self.reference)
+
+    def forwards(self, count: int) -> None:
+        for _ in range(count):
+            with torch.no_grad():
+                self.call().run(self.reference)
+
+    def check(self, action: Callable[[Subject], int]) -> None:
+        """Checks that an action leaves what as many plain forwards leave as it says."""
+        seed()
+        count = action(self)
+        found = state_of(self.pg._module)
+        seed()
+        self.forwards(count)
+        assert_same(found, state_of(self.reference))
+
+
+def number(output: Tensor) -> Tensor:
+    return output.double().sum()
+
+
+def save(subject: Subject, path: Path) -> int:
+    file = path / "graph.safetensors"
+    subject.pg.save(file)
+    PatchableGraph.load(file, model=subject.pg._module)
+    return 0
+
+
+def verify(subject: Subject, _: Path) -> int:
+    subject.call().run(subject.pg.verify)
+    return 0
+
+
+def interpret(subject: Subject, _: Path) -> int:
+    with torch.no_grad():
+        subject.call().run(subject.pg.interpreter().run)
+    return 0
+
+
+def to_fx(subject: Subject, _: Path) -> int:
+    call = subject.call()
+    with contextlib.suppress(GraphPatchError):  # a refusal is no reason to leave anything behind
+        subject.pg.to_fx(call.args, call.kwargs, allow_doubts=True)
+    return 0
+
+
+def sweep(subject: Subject, _: Path) -> int:
+    subject.pg.sweep({"cell": range(3)}, lambda _: {"output": ZeroPatch()}, *subject.call().args, metric=number)
+    return 3
+
+
+def ablated(subject: Subject, _: Path) -> int:
+    ablate(subject.pg, ["output"], *subject.call().args, metric=number, progress=False)
+    return 2  # a run that is recorded, and one cell
+
+
+def traced(subject: Subject, _: Path) -> int:
+    clean, corrupted = subject.call().args, subject.call().args
+    causal_trace(subject.pg, clean, corrupted, ["output"], [0, 1], number, position_dim=0, progress=False)
+    return 4  # two runs that are recorded, and two cells
+
+
+def attributed(subject: Subject, _: Path) -> int:
+    attribute(subject.pg, number, subject.call().args, subject.call().args)
+    return 0
+
+
+def run(subject: Subject, _: Path) -> int:
+    session = Session(subject.pg)
+    session.add(ChosenPatch("output", "zero"))
+    runs = Runs(session, dict)
+    started = runs.start(None)
+    runs.wait(started)
+    assert runs.status(started)[0]["state"] == "done"
+    return 0
+
+
+def shown(subject: Subject, _: Path) -> int:
+    runs = Runs(Session(subject.pg), dict)
+    started = runs.start_activation("output", None, False, None)
+    runs.wait(started)
+    assert runs.activation_status(started)[0]["state"] == "done"
+    return 0
+
+
+ACTIONS = [save, verify, interpret, to_fx, sweep, ablated, traced, attributed, run, shown]
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@each_case
+def test_capture_leaves_what_a_forward_leaves(case: Case) -> None:
+    subject = Subject(case)
+    assert_same(subject.found, subject.expected)
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
+@each_case
+def test_public_calls_leave_what_they_say(case: Case, action: Callable[[Subject, Path], int], tmp_path: Path) -> None:
+    subject = Subject(case)
+    subject.check(lambda subject: action(subject, tmp_path))
+
+
+class Stops(nn.Module):
+    """Raises in the middle of one of its runs, when it has changed itself already."""
+
+    left = -1
+    error: type[BaseException] = KeyboardInterrupt
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.runs, self.kept = 0, {"outputs": [torch.zeros(1)]}
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.kept["outputs"].append(torch.rand(1))
+        self.total += 1
+        Stops.left -= 1
+        if Stops.left == 0:
+            raise Stops.error("injected")
+        return self.linear(x)
+
+
+def stopping() -> nn.Module:
+    torch.manual_seed(0)
+    return Stops().eval()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+@pytest.mark.parametrize("action", [save, verify, to_fx, attributed, run, shown], ids=lambda action: action.__name__)
+def test_errors_and_interrupts_leave_nothing(
+    action: Callable[[Subject, Path], int], error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(name="stops", build=stopping, example=lambda: Call.of(torch.ones(3, 6)), mutates_state=True)
+    subject = Subject(case)
+    monkeypatch.setattr(Stops, "error", error)
+    for left in (1, 2):
+
+        def stopped(subject: Subject, left: int = left) -> int:
+            Stops.left = left
+            with contextlib.suppress(KeyboardInterrupt, ArithmeticError, GraphPatchError, AssertionError):
+                action(subject, tmp_path)
+            Stops.left = -1
+            return 0
+
+        subject.check(stopped)
+
+
+def test_a_saved_swin_still_runs(tmp_path: Path) -> None:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    torch.manual_seed(0)
+    config = SwinConfig(
+        image_size=32, patch_size=4, num_channels=3, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4
+    )
+    model, x = SwinForImageClassification(config).eval(), torch.randn(1, 3, 32, 32)
+    pg = PatchableGraph(model, x)
+    expected, before = model(x).logits, state_of(model)
+    pg.save(tmp_path / "swin.safetensors")
+    assert_same(state_of(model), before)
+    assert torch.equal(model(x).logits, expected)
+
+
+class Totals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += 1
+        return x * self.total
+
+
+def test_gradients_do_not_see_what_an_interpreted_run_put_back() -> None:
+    pg = PatchableGraph(Totals(), torch.ones(3))
+    output = pg.interpreter().run(torch.ones(3, requires_grad=True))
+    assert torch.equal(output, torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()

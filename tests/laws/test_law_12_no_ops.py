@@ -1,0 +1,309 @@
+"""Law 12: no patch is a no-op in silence: what selects nothing is an error, and what selects something changes it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import (
+    AddPatch,
+    CustomPatch,
+    ExtractionOptions,
+    GraphPatchError,
+    Patch,
+    PatchableGraph,
+    PatchMapError,
+    PatchValueError,
+    ProbePatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from graphpatch_notebook.nodes import NodeMeta
+from tests.laws.captures import (
+    Capture,
+    capture_of,
+    each_case,
+    leaves_its_state_alone,
+    outcome,
+    run,
+    without_recomputing,
+)
+from tests.zoo import CASES, Case, case_by_name
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::graphpatch_notebook.AliasedPatchWarning", "ignore::graphpatch_notebook.RepeatedCallWarning"
+)
+_SAMPLE = {case.name for case in CASES[::3]}
+
+
+def is_in_sample(case: Case) -> bool:
+    """Every third model that a run leaves as it was."""
+    return case.name in _SAMPLE and leaves_its_state_alone(case)
+
+
+@contextmanager
+def nothing_runs(model: nn.Module) -> Iterator[None]:
+    """Makes sure that `forward` of a model is not called."""
+    calls: list[int] = []
+    handle = model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    try:
+        yield
+    finally:
+        handle.remove()
+    assert not calls
+
+
+def some_nodes(capture: Capture, count: int, *kinds: str) -> list[NodeMeta]:
+    """Random nodes of some kinds whose values were floating-point tensors with something in them."""
+    found = [
+        meta
+        for meta in capture.pg.nodes.values()
+        if meta.shape and 0 not in meta.shape and str(meta.dtype).startswith("torch.float") and meta.kind in kinds
+    ]
+    return capture.random(" ".join(kinds)).sample(found, min(count, len(found)))
+
+
+VALUES = ("op", "output", "input")
+HELD = ("parameter", "buffer")
+
+
+def empty_selections(shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Fields with which a patch has no effect on a value of this shape, whatever the inputs are."""
+    indices = [
+        slice(3, 3),
+        (..., slice(5, 2)),
+        slice(-2, -2),
+        [],
+        (..., []),
+        torch.zeros(0, dtype=torch.long),
+        torch.zeros(shape, dtype=torch.bool),
+        [False] * shape[0],
+        False,
+    ]
+    times: list[Any] = [[], range(0), slice(2, 2), set(), torch.zeros(0, dtype=torch.long)]
+    return [
+        *({"slice": index} for index in indices),
+        *({"steps": numbers} for numbers in times),
+        *({"positions": numbers} for numbers in times),
+    ]
+
+
+def some_patch(rng: random.Random, **fields: Any) -> Patch[Any]:
+    make = rng.choice([ZeroPatch, AddPatch, ReplacePatch, CustomPatch])
+    if make is CustomPatch:
+        return CustomPatch(custom_op=lambda value: value + 1, **fields)
+    return make(**fields) if make is ZeroPatch else make(value=1.0, **fields)
+
+
+@each_case(is_in_sample)
+def test_what_selects_nothing_is_refused_before_anything_runs(case: Case) -> None:
+    capture = capture_of(case)
+    rng = capture.random("patches")
+    for meta in some_nodes(capture, 3, *VALUES, *HELD):
+        assert meta.shape is not None
+        for fields in empty_selections(tuple(meta.shape)):
+            with (
+                nothing_runs(capture.model),
+                pytest.raises(PatchMapError, match=r"selects nothing.*allow_empty=True|positions"),
+                capture.pg.patch({meta.path: some_patch(rng, **fields)}),
+            ):
+                pytest.fail(f"{meta.path} was patched with {fields}")
+
+
+@each_case(is_in_sample)
+def test_what_selects_nothing_does_nothing_where_that_is_said(case: Case) -> None:
+    capture = capture_of(case)
+    rng = capture.random("allowed")
+    patches: dict[str, list[Patch[Any]]] = {}
+    for meta in some_nodes(capture, 5, *VALUES, *HELD):
+        allowed = [fields for fields in empty_selections(tuple(meta.shape or ())) if "positions" not in fields]
+        patches[meta.path] = [some_patch(rng, **fields, allow_empty=True) for fields in rng.sample(allowed, 4)]
+    with without_recomputing(case):
+        expected = run(capture.reference, case.example())
+        with capture.pg.patch(patches):
+            found = run(capture.pg, case.example())
+    assert capture.difference(expected, found) is None
+
+
+def beyond(shape: torch.Size, rng: random.Random) -> tuple[Any, int, Any]:
+    """An index that is in no value of this shape, and the dimension in which it is not, and the part that is not."""
+    dim = rng.randrange(len(shape))
+    size = shape[dim]
+    part = rng.choice([slice(size, size + 16), slice(size, None), size, -size - 1, [0, size], slice(None, -size)])
+    before: tuple[Any, ...] = (slice(None),) * dim
+    return (*before, part), dim, part
+
+
+@each_case(is_in_sample)
+def test_indices_that_no_weight_has_are_refused_before_anything_runs(case: Case) -> None:
+    capture = capture_of(case)
+    rng = capture.random("weights")
+    for meta in some_nodes(capture, 3, "parameter"):
+        assert meta.shape is not None
+        index, dim, _ = beyond(meta.shape, rng)
+        with (
+            nothing_runs(capture.model),
+            pytest.raises(
+                PatchMapError, match=f"(out of range|selects nothing): dimension {dim} of the value recorded"
+            ),
+            capture.pg.patch({meta.path: some_patch(rng, slice=index)}),
+        ):
+            pytest.fail(f"{meta.path} was patched at {index}")
+
+
+@each_case(is_in_sample)
+def test_indices_that_no_value_has_are_errors(case: Case) -> None:
+    """On entry, or during the run where other inputs might have them."""
+    capture = capture_of(case)
+    rng = capture.random("values")
+    for meta in some_nodes(capture, 3, *VALUES):
+        assert meta.shape is not None
+        index, _, _ = beyond(meta.shape, rng)
+        with (
+            without_recomputing(case),
+            pytest.raises(GraphPatchError, match="out of range|selects nothing|out of bounds") as caught,
+            capture.pg.patch({meta.path: some_patch(rng, slice=index)}),
+        ):
+            run(capture.pg, case.example())
+        assert isinstance(caught.value, (PatchMapError, PatchValueError)), f"{meta.path} at {index}"
+
+
+def noted(seen: list[Tensor], value: Tensor) -> Tensor:
+    seen.append(value.detach().clone())
+    return value
+
+
+@each_case(is_in_sample)
+def test_what_selects_something_changes_just_that(case: Case) -> None:
+    capture = capture_of(case)
+    rng = capture.random("selections")
+    for meta in some_nodes(capture, 3, *VALUES):
+        assert meta.shape is not None
+        size = meta.shape[-1]
+        part: Any = rng.choice([slice(size - 1, size + 9), -1, [0, -1], slice(0, None, 2), torch.arange(size) == 0])
+        index = rng.choice([(..., part), [..., part], [slice(None), ..., part][len(meta.shape) == 1 :]])
+        seen: list[Tensor] = []
+        look = CustomPatch(custom_op=partial(noted, seen), requires_clone=False)
+        with (
+            without_recomputing(case),
+            capture.pg.patch({meta.path: [look, ReplacePatch(value=7.0, slice=index), look]}),
+        ):
+            outcome(capture.pg, case.example())
+        assert len(seen) >= 2
+        for before, after in zip(seen[::2], seen[1::2], strict=False):
+            expected = before.clone()
+            expected[(..., part)] = 7.0
+            torch.testing.assert_close(after, expected, rtol=0, atol=0, equal_nan=True)
+            assert not torch.equal(before, after), f"{meta.path} at {index}"
+
+
+# -- sizes of a run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_of_a_sequence_is_checked_against_what_each_run_has() -> None:
+    case = case_by_name("gpt2-eager")
+    capture = capture_of(case)
+    path = "transformer.h_0.mlp.output"
+    shape = capture.pg.nodes[path].shape
+    assert shape is not None
+    end = (slice(None), slice(shape[1], shape[1] + 2))
+    ids = torch.arange(3, 3 + shape[1] + 2)[None]
+    probe = ProbePatch()
+    with capture.pg.patch({path: [ReplacePatch(value=0.5, slice=end), probe]}):
+        capture.pg(ids)
+        with pytest.raises(
+            PatchValueError, match=rf"'{path}': slice \[:, .*\] selects nothing: dimension 1 of the value here"
+        ):
+            capture.pg(ids[:, : shape[1]])
+    assert probe.activation[:, shape[1] :].eq(0.5).all()
+
+
+def test_steps_and_positions_of_other_steps_are_no_error_and_their_slices_are_none() -> None:
+    capture = capture_of(case_by_name("gpt2-eager"))
+    path, ids = "transformer.h_0.mlp.output", torch.arange(3, 10)[None]
+    first = (slice(None), slice(2, 4))
+
+    def generated() -> Any:
+        return capture.pg.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+    for fields in ({"steps": "prefill"}, {"positions": [2, 3]}, {"allow_empty": True}):
+        with capture.pg.patch(
+            {path: AddPatch(value=5.0, slice=first if "positions" not in fields else None, **fields)}
+        ):
+            generated()
+    with (
+        capture.pg.patch({path: AddPatch(value=5.0, slice=first)}),
+        pytest.raises(PatchValueError, match=r"slice \[:, 2:4\] selects nothing: dimension 1 of .* has 1 entries"),
+    ):
+        generated()
+
+
+def test_a_value_without_entries_is_not_the_fault_of_a_slice() -> None:
+    """As many rows as values say: an expert that no token is routed to."""
+
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x[x[:, 0] > 0]
+            return rows * 2
+
+    pg = PatchableGraph(Chosen(), torch.ones(3, 4))
+    with pg.patch({"rows": ZeroPatch(slice=(slice(0, 2), slice(1, 3)))}):
+        assert pg(-torch.ones(3, 4)).shape == (0, 4)
+        assert pg(torch.ones(3, 4)).sum() == 16
+
+
+# -- experiments and options -------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Swallows what it is given by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 64)
+        self.down = nn.Linear(64, 2)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return self.down(self.up(x))
+
+
+def test_a_head_that_does_not_exist_fails_a_sweep_before_its_cells_run() -> None:
+    model = Attention()
+    pg = PatchableGraph(model, torch.ones(2, 3, 5))
+    measured: list[Tensor] = []
+    with pytest.raises(PatchMapError, match=r"slice \[\.\.\., 64:80\] selects nothing: dimension 2 .* has 64 entries"):
+        pg.sweep(
+            {"head": range(6)},
+            lambda head: {"up.output": ZeroPatch(slice=(..., slice(16 * head, 16 * head + 16)))},
+            torch.arange(30.0).view(2, 3, 5),
+            metric=lambda output: measured.append(output) or output.sum(),
+            progress=False,
+        )
+    assert len(measured) <= 1  # the run without patches
+
+
+def test_options_are_not_swallowed() -> None:
+    model = Attention()
+    x = torch.ones(2, 3, 5)
+    right = "PatchableGraph(model, ExtractionOptions(skip_compilation=..., decompose=...), *inputs, mask=...)"
+    with nothing_runs(model), pytest.raises(TypeError, match=re.escape(right)):
+        PatchableGraph(model, x, skip_compilation=True, decompose=["gelu"], mask=None)
+    with nothing_runs(model), pytest.raises(TypeError, match=r"ExtractionOptions\(decompose=\.\.\.\), x=\.\.\.\)"):
+        PatchableGraph(model, x=x, decompose=["gelu"])
+    with nothing_runs(model), pytest.raises(TypeError, match="extraction_options takes ExtractionOptions"):
+        PatchableGraph(model, x, extraction_options={"decompose": ["gelu"]})
+    assert PatchableGraph(model, ExtractionOptions(skip_compilation=True), x, mask=None).nodes
+
+    class Decomposing(nn.Module):
+        def forward(self, x: Tensor, decompose: float = 1.0) -> Tensor:
+            return x * decompose
+
+    assert PatchableGraph(Decomposing(), x, decompose=2.0).nodes["decompose"].shape is None
