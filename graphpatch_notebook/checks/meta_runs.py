@@ -28,6 +28,7 @@ from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
+from graphpatch_notebook.checks.sharding import communicates
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
@@ -55,6 +56,8 @@ def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueS
     Raises:
         MetaRunError: It cannot be told.
     """
+    if communicates(root):  # a copy shares the hooks that do it, and what they know of the weights
+        raise MetaRunError("the model exchanges tensors with other processes")
     result: list[dict[int, ValueSpec]] = []
     failures: list[BaseException] = []
 
