@@ -32,8 +32,9 @@ PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 6
-# Their insides are not for others to write into.
+# Their insides are not for others to write into: the program shares them, or other libraries keep account in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
+_CLOSED_PACKAGES = ("torch.fx", "torch.distributed", "logging", "threading", "asyncio", "concurrent")
 _ways: dict[type, _Way] = dict.fromkeys([*PLAIN_VALUES, bytes, torch.dtype, torch.device, torch.Size], _Way.NOTHING)
 
 
@@ -52,7 +53,7 @@ def _way(kind: type) -> _Way:
             way = _Way.FIXED
         elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
             way = _Way.ARRAY
-        elif issubclass(kind, _CLOSED) or kind.__module__.startswith("torch.fx") or _is_callable(kind):
+        elif issubclass(kind, _CLOSED) or kind.__module__.startswith(_CLOSED_PACKAGES) or _is_callable(kind):
             way = _Way.NOTHING
         else:
             way = _Way.OBJECT

@@ -369,7 +369,7 @@ class ModuleState:
             for generator, state in zip(self._walk.generators, self._generators, strict=True):
                 _put_generator_back(generator, state)
             for container, saved, _, name in self._walk.places:
-                if not _holds_the_same(container, saved, is_module=not name):
+                if not _holds_the_same(container, saved, is_module=not name) and not _are_shards(saved, name):
                     _put_back(container, saved, is_module=not name)
             for container in filter(None, self._walk.empty):
                 container.clear()
@@ -480,6 +480,11 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
         before, after = was.get(key, ABSENT), now.get(key, ABSENT)
         if not is_same(before, after):
             yield key, before, after
+
+
+def _are_shards(saved: Any, name: str) -> bool:
+    """Whether these are parameters of which FSDP puts the whole in place of the shards, and keeps account of it."""
+    return name == "_parameters" and "DTensor" in [type(value).__name__ for value in saved.values()]
 
 
 def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:

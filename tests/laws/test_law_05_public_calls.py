@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.errors import GraphPatchError
-from graphpatch_notebook.experiments import ablate, attribute, causal_trace
+from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
 from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.runs import Runs
 from graphpatch_notebook.notebook.session import Session
@@ -308,3 +308,23 @@ def test_gradients_do_not_see_what_an_interpreted_run_put_back() -> None:
     assert torch.equal(output, torch.full((3,), 2.0))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.runs = nn.Linear(6, 6), nn.Linear(6, 6), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[0] += 1
+        h = x + self.first(x)
+        return h + self.second(h)
+
+
+def test_path_patching_leaves_what_its_runs_leave() -> None:
+    model, x = Residual(), torch.randn(2, 6)
+    pg = PatchableGraph(model, x)
+    path_patch(
+        pg, "first.output", "second.input", (x,), (x + 1,), number, components=["first.output"], progress=False
+    )  # fmt: skip
+    assert model.runs == [5]  # the capture, a clean and a corrupted run, one with the sender, one with the receiver
