@@ -271,12 +271,14 @@ class ModuleState:
     def change_in(self, module: Module | None) -> Change | None:
         """Returns the first change in what one module holds, or anywhere: a quick look, for every frame of a run.
 
-        To write into a tensor is a change, also if it holds the same afterwards.
+        To write into a tensor is a change, also if it holds the same afterwards. Hooks are none: contexts of this
+        package, and transformers, add some in the middle of a run.
         """
         span = _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
         has_contents = module is not None and module.training
         with without_torch_functions():
-            return next(self._changes(span, has_versions=True, has_contents=has_contents), None)
+            changes = self._changes(span, has_versions=True, has_contents=has_contents, has_hooks=False)
+            return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
 
     def unrepeatable_change(self) -> str | None:
         """Returns the first change that no graph repeats, or that `restore` did not take back, in words.
@@ -291,14 +293,20 @@ class ModuleState:
         return None if change is None else str(change)
 
     def _changes(
-        self, span: tuple[slice, slice, slice], *, has_versions: bool = False, has_contents: bool = False
+        self,
+        span: tuple[slice, slice, slice],
+        *,
+        has_versions: bool = False,
+        has_contents: bool = False,
+        has_hooks: bool = True,
     ) -> Iterator[Change]:
         places, empty, tensors = span
         for container, saved, module, name in self._walk.places[places]:
             if not _holds_the_same(container, saved, is_module=not name):
                 for key, before, after in _changed_items(container, saved):
                     yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
-        if any(self._walk.empty[empty]):
+        filled = [container for container in self._walk.empty[empty] if container]
+        if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
         held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
         for (tensor, module, name), version, content in held:
@@ -428,6 +436,10 @@ class Fingerprint:
         )
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
+
+
+def _hook_registries(modules: Iterable[Module]) -> set[int]:
+    return {id(value) for module in modules for name, value in module.__dict__.items() if "_hooks" in name}
 
 
 def _is_function(value: Any) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.checks.model_state import MANY, version_of
+from graphpatch_notebook.capture.held_values import MANY
+from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _DEEPEST = 3

@@ -110,8 +110,7 @@ def planned(
 
 def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
     """Whether a model is another one now; that other threads patch it meanwhile does not count."""
-    change = state.change_in(None)
-    return change is not None and (change.kind is not ChangeKind.HOOK or why_plain(pg) is not None)
+    return state.change_in(None) is not None or why_plain(pg) is not None
 
 
 def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
