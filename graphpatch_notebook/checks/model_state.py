@@ -271,18 +271,20 @@ class ModuleState:
     def change_in(self, module: Module | None) -> Change | None:
         """Returns the first change in what one module holds, or anywhere: a quick look, for every frame of a run.
 
-        To write into a tensor is a change, also if it holds the same afterwards.
+        To write into a tensor is a change, also if it holds the same afterwards. Hooks are none: contexts of this
+        package, and transformers, add some in the middle of a run.
         """
-        return next(iter(self.changes_in(module)), None)
+        changes = self.changes_in(module, has_hooks=False)
+        return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
 
-    def changes_in(self, module: Module | None, *, counts_writes: bool = True) -> list[Change]:
+    def changes_in(self, module: Module | None, *, counts_writes: bool = True, has_hooks: bool = True) -> list[Change]:
         """Returns the changes in what one module holds, or anywhere, as `change_in` does."""
         span = _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
         if not counts_writes:
             span = (*span[:2], slice(0))
         has_contents = module is not None and module.training
         with without_torch_functions():
-            return list(self._changes(span, has_versions=True, has_contents=has_contents))
+            return list(self._changes(span, has_versions=True, has_contents=has_contents, has_hooks=has_hooks))
 
     def unrepeatable_change(self) -> str | None:
         """Returns the first change that no graph repeats, or that `restore` did not take back, in words.
@@ -297,14 +299,20 @@ class ModuleState:
         return None if change is None else str(change)
 
     def _changes(
-        self, span: tuple[slice, slice, slice], *, has_versions: bool = False, has_contents: bool = False
+        self,
+        span: tuple[slice, slice, slice],
+        *,
+        has_versions: bool = False,
+        has_contents: bool = False,
+        has_hooks: bool = True,
     ) -> Iterator[Change]:
         places, empty, tensors = span
         for container, saved, module, name in self._walk.places[places]:
             if not _holds_the_same(container, saved, is_module=not name):
                 for key, before, after in _changed_items(container, saved):
                     yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
-        if any(self._walk.empty[empty]):
+        filled = [container for container in self._walk.empty[empty] if container]
+        if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
         held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
         for (tensor, module, name), version, content in held:
@@ -434,6 +442,10 @@ class Fingerprint:
         )
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
+
+
+def _hook_registries(modules: Iterable[Module]) -> set[int]:
+    return {id(value) for module in modules for name, value in module.__dict__.items() if "_hooks" in name}
 
 
 def version_of(tensor: Tensor) -> int:
