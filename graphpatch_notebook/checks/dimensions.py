@@ -20,7 +20,7 @@ import torch
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, refs_in
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
-from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
+from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, is_number_read, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe, leaves
@@ -73,7 +73,7 @@ class Dimensions:
         self._sizes = [input_shapes(root)]
         self.groups: list[list[Place]] = []
         self.reason: str | None = None
-        self._values_run = 0
+        self._values_runs: list[int] = []
         self._profiles: dict[int, tuple[Profile, ...]] = {}
         self._reordered: dict[int, set[Profile]] | None = None
         self._is_far = False
@@ -101,9 +101,11 @@ class Dimensions:
             for group in tied:
                 if (is_alone and len(group) == 1) or not self._vary(group):
                     rejected += group
-        has_counts = any(is_sized_by_values(node) for frame in self._root.walk() for node in frame.nodes)
-        if has_counts and self._run(self._sizes[0], extra=5):
-            self._values_run = len(self._sizes) - 1
+        nodes = [node for frame in self._root.walk() for node in frame.nodes]
+        if any(map(is_sized_by_values, nodes)) and self._run(self._sizes[0], more_entries=5):
+            self._values_runs.append(len(self._sizes) - 1)
+        if any(map(is_number_read, nodes)) and self._run(self._sizes[0], more=1):
+            self._values_runs.append(len(self._sizes) - 1)
 
     def _size(self, place: Place) -> int:
         return self._sizes[0][place[0]][place[1]]
@@ -138,9 +140,9 @@ class Dimensions:
             shapes[number][dim] = size
         return shapes
 
-    def _run(self, shapes: Shapes, extra: int = 0) -> bool:
+    def _run(self, shapes: Shapes, more_entries: int = 0, more: int = 0) -> bool:
         try:
-            found = run_on_meta(self._root, shapes, extra)
+            found = run_on_meta(self._root, shapes, more_entries, more)
         except MetaRunError:
             return False
         self._note_run(found)
@@ -217,7 +219,8 @@ class Dimensions:
             self._reordered = {}
             self._order(self._root)
         reordered = self._reordered.get(id(node), set())
-        return any(profile[self._values_run] != profile[0] or profile in reordered for profile in alike)
+        of_values = (profile for profile in alike if any(profile[run] != profile[0] for run in self._values_runs))
+        return any(of_values) or any(profile in reordered for profile in alike)
 
     def _coinciding(self, size: int) -> Profile:
         """Returns the profile of the inputs' dimension of that size, or of a product of two; else of a constant."""

@@ -44,13 +44,14 @@ class MetaRunError(Exception):
     """The model cannot run without its values, or not at these sizes (caught inside the package)."""
 
 
-def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueSpec]:
+def run_on_meta(root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 0) -> dict[int, ValueSpec]:
     """Returns what the captured nodes hold when the inputs have other shapes, by the ids of the nodes.
 
     Args:
         root: The root frame of the capture.
         shapes: The shapes of the inputs.
-        extra: How many more entries than in the capture there are wherever values tell their number.
+        more_entries: How many more entries than in the capture there are wherever values decide on their number.
+        more: By how much whole numbers that are read into Python are larger than in the capture.
 
     Raises:
         MetaRunError: It cannot be told.
@@ -60,7 +61,7 @@ def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueS
 
     def run() -> None:
         try:
-            result.append(_run(root, shapes, extra))
+            result.append(_run(root, shapes, more_entries, more))
         except BaseException as failure:
             failures.append(failure)
 
@@ -73,7 +74,7 @@ def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueS
     return result[0]
 
 
-def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
+def _run(root: Frame, shapes: Shapes, more_entries: int, more: int) -> dict[int, ValueSpec]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
@@ -88,7 +89,7 @@ def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
             lambda spec: next(numbers)[0] if _is_size(spec) else spec.value,
         )
         with _OnMeta(specs[0].device if specs else torch.device("cpu")):
-            found = record(_Replay(model, root, extra), args, kwargs)
+            found = record(_Replay(model, root, more_entries, more), args, kwargs)
     return dict(_matched(root, found))
 
 
@@ -207,12 +208,13 @@ _TRUTHS = (torch.bool, torch.uint8)
 class _Replay(Recorder):
     """Records a run in which the values that go into Python are those of the capture."""
 
-    def __init__(self, model: Module, captured: Frame, extra: int) -> None:
+    def __init__(self, model: Module, captured: Frame, more_entries: int, more: int) -> None:
         options = captured.options or ExtractionOptions()
         super().__init__(model, replace(options, custom_extraction_functions={}, error_on_compilation_failure=False))
         self.count = None
         self._captured = captured
-        self._extra = extra
+        self._more_entries = more_entries
+        self._more = more
         self._indices: dict[int, dict[Any, Node]] = {}
         self._left = 1000 + _MOST * sum(len(frame.nodes) for frame in captured.walk())
 
@@ -226,9 +228,9 @@ class _Replay(Recorder):
         if name in VALUE_READS and not _has_values(args):
             if node is None or not isinstance(node.spec, ScalarSpec):
                 raise MetaRunError(f"the model reads a value into Python ({name})")
-            return node.spec.value
+            return node.spec.value + self._more if is_number_read(node) else node.spec.value
         if node is not None and is_sized_by_values(node) and not _has_values(args):
-            return _sized(func, name, args, kwargs, _count(node) + self._extra)
+            return _sized(func, name, args, kwargs, _count(node) + self._more_entries)
         return func(*args, **kwargs)
 
     def _node(self, place: OpPlace) -> Node | None:
@@ -250,6 +252,14 @@ class _Replay(Recorder):
         if known is None:
             known = self._indices[id(frame)] = _by_key(frame)
         return known
+
+
+def is_number_read(node: Node) -> bool:
+    """Whether the model reads a whole number into Python at `node`."""
+    return node.op in _READS and isinstance(node.spec, ScalarSpec) and type(node.spec.value) is int
+
+
+_READS = frozenset(name.strip("_") for name in VALUE_READS)
 
 
 def _count(node: Node) -> int:
