@@ -48,7 +48,10 @@ def data_loops(root: Frame) -> dict[int, SourceLine]:
 
 
 def _marked(frame: Frame) -> Iterator[tuple[Node, SourceLine]]:
-    reads = [*frame.value_reads, *(node.site for node in frame.nodes if node.site is not None and _reads_count(node))]
+    reads = [
+        *(read.site for read in frame.value_reads),
+        *(node.site for node in frame.nodes if node.site is not None and _reads_count(node)),
+    ]
     loops = [loop for read in reads for loop in _loops_over(read)]
     for node in frame.nodes if loops else ():
         # A module that is called once has its own name, whenever that is.

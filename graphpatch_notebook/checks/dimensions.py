@@ -20,7 +20,7 @@ import torch
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, refs_in
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
-from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, is_number_read, run_on_meta
+from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe, leaves
@@ -104,7 +104,8 @@ class Dimensions:
         nodes = [node for frame in self._root.walk() for node in frame.nodes]
         if any(map(is_sized_by_values, nodes)) and self._run(self._sizes[0], more_entries=5):
             self._values_runs.append(len(self._sizes) - 1)
-        if any(map(is_number_read, nodes)) and self._run(self._sizes[0], more=1):
+        reads = [read for frame in self._root.walk() for read in frame.value_reads]
+        if any(type(read.value) is int for read in reads) and self._run(self._sizes[0], more=1):
             self._values_runs.append(len(self._sizes) - 1)
 
     def _size(self, place: Place) -> int:
@@ -122,16 +123,19 @@ class Dimensions:
         return True
 
     def look_far(self) -> bool:
-        """Runs the model at large sizes, too, if it was not yet.
+        """Runs the model at large and small sizes, too, if it was not yet.
 
-        What is rounded up to a multiple, of the length of a chunk, say, changes nowhere near the example's size.
+        What is rounded up to a multiple, of the length of a chunk, say, or cut to some length, may change nowhere near
+        the example's size.
         """
         if self._is_far or self.reason is not None:
             return False
         self._is_far = True
         with _lock, afterwards(ModuleState(self._root.module).restore):
             for places in self.groups:
-                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * self._size(places[0]))
+                size = self._size(places[0])
+                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * size)
+                self._run(self._at(places, (size + 1) // 2))
         return True
 
     def _at(self, places: list[Place], size: int) -> list[list[int]]:
@@ -304,6 +308,8 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Inpu
         dimensions = "1 dimension" if len(spec.shape) == 1 else f"{len(spec.shape)} dimensions"
         return f"it had {dimensions} when it was captured, and has {len(shape)} now"
     if frame.opaque_reason is not None or frame.has_own_graph:  # what a value is made of is not recorded
+        return None
+    if frame.parent is None and any(spec is given for node in frame.inputs() for given in _tensors(node.spec)):
         return None
     known = dimensions_of(frame.root)
     problem = _size_problem(known, spec, shape)

@@ -25,7 +25,7 @@ from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site, ValueRead
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.options import ExtractionOptions
@@ -212,10 +212,10 @@ class _Replay(Recorder):
         options = captured.options or ExtractionOptions()
         super().__init__(model, replace(options, custom_extraction_functions={}, error_on_compilation_failure=False))
         self.count = None
-        self._captured = captured
+        self._root = captured
         self._more_entries = more_entries
         self._more = more
-        self._indices: dict[int, dict[Any, Node]] = {}
+        self._indices: dict[Any, dict[Any, Any]] = {}
         self._left = 1000 + _MOST * sum(len(frame.nodes) for frame in captured.walk())
 
     def run_op(
@@ -224,42 +224,39 @@ class _Replay(Recorder):
         self._left -= 1
         if self._left < 0:
             raise MetaRunError("the model does far more at these sizes")
-        node = self._node(place)
         if name in VALUE_READS and not _has_values(args):
-            if node is None or not isinstance(node.spec, ScalarSpec):
+            read = self._captured(place, _reads_by_key)
+            if read is None or read.value is None:
                 raise MetaRunError(f"the model reads a value into Python ({name})")
-            return node.spec.value + self._more if is_number_read(node) else node.spec.value
+            return read.value + self._more if type(read.value) is int else read.value
+        node = self._captured(place, _by_key)
         if node is not None and is_sized_by_values(node) and not _has_values(args):
             return _sized(func, name, args, kwargs, _count(node) + self._more_entries)
         return func(*args, **kwargs)
 
-    def _node(self, place: OpPlace) -> Node | None:
-        """Returns the captured node of the op that is about to run."""
-        frame = self._frame(self.stack[-1].record)
-        if frame is None or place[0] is None:
+    def _captured(self, place: OpPlace, by_key: Callable[[Frame], dict[Any, Any]]) -> Any:
+        """Returns the record of what is about to happen; in a turn that the capture had not, that of the last one."""
+        frame, (site, occurrence) = self._frame(self.stack[-1].record), place
+        if frame is None or site is None or occurrence is None:
             return None
-        return self._index(frame).get(_op_key(place[0], place[1], self.stack[-1].composite, None))
+        known, inside = self._index(frame, by_key), self.stack[-1].composite
+        keys = (_op_key(site, number, inside, None) for number in range(occurrence, -1, -1))
+        return next((known[key] for key in keys if key in known), None)
 
     def _frame(self, record: Frame) -> Frame | None:
-        if record.parent is None or record.call is None:
-            return self._captured
+        call = record.call
+        if record.parent is None or call is None:
+            return self._root
         above = self._frame(record.parent)
-        call = None if above is None else self._index(above).get(_key(record.call))
-        return None if call is None else call.frame
+        known = {} if above is None else self._index(above, _by_key)
+        keys = ((call.kind, call.target, number) for number in range(call.call_index, -1, -1))
+        return next((known[key].frame for key in keys if key in known), None)
 
-    def _index(self, frame: Frame) -> dict[Any, Node]:
-        known = self._indices.get(id(frame))
+    def _index(self, frame: Frame, by_key: Callable[[Frame], dict[Any, Any]]) -> dict[Any, Any]:
+        known = self._indices.get((id(frame), by_key))
         if known is None:
-            known = self._indices[id(frame)] = _by_key(frame)
+            known = self._indices[id(frame), by_key] = by_key(frame)
         return known
-
-
-def is_number_read(node: Node) -> bool:
-    """Whether the model reads a whole number into Python at `node`."""
-    return node.op in _READS and isinstance(node.spec, ScalarSpec) and type(node.spec.value) is int
-
-
-_READS = frozenset(name.strip("_") for name in VALUE_READS)
 
 
 def _count(node: Node) -> int:
@@ -319,6 +316,10 @@ def _by_key(frame: Frame) -> dict[Any, Node]:
         if node.kind != "op" or node.site is not None:
             found.setdefault(_key(node), node)
     return found
+
+
+def _reads_by_key(frame: Frame) -> dict[Any, ValueRead]:
+    return {_op_key(read.site, read.occurrence, read.composite, None): read for read in frame.value_reads}
 
 
 def _key(node: Node) -> tuple[Any, ...]:

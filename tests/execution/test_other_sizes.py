@@ -72,12 +72,16 @@ class Derived(nn.Module):
         padded = functional.pad(x, (0, 0, 0, -length % 64))
         chunks = padded.reshape(batch, -1, 64, 6)
         rows = x.flatten(0, 1)
-        return begun.sum() + chunks.mean(1) * places.sum() + rows.sum()
+        last = x[:, -min(length, 4) :]
+        return begun.sum() + chunks.mean(1) * places.sum() + rows.sum() + last.sum()
 
 
 def test_of_sizes_made_of_the_inputs() -> None:
     assert_identity(
-        Derived(), floats(2, 6, 6), [floats(1, 9, 6), floats(3, 64, 6), floats(2, 300, 6)], lambda m, x: m(x)
+        Derived(),
+        floats(2, 6, 6),
+        [floats(1, 9, 6), floats(3, 64, 6), floats(2, 300, 6), floats(2, 3, 6)],
+        lambda m, x: m(x),
     )
 
 
@@ -98,6 +102,21 @@ def test_what_each_dimension_is() -> None:
     for dim, profile in enumerate((batch, length, hidden)):
         assert known.dims_like(names["x"].spec, profile) == [dim]
     assert known.dims_like(names["begun"].spec, length) == []
+
+
+@pytest.mark.parametrize("name", ["awkward-loops-over-values", "mixtral-expert-loop-eager", "awkward-size-plumbing"])
+@pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
+def test_of_the_zoo(name: str) -> None:
+    case = case_by_name(name)
+    model, call = case.build(), case.example()
+    pg = PatchableGraph(model, *call.args, **call.kwargs)
+    names = set(case.variants(model)) & {"others", "fewer", "other_size", "one_token", "longer", "shorter"}
+    with torch.no_grad():
+        expected = {name: case.variants(model)[name].run(model) for name in names}
+        with pg.patch({path: identity() for path in pg.nodes}).quiet():
+            found = {name: case.variants(model)[name].run(pg) for name in names}
+    assert len(names) == 2
+    assert bit_equal(expected, found) is None
 
 
 class Packs(nn.Module):
