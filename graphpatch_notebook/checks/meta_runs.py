@@ -8,6 +8,7 @@ is that of the capture, too.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -17,13 +18,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import record
 from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.forward_swap import innermost_forward
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.capture.inputs import call_like
+from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site, ValueRead
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
@@ -128,8 +131,17 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
             memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_machinery(hook))
         for backward in (module._backward_hooks, module._backward_pre_hooks):
             memo[id(backward)] = OrderedDict()
+        if packing_of(module) is not None:
+            memo[id(module.weight)] = Parameter(torch.empty(0, device=META))  # its class knows no tensors on meta
     with _Weightless():
-        return copy.deepcopy(root.module, memo), memo
+        model = copy.deepcopy(root.module, memo)
+    for module in reachable_modules(root.module):
+        if (packing := packing_of(module)) is not None:  # kernels of its own work on values
+            spec, twin = packing.spec(module), memo[id(module)]
+            name = innermost_forward(twin)
+            weight, forward = torch.empty(spec.shape, dtype=spec.dtype, device=META), getattr(twin, name)
+            twin.__dict__[name] = functools.update_wrapper(packing.bound(twin, weight, forward), forward)
+    return model, memo
 
 
 def _is_machinery(hook: Callable[..., Any]) -> bool:
