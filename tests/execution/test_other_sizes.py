@@ -14,9 +14,9 @@ from torch.nn import functional
 from graphpatch_notebook import AddPatch, PatchableGraph, PatchShapeError, ZeroPatch
 from graphpatch_notebook.checks.dimensions import dimensions_of
 from tests.laws.captures import identity
-from tests.zoo import case_by_name
+from tests.zoo import AWKWARD, Case, case_by_name
 from tests.zoo.case import floats, seed_all, seeded, tokens
-from tests.zoo.values import bit_equal
+from tests.zoo.values import bit_equal, same_state, snapshot
 
 
 def assert_identity(model: nn.Module, example: Any, others: list[Any], call: Callable[..., Any]) -> None:
@@ -200,3 +200,19 @@ def test_what_the_model_keeps_by_size_has_its_values() -> None:
         for batch in (2 * len(example) + 3, 307, len(example)):
             x = floats(batch, length, *example.shape[2:])
             assert bit_equal(reference(x), pg(x)) is None
+
+
+@pytest.mark.parametrize("case", [case for case in AWKWARD if case.mutates_state], ids=lambda case: case.name)
+def test_models_that_change_themselves_are_left_alone(case: Case) -> None:
+    """Law 5: nothing is left of the runs at other sizes, in the model or in the random generators."""
+    model, reference = case.build(), case.build()
+    call = case.example()
+    seed_all()
+    pg = PatchableGraph(model, *call.args, **call.kwargs)
+    seed_all()
+    case.example().run(reference)
+    before, drawn = snapshot(model), (torch.get_rng_state(), random.getstate())
+    dimensions_of(pg.nodes.root).look_far()
+    assert same_state(model, before) is None
+    assert bit_equal((torch.get_rng_state(), random.getstate()), drawn) is None
+    assert bit_equal(case.example().run(reference), case.example().run(model)) is None
