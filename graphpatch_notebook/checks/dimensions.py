@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 
@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe, leaves
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec, describe, leaves
 
 Place: TypeAlias = "tuple[int, int]"
 """A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
@@ -74,6 +74,7 @@ class Dimensions:
         self.groups: list[list[Place]] = []
         self.reason: str | None = None
         self._values_runs: list[int] = []
+        self._rejected: list[Place] = []
         self._profiles: dict[int, tuple[Profile, ...]] = {}
         self._reordered: dict[int, set[Profile]] | None = None
         self._is_far = False
@@ -101,6 +102,7 @@ class Dimensions:
             for group in tied:
                 if (is_alone and len(group) == 1) or not self._vary(group):
                     rejected += group
+        self._rejected = rejected
         nodes = [node for frame in self._root.walk() for node in frame.nodes]
         if any(map(is_sized_by_values, nodes)) and self._run(self._sizes[0], more_entries=5):
             self._values_runs.append(len(self._sizes) - 1)
@@ -136,6 +138,10 @@ class Dimensions:
                 size = self._size(places[0])
                 any(self._run(self._at(places, far)) for far in _FAR if far > 2 * size)
                 self._run(self._at(places, (size + 1) // 2))
+            # Images of other sizes, say, may be taken under a flag only (`interpolate_pos_encoding`).
+            flags = [node.spec for node in self._root.inputs() if _may_be_flag(node.spec)]
+            for place in self._rejected:
+                any(self._run(self._at([place], 2 * self._size(place)), flipped=flag) for flag in flags)
         return True
 
     def _at(self, places: list[Place], size: int) -> list[list[int]]:
@@ -144,9 +150,9 @@ class Dimensions:
             shapes[number][dim] = size
         return shapes
 
-    def _run(self, shapes: Shapes, more_entries: int = 0, more: int = 0) -> bool:
+    def _run(self, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None) -> bool:
         try:
-            found = run_on_meta(self._root, shapes, more_entries, more)
+            found = run_on_meta(self._root, shapes, more_entries, more, flipped)
         except MetaRunError:
             return False
         self._note_run(found)
@@ -282,6 +288,10 @@ _INTO_FIRST = frozenset(
     "index_add index_copy index_fill index_put index_reduce masked_scatter scatter scatter_add scatter_reduce".split()
 )
 """Functions whose result is as their first argument, whatever they put into it; besides those that work in place."""
+
+
+def _may_be_flag(spec: ValueSpec) -> TypeGuard[ScalarSpec]:
+    return isinstance(spec, ScalarSpec) and type(spec.value) in (bool, type(None))
 
 
 def _is_same(one: Profile, other: Profile) -> bool:

@@ -48,7 +48,9 @@ class MetaRunError(Exception):
     """The model cannot run without its values, or not at these sizes (caught inside the package)."""
 
 
-def run_on_meta(root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 0) -> dict[int, ValueSpec]:
+def run_on_meta(
+    root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
+) -> dict[int, ValueSpec]:
     """Returns what the captured nodes hold when the inputs have other shapes, by the ids of the nodes.
 
     Args:
@@ -56,6 +58,7 @@ def run_on_meta(root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 
         shapes: The shapes of the inputs.
         more_entries: How many more entries than in the capture there are wherever values decide on their number.
         more: By how much whole numbers that are read into Python are larger than in the capture.
+        flipped: What the example gave to the one flag that is given the other way round.
 
     Raises:
         MetaRunError: It cannot be told.
@@ -67,7 +70,7 @@ def run_on_meta(root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 
 
     def run() -> None:
         try:
-            result.append(_run(root, shapes, more_entries, more))
+            result.append(_run(root, shapes, more_entries, more, flipped))
         except BaseException as failure:
             failures.append(failure)
 
@@ -80,7 +83,7 @@ def run_on_meta(root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 
     return result[0]
 
 
-def _run(root: Frame, shapes: Shapes, more_entries: int, more: int) -> dict[int, ValueSpec]:
+def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: ScalarSpec | None) -> dict[int, ValueSpec]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
@@ -92,7 +95,7 @@ def _run(root: Frame, shapes: Shapes, more_entries: int, more: int) -> dict[int,
         args, kwargs = call_like(
             root,
             lambda _, spec: torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META),
-            lambda spec: next(numbers)[0] if _is_size(spec) else spec.value,
+            lambda spec: next(numbers)[0] if _is_size(spec) else not spec.value if spec is flipped else spec.value,
         )
         with _OnMeta(specs[0].device if specs else torch.device("cpu")):
             found = record(_Replay(model, root, more_entries, more), args, kwargs)

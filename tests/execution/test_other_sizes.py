@@ -104,7 +104,9 @@ def test_what_each_dimension_is() -> None:
     assert known.dims_like(names["begun"].spec, length) == []
 
 
-@pytest.mark.parametrize("name", ["awkward-loops-over-values", "mixtral-expert-loop-eager", "awkward-size-plumbing"])
+@pytest.mark.parametrize(
+    "name", ["awkward-loops-over-values", "mixtral-expert-loop-eager", "awkward-size-plumbing", "vit-eager"]
+)
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")
 def test_of_the_zoo(name: str) -> None:
     case = case_by_name(name)
@@ -115,7 +117,7 @@ def test_of_the_zoo(name: str) -> None:
         expected = {name: case.variants(model)[name].run(model) for name in names}
         with pg.patch({path: identity() for path in pg.nodes}).quiet():
             found = {name: case.variants(model)[name].run(pg) for name in names}
-    assert len(names) == 2
+    assert names
     assert bit_equal(expected, found) is None
 
 
