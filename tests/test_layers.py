@@ -56,7 +56,7 @@ LAYERS = [
 DOORS = {
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
-    ("experiments", "notebook"): "experiments/showing.py",
+    ("experiments", "notebook"): "experiments/plots.py",
 }
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
