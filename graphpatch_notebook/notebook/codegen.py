@@ -8,6 +8,7 @@ ChosenPatches, Origin, records of the capture
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from graphpatch_notebook.capture.records import Frame
@@ -17,37 +18,25 @@ from graphpatch_notebook.notebook.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import Session
 from graphpatch_notebook.notebook.slices import parse_slice
-from graphpatch_notebook.notebook.source_binding import bound_for_map
-from graphpatch_notebook.notebook.source_code import SourceCode
-from graphpatch_notebook.notebook.source_layout import (
-    WIDTH,
-    Group,
-    Source,
-    columns,
-    indented,
-    lines,
-    text_literal,
-    with_prefix,
-)
+from graphpatch_notebook.notebook.source_code import WIDTH, SourceCode, block, bracketed, text_literal
 from graphpatch_notebook.notebook.source_names import (
     Arguments,
     Names,
     Needs,
+    as_source,
     in_order,
+    needs,
     parse_arguments,
     user_names,
 )
 from graphpatch_notebook.notebook.source_parts import (
-    as_source,
-    as_value,
     by_path,
     call_arguments,
     enabled_of,
     is_name,
-    joined,
     left_out,
+    looked_up,
     name_of_model,
-    needed_by,
     result_lines,
     unknown_inputs,
 )
@@ -142,8 +131,7 @@ class _Export:
         self.classes = {name: self.names.free(name) for name in self._used_classes()}
         self.result = self.names.free("output", "result")
         self.observers = {p.number: self.names.free(f"{p.name}_{p.kind}") for p in patches if p.kind in OBSERVING}
-        self.values = {p.number: as_value(p) for p in patches if p.value is not None}
-        self.bound = bound_for_map(patches, self._call_arguments(), self.names)
+        self.looked = looked_up(patches, self._call_arguments(), self.names, in_hooks=False)
 
     def _used_classes(self) -> list[str]:
         used = {_CLASSES[patch.kind] for patch in self.patches}
@@ -155,22 +143,20 @@ class _Export:
         kept = {p.number: self._kept(p) for p in self.patches if p.kind in OBSERVING}
         blocks = [
             [*needed.comment(), *left_out(count - len(self.patches)), *self.imports(needed)],
-            [*self.preparations(), *self.context()],
-            result_lines(self.patches, kept, self.bound.slices),
+            [*self.preparations(), self.context()],
+            result_lines(self.patches, kept, self.looked.slices),
         ]
-        return joined(blocks)
+        return SourceCode("\n\n".join("\n".join(statements) for statements in blocks if statements) + "\n")
 
     def needed(self) -> Needs:
         """Returns what the code needs."""
         first = [self.origin.graph] if not self.wrap else [self.model] if is_name(self.model) else []
         wrapped = [self.model] if self.wrap and not first else []
-        found = needed_by(self.patches, first, [*wrapped, self._call_arguments().expression])
-        if self.wrap and self.origin.graph not in {*in_order(self.model), *self._argument_names()}:
-            found.names = [name for name in found.names if name != self.origin.graph]
+        arguments = self._call_arguments().expression
+        found = needs(self.patches, first, [*wrapped, arguments])
+        if self.wrap and self.origin.graph not in {*in_order(self.model), *in_order(arguments)}:
+            return replace(found, names=tuple(name for name in found.names if name != self.origin.graph))
         return found
-
-    def _argument_names(self) -> list[str]:
-        return in_order(self._call_arguments().expression)
 
     def _call_arguments(self) -> Arguments:
         if not self.wrap or self.origin.arguments is None:
@@ -181,52 +167,51 @@ class _Export:
         """Returns the import statements."""
         items = [name if name == own else f"{name} as {own}" for name, own in self.classes.items()]
         flat = f"from graphpatch import {', '.join(items)}"
-        group = Group("from graphpatch import (", tuple(items), ")")
-        return [*(f"import {name}" for name in needed.imports), *([flat] if columns(flat) <= WIDTH else lines(group))]
+        names = flat if len(flat) <= WIDTH else bracketed("from graphpatch import (", items, ")", 0)
+        return [*["import torch"] * needed.imports_torch, names]
 
     def preparations(self) -> list[str]:
         """Returns what comes before the patch context: the graph, values and probes."""
         found: list[str] = []
         if self.wrap:
-            items = (as_source(self.model, "the model"), *self._call_arguments().sources)
+            items = [as_source(self.model, "the model"), *self._call_arguments().sources]
             found += unknown_inputs(self.origin)
-            found += lines(Group(f"{self.origin.graph} = {self.classes['PatchableGraph']}(", items, ")"))
-        found += self.bound.lines
+            found.append(bracketed(f"{self.origin.graph} = {self.classes['PatchableGraph']}(", items, ")"))
+        found += self.looked.lines
         for patch in self.patches:
             if patch.number in self.observers:
-                found += lines(with_prefix(f"{self.observers[patch.number]} = ", self._construction(patch)))
+                found.append(self._construction(patch, f"{self.observers[patch.number]} = "))
         return found
 
-    def context(self) -> list[str]:
+    def context(self) -> str:
         """Returns the `with` statement with the call in it."""
-        entries = tuple(self._entry(path, patches) for path, patches in by_path(self.patches).items())
-        flat = f"with {self.origin.graph}.patch({Group('{', entries, '}')}):"
-        head = [flat]
-        if columns(flat) > WIDTH:
-            inside = indented(["{", *(line for e in entries for line in lines(e, "    ", WIDTH - 4, ",")), "}"])
-            head = [f"with {self.origin.graph}.patch(", *inside, "):"]
-        call = lines(Group(f"{self.result} = {self.origin.graph}(", self.arguments.sources, ")"), width=WIDTH - 4)
-        return [*head, *indented([*unknown_inputs(self.origin), *call])]
+        entries = [self._entry(path, patches) for path, patches in by_path(self.patches).items()]
+        call = bracketed(f"{self.result} = {self.origin.graph}(", self.arguments.sources, ")", WIDTH - 4)
+        head = bracketed(f"with {self.origin.graph}.patch({{", entries, "}):")
+        return block(head, [*unknown_inputs(self.origin), call])
 
-    def _entry(self, path: str, patches: Sequence[ChosenPatch]) -> Source:
-        items = tuple(self.observers.get(patch.number) or self._construction(patch) for patch in patches)
-        prefix = f"{text_literal(path)}: "
-        return with_prefix(prefix, items[0] if len(items) == 1 else Group("[", items, "]"))
+    def _entry(self, path: str, patches: Sequence[ChosenPatch]) -> str:
+        start = f"{text_literal(path)}: "
+        if len(patches) == 1:
+            return self._item(patches[0], start)
+        return bracketed(f"{start}[", [self._item(patch) for patch in patches], "]", WIDTH - 5)
 
-    def _construction(self, patch: ChosenPatch) -> Source:
-        """Returns the source of the patch."""
+    def _item(self, patch: ChosenPatch, start: str = "") -> str:
+        observer = self.observers.get(patch.number)
+        return start + observer if observer else self._construction(patch, start)
+
+    def _construction(self, patch: ChosenPatch, start: str) -> str:
+        """Returns the source of the patch, with `start` before it."""
         items: list[str] = []
         if patch.value is not None:
             field = "custom_op" if patch.kind == "custom" else "value"
-            items.append(f"{field}={self.bound.values.get(patch.number, self.values[patch.number])}")
+            items.append(f"{field}={self.looked.values[patch.number]}")
         if patch.index is not None and patch.kind not in OBSERVING:
-            # What is zeroed is the same with a new dimension, and without.
-            source = patch.index.source(is_bracketed=patch.kind == "zero")
-            items.append(f"slice={self.bound.slices.get(patch.number, source)}")
+            items.append(f"slice={self.looked.slices[patch.number]}")
         items += [f"{what}={_numbers(text)}" for what in ("steps", "positions") if (text := getattr(patch, what))]
         items += [] if patch.position_dim is None else [f"position_dim={patch.position_dim}"]
         items += [f"{flag}=True" for flag in FLAGS if getattr(patch, flag)]
-        return Group(f"{self.classes[_CLASSES[patch.kind]]}(", tuple(items), ")")
+        return bracketed(f"{start}{self.classes[_CLASSES[patch.kind]]}(", items, ")", WIDTH - 5)
 
     def _kept(self, patch: ChosenPatch) -> str:
         return f"{self.observers[patch.number]}.{'activations' if patch.kind == 'record' else 'activation'}"

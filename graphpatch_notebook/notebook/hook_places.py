@@ -17,7 +17,7 @@ from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
-from graphpatch_notebook.notebook.source_layout import text_literal
+from graphpatch_notebook.notebook.source_code import text_literal
 from graphpatch_notebook.notebook.source_names import Arguments
 from graphpatch_notebook.notebook.source_parts import by_path
 from graphpatch_notebook.paths import format_path
