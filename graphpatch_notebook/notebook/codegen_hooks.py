@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
-from graphpatch_notebook.notebook.hook_functions import Script, function_source, takes_kwargs
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.hook_functions import HookFunction, Script, takes_kwargs
 from graphpatch_notebook.notebook.hook_places import HookPlan, hook_plans
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.source_code import WIDTH, SourceCode, block, bracketed, text_literal
@@ -22,7 +22,6 @@ from graphpatch_notebook.notebook.source_names import (
 )
 from graphpatch_notebook.notebook.source_parts import (
     call_arguments,
-    enabled_of,
     is_name,
     left_out,
     looked_up,
@@ -34,41 +33,35 @@ from graphpatch_notebook.notebook.source_parts import (
 _VERBS = {"zero": "zero", "add": "add_to", "replace": "replace", "probe": "keep", "record": "keep", "custom": "change"}
 
 
-def hooks_source(chosen: ChosenPatches, origin: Origin, root: Frame) -> SourceCode:
-    """Returns a script that does what the enabled patches do by forward hooks on the model.
+class HooksExport:
+    """One export in the hooks form.
 
-    Run where there are the names that its first line lists, it gives the numbers of
+    Run where there are the names that its first line lists, the script gives the numbers of
     `with pg.patch(session.resolve(...).patch_map)`, bit for bit, or raises: a module that is not called as often as in
     the example is an error.
 
     Args:
-        chosen: The patches.
+        patches: The patches.
         origin: How the user made the graph.
         root: The root frame of its capture.
 
     Raises:
-        ExportError: No patch is enabled, or hooks cannot do what some of them do: the message names these, and what to
-            patch instead.
+        ExportError: Hooks cannot do what some of them do: the message names these, and what to patch instead.
     """
-    return _HooksExport(enabled_of(chosen), origin, root).source(len(chosen.patches))
-
-
-class _HooksExport:
-    """One export in the hooks form."""
 
     def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame) -> None:
         self.patches = patches
         self.origin = origin
         probes = {str(patch.name) for patch in patches}
         self.arguments = call_arguments(origin, root, probes)
-        self.plans = hook_plans(patches, root, self.arguments, knows_call=origin.arguments is not None)
         self.names = Names({*user_names(patches, origin), *in_order(self.arguments.expression)})
         made = origin.model is not None and not is_name(origin.model)
         self.model = self.names.free("model") if made else name_of_model(patches, origin, self.names)
+        self.plans = hook_plans(patches, root, self.model, self.arguments, knows_call=origin.arguments is not None)
         calls, kept = self.names.free("calls"), self.names.free("kept")
         self.counter = self.names.free("Counter")
-        self.looked = looked_up(patches, self.arguments, self.names, in_hooks=True)
-        self.script = Script(self.names, calls, kept, self.looked)
+        self.lookups = looked_up(patches, self.arguments, self.names, in_hooks=True)
+        self.script = Script(self.names, calls, kept, self.lookups)
         self.functions = {self.names.free(_function_name(plan)): plan for plan in self.plans}
 
     def needed(self) -> Needs:
@@ -77,10 +70,10 @@ class _HooksExport:
         made = [] if first else [str(self.origin.model)]
         return needs(self.patches, first, [*made, self.arguments.expression])
 
-    def source(self, count: int) -> SourceCode:
-        """Returns all of the script; `count` patches were chosen, enabled or not."""
-        functions = [function_source(plan, name, self.script) for name, plan in self.functions.items()]
-        head = [*self.needed().comment(), *left_out(count - len(self.patches)), *self._imports()]
+    def source(self, off: int) -> SourceCode:
+        """Returns all of the script; `off` patches are not in it."""
+        functions = [HookFunction(plan, name, self.script).source() for name, plan in self.functions.items()]
+        head = [*self.needed().comment(), *left_out(off), *self._imports()]
         sections = ["\n".join([*head, "", *self._preparations()]), *functions, "\n".join(self._run())]
         return SourceCode("\n\n\n".join(sections) + "\n")
 
@@ -92,7 +85,7 @@ class _HooksExport:
         found: list[str] = []
         if self.origin.model is not None and not is_name(self.origin.model):
             found.append(f"{self.model} = {as_source(self.origin.model, 'the model')}")
-        found += [*self.looked.lines, f"{self.script.calls} = {self.counter}()"]
+        found += [*self.lookups.lines, f"{self.script.calls} = {self.counter}()"]
         if any(patch.kind in OBSERVING for patch in self.patches):
             records = [f"{text_literal(str(p.name))}: []" for p in self.patches if p.kind == "record"]
             found.append(bracketed(f"{self.script.kept} = {{", records, "}"))
@@ -108,7 +101,7 @@ class _HooksExport:
             for patch in self.patches
             if patch.kind in OBSERVING
         }
-        results = result_lines(self.patches, kept, self.looked.slices)
+        results = result_lines(self.patches, kept, self.lookups.slices)
         return [
             f"{hooks} = []",
             block("try:", [*body, *unknown_inputs(self.origin), call]),
@@ -122,7 +115,7 @@ class _HooksExport:
     def _registration(self, hooks: str, name: str, plan: HookPlan) -> str:
         side = "" if plan.side == "output" else "pre_"
         options = ", with_kwargs=True" if takes_kwargs(plan) else ""
-        handle = f"{plan.module.format(model=self.model)}.register_forward_{side}hook({name}{options})"
+        handle = f"{plan.module}.register_forward_{side}hook({name}{options})"
         return bracketed(f"{hooks}.append(", [handle], ")", WIDTH - 4)
 
     def _check(self) -> list[str]:

@@ -17,7 +17,7 @@ from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.hook_places import Edit, Form, HookPlan
 from graphpatch_notebook.notebook.source_code import block, text_literal
 from graphpatch_notebook.notebook.source_names import Names, as_name
-from graphpatch_notebook.notebook.source_parts import Looked
+from graphpatch_notebook.notebook.source_parts import Lookups
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, plain_dict_key
 
 
@@ -29,18 +29,13 @@ class Script:
         names: All names at the top of the script.
         calls: The variable that counts how often each function was called.
         kept: The variable that holds what probes and records keep.
-        looked: The sources of values and slices.
+        lookups: The sources of values and slices.
     """
 
     names: Names
     calls: str
     kept: str
-    looked: Looked
-
-
-def function_source(plan: HookPlan, name: str, script: Script) -> str:
-    """Returns the definition of a hook function."""
-    return _Function(plan, name, script).statement()
+    lookups: Lookups
 
 
 def takes_kwargs(plan: HookPlan) -> bool:
@@ -48,7 +43,15 @@ def takes_kwargs(plan: HookPlan) -> bool:
     return any(edit.form is not None and edit.form.name is not None for edit in plan.edits)
 
 
-class _Function:
+class HookFunction:
+    """A hook of the script.
+
+    Args:
+        plan: What it does.
+        name: Its name.
+        script: The names that all share.
+    """
+
     def __init__(self, plan: HookPlan, name: str, script: Script) -> None:
         self.plan = plan
         self.name = name
@@ -59,7 +62,7 @@ class _Function:
         self.output = self.names.free("output") if plan.side == "output" else ""
         self.has_changed = False
 
-    def statement(self) -> str:
+    def source(self) -> str:
         """Returns the definition of the function."""
         own = f"{self.script.calls}[{text_literal(self.name)}]"
         body = [f"{own} += 1"]
@@ -185,9 +188,9 @@ class _Value:
         if patch.kind in OBSERVING:
             self._keep(patch)
         elif patch.kind == "custom":
-            self._custom(patch, self._script.looked.values[patch.number])
+            self._custom(patch, self._script.lookups.values[patch.number])
         else:
-            self._write(patch, self._script.looked.values.get(patch.number, "0"))
+            self._write(patch, self._script.lookups.values.get(patch.number, "0"))
 
     def _keep(self, patch: ChosenPatch) -> None:
         place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
@@ -211,7 +214,7 @@ class _Value:
 
     def _write(self, patch: ChosenPatch, value: str) -> None:
         self._own()
-        part = f"{self.variable}[{self._script.looked.slices.get(patch.number, '...')}]"
+        part = f"{self.variable}[{self._script.lookups.slices.get(patch.number, '...')}]"
         if patch.kind == "add":
             self.lines.append(f"{part if patch.slice else self.variable} += {value}")
         else:
@@ -221,7 +224,7 @@ class _Value:
         called = f"({function})" if function.startswith("lambda") else function
         if patch.slice is not None:
             self._own()
-            part = f"{self.variable}[{self._script.looked.slices[patch.number]}]"
+            part = f"{self.variable}[{self._script.lookups.slices[patch.number]}]"
             self.lines.append(f"{part} = {called}({part}.clone())")
             return
         given = self.source if self._is_own else f"{self.source}.clone()"

@@ -9,8 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node
-from graphpatch_notebook.errors import ExportError
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.slices import SliceText
 from graphpatch_notebook.notebook.source_code import text_literal
@@ -24,21 +23,9 @@ from graphpatch_notebook.notebook.source_names import (
     parse_arguments,
 )
 from graphpatch_notebook.notebook.syntax_trees import parsed
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, UnknownSpec, is_same_plain
 
 _EMPTY = inspect.Parameter.empty
-
-
-def enabled_of(chosen: ChosenPatches) -> tuple[ChosenPatch, ...]:
-    """Returns the patches that are exported.
-
-    Raises:
-        ExportError: There are none.
-    """
-    if not chosen.enabled:
-        there = f"; all {len(chosen.patches)} are switched off: switch one on" if chosen.patches else ": choose one"
-        raise ExportError(f"there is no patch to export{there} first")
-    return chosen.enabled
 
 
 def by_path(patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
@@ -102,7 +89,7 @@ def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices
 
 
 @dataclass(slots=True)
-class Looked:
+class Lookups:
     """Where the code takes values and slices from, by the numbers of the patches.
 
     Attributes:
@@ -116,7 +103,7 @@ class Looked:
     lines: list[str] = field(default_factory=list)
 
 
-def looked_up(patches: Sequence[ChosenPatch], arguments: Arguments, names: Names, *, in_hooks: bool) -> Looked:
+def looked_up(patches: Sequence[ChosenPatch], arguments: Arguments, names: Names, *, in_hooks: bool) -> Lookups:
     """Returns the source of the values and slices.
 
     The session evaluates them patch by patch, before anything runs. The code writes them where they are used if it
@@ -131,7 +118,7 @@ def looked_up(patches: Sequence[ChosenPatch], arguments: Arguments, names: Names
     Raises:
         ExportError: A value cannot be written on one line.
     """
-    found = Looked(
+    found = Lookups(
         {p.number: as_source(p.value, f"#{p.number} {p.path!r}: its value") for p in patches if p.value is not None},
         {p.number: _slice_source(p, p.index, in_hooks) for p in patches if p.index is not None},
     )
@@ -167,16 +154,13 @@ def _is_fixed(value: str) -> bool:
     """Whether a value is the same whenever it is evaluated: a literal, a function of torch, or a lambda."""
     node = parsed(value)
     if isinstance(node, ast.Lambda):  # its defaults are evaluated where it is written
-        return all(isinstance(default, (ast.Constant, type(None))) for default in _defaults(node))
+        defaults = [*node.args.defaults, *node.args.kw_defaults]
+        return all(isinstance(default, (ast.Constant, type(None))) for default in defaults)
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return _owner(node) == "torch"
     return True
-
-
-def _defaults(node: ast.Lambda) -> list[ast.expr | None]:
-    return [*node.args.defaults, *node.args.kw_defaults]
 
 
 def _may_assign(expression: str) -> bool:
@@ -221,14 +205,12 @@ def call_arguments(origin: Origin, root: Frame, avoided: Container[str]) -> Argu
 
 
 def _was_given(parameter: InputParameter, node: Node) -> bool:
-    spec = node.spec
-    if isinstance(spec, ContainerSpec):
-        return bool(spec.children) or parameter.default is _EMPTY
-    if isinstance(spec, (TensorSpec, ObjectSpec)):
-        return parameter.default is _EMPTY or parameter.default is None
-    if isinstance(spec, ScalarSpec) and parameter.default is not _EMPTY:
-        return type(spec.value) is not type(parameter.default) or bool(spec.value != parameter.default)
-    return True
+    spec, default = node.spec, parameter.default
+    if default is _EMPTY:
+        return True
+    if isinstance(spec, ScalarSpec):
+        return not is_same_plain(spec.value, default)
+    return bool(spec.children) if isinstance(spec, ContainerSpec) else default is None or isinstance(spec, UnknownSpec)
 
 
 def _argument(
@@ -242,14 +224,10 @@ def _argument(
         return [f"*{variable(name)}"]
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         keys = [text for text, *_ in spec.children] if isinstance(spec, ContainerSpec) else []
-        return [f"{k}={variable(k)}" for k in keys] if all(map(_is_keyword, keys)) else [f"**{variable(name)}"]
+        are_names = all(key.isidentifier() and not keyword.iskeyword(key) for key in keys)
+        return [f"{key}={variable(key)}" for key in keys] if are_names else [f"**{variable(name)}"]
     if isinstance(spec, ScalarSpec) and type(spec.value) in (bool, int, str, type(None)):
         value = text_literal(spec.value) if isinstance(spec.value, str) else repr(spec.value)
     else:
         value = variable(name)
     return [value if is_positional else f"{name}={value}"]
-
-
-def _is_keyword(name: str) -> bool:
-    """Whether an argument can be given by this name."""
-    return is_name(name) and not keyword.iskeyword(name)
