@@ -283,5 +283,4 @@ def _is_value_of(node: Node, given: Any) -> bool:
 
 
 def _boundary_paths(frame: Frame, node: Node) -> list[str]:
-    found = leaves(node.spec)
-    return [format_path((*frame.path, node.name), dig) for dig, spec in found if isinstance(spec, TensorSpec)]
+    return [format_path((*frame.path, node.name), dig) for dig, _ in leaves(node.spec)]

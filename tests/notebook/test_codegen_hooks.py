@@ -405,6 +405,22 @@ def refusal(pg: PatchableGraph, path: str) -> str:
     return str(raised.value)
 
 
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.cos()
+        return self.linear(given).sin() + given
+
+
+def test_an_operation_is_near_the_input_that_it_is_given_to() -> None:
+    pg = captured(Between(), X)
+    assert "nearest: 'linear.input' (" in refusal(pg, "given")
+    assert "nearest: 'output' (" in refusal(pg, "sin")
+
+
 class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
