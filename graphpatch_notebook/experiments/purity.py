@@ -7,7 +7,6 @@ Only these share forwards with others, and run from recorded results. This is de
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -66,7 +65,7 @@ class PrivateCopies:
             raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
         copied = PurePatches()
         # Entering a mode takes longer than to copy a patch.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with torch.inference_mode(False):
             for path, given in patch_map.items():
                 is_one = type(given) not in (list, tuple)
                 copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
