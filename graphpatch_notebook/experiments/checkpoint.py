@@ -15,17 +15,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.cells import Cell, CellResult
-from graphpatch_notebook.experiments.digests import Digester
+from graphpatch_notebook.experiments.digests import Digester, weights_digest
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.labels import metric_name, plain_label
 from graphpatch_notebook.experiments.measurements import Measurement
-from graphpatch_notebook.experiments.whole_files import write_whole
 from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch sweep"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -34,36 +36,51 @@ class Identity:
 
     Attributes:
         axes: The values of each axis.
+        key: What the user gave to tell what digests do not see: see `Digester`.
         metric: The name of the metric, and a digest of it.
-        baseline: What the metric gives without patches, bit for bit: tells other weights.
+        baseline: What the metric gives without patches, bit for bit.
         inputs: A digest of what the model runs on.
-        patches: A digest of the patch map of each cell. See `Digester` for what digests do not see.
+        weights: A digest of the weights of the model.
+        patches: A digest of the patch map of each cell.
     """
 
     axes: dict[str, list[Any]]
+    key: str
     metric: list[str]
     baseline: Any
     inputs: str
+    weights: str
     patches: list[str]
 
     @classmethod
     def of(
         cls,
         axes: Mapping[str, Sequence[Any]],
-        cells: Sequence[Cell],
+        key: str,
         metric: Callable[[Any], Any],
-        inputs: Inputs,
         baseline: Measurement,
+        inputs: Inputs,
+        module: Module,
+        cells: Sequence[Cell],
     ) -> Identity:
-        """Returns the identity of a sweep."""
-        digester = Digester()
-        patches = [digester.digest({str(path): patch for path, patch in cell.patches.items()}) for cell in cells]
+        """Returns the identity of a sweep.
+
+        Raises:
+            ExperimentError: There is code in it that only a key can tell, and none was given.
+        """
+        digester = Digester(key)
+        name = metric_name(metric)
         return cls(
             {name: [_label(value) for value in values] for name, values in axes.items()},
-            [metric_name(metric), digester.digest(metric)],
+            key,
+            [name, digester.digest(metric, f"the metric {name}")],
             baseline.to_json(),
-            digester.digest((inputs.args, inputs.kwargs)),
-            patches,
+            digester.digest((inputs.args, inputs.kwargs), "the inputs"),
+            weights_digest(module),
+            [
+                digester.digest({str(path): patch for path, patch in cell.patches.items()}, f"the patches of {cell}")
+                for cell in cells
+            ],
         )
 
     def differences(self, other: Identity, cells: Sequence[Cell]) -> Iterator[str]:
@@ -74,12 +91,12 @@ class Identity:
         for name, values in self.axes.items():
             if (theirs := other.axes[name]) != values:
                 yield f"the values of its axis {name!r} are {_shown(theirs)}, not {_shown(values)}"
-        if self.metric[0] != other.metric[0]:
-            yield f"its metric is {other.metric[0]}, not {self.metric[0]}"
-        elif self.metric != other.metric:
-            yield f"its metric {self.metric[0]} has other code, or uses other values"
-        if self.inputs != other.inputs:
-            yield "its inputs are others"
+        if self.key != other.key:
+            yield f"its checkpoint_key is {other.key!r}, not {self.key!r}"
+        if self.metric != other.metric:
+            is_named = self.metric[0] != other.metric[0]
+            yield f"its metric is {other.metric[0] if is_named else f'another {other.metric[0]}'}, not {self.metric[0]}"
+        yield from (f"its {what} are others" for what in ("inputs", "weights") if vars(self)[what] != vars(other)[what])
         if self.baseline != other.baseline:
             yield (
                 f"without patches its metric is {_shown(other.baseline['values'])}, not "
@@ -122,7 +139,8 @@ class Checkpoint:
         self._is_writable = True
         try:
             if not self.file.exists() or not self.file.stat().st_size:
-                write_whole(self.file, _line({"format": _FORMAT, "version": _VERSION, **asdict(identity)}))
+                with whole_file(self.file) as written:
+                    written.write_bytes(_line({"format": _FORMAT, "version": _VERSION, **asdict(identity)}))
             else:
                 self._take_up(identity, cells)
             with self.file.open("ab"):
@@ -136,8 +154,8 @@ class Checkpoint:
             found = _identity(header)
             if found is None:
                 raise ExperimentError(
-                    f"checkpoint={str(self.file)!r} is a file that no sweep has written; it is left as it is: give "
-                    "another name"
+                    f"checkpoint={str(self.file)!r} is a file that no sweep has written, or none of this version; it "
+                    "is left as it is: give another name"
                 )
             if differences := list(identity.differences(found, cells)):
                 raise ExperimentError(
