@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch.nn import Module
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import metrics
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.values import children
 
-_SIMPLE = {bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device}
+_SIMPLE = {
+    bool, int, float, complex, str, bytes, type(None), type(...), slice, range, torch.dtype, torch.device,
+}  # fmt: skip
 _PLAIN_PATCHES = {ZeroPatch, AddPatch, ReplacePatch}
 _SAMPLED = 1024
 
@@ -26,7 +29,7 @@ class Digester:
 
     Plain are numbers, texts, slices, tensors, arrays, containers of these, functions of C such as `torch.sum`, and the
     package's metrics, `ZeroPatch`, `AddPatch` and `ReplacePatch` that hold such data. Code is not looked at: of other
-    objects only the class is told (of other patches also the attributes), and a key must tell the rest.
+    objects only the class is told (of other patches also the fields), and a key must tell the rest.
 
     Args:
         key: What the user gave as `checkpoint_key`.
@@ -34,7 +37,8 @@ class Digester:
 
     def __init__(self, key: str) -> None:
         self._has_key = key != ""
-        self._tensors: dict[Tensor, bytes] = {}  # cells share large ones
+        # Cells share large tensors. With the object, or its id may become another's.
+        self._known: dict[int, tuple[Any, str]] = {}
 
     def digest(self, value: Any, what: str) -> str:
         """Returns the digest of a value as 16 hexadecimal digits.
@@ -46,45 +50,33 @@ class Digester:
         Raises:
             ExperimentError: There is something in it that is not plain, and no key.
         """
-        return self._bytes(value, what).hex()[:16]
+        return hashlib.sha256(repr(self._description(value, what)).encode()).hexdigest()[:16]
 
-    def _bytes(self, value: Any, what: str) -> bytes:
-        if isinstance(value, Tensor) and value in self._tensors:
-            return self._tensors[value]
+    def _description(self, value: Any, what: str) -> Any:
         kind = type(value)
-        result = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}\n".encode())
+        name = f"{kind.__module__}.{kind.__qualname__}"
         if kind in _SIMPLE:
-            result.update(repr(value).encode())
-        elif _has_memory(value):
-            result.update(f"{value.dtype} {tuple(value.shape)}\n".encode())
-            result.update(_memory(value))
-        elif isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, (type, ModuleType, type(None))):
-            result.update(f"{value.__module__} {value.__qualname__}".encode())
-        else:
-            for part in self._parts(value, what):
-                result.update(self._bytes(part, what))
-        if isinstance(value, Tensor):
-            self._tensors[value] = result.digest()
-        return result.digest()
-
-    def _parts(self, value: Any, what: str) -> Iterable[Any]:
-        if isinstance(value, (slice, range)):
-            return (value.start, value.stop, value.step)
-        if isinstance(value, (list, tuple)):
-            return value
-        if isinstance(value, Mapping):
-            return [part for item in value.items() for part in item]
+            return name, repr(value)
+        if _has_memory(value):
+            if id(value) not in self._known:
+                self._known[id(value)] = value, _memory_digest(value)
+            return name, self._known[id(value)][1]
+        if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, (type, ModuleType, type(None))):
+            return name, value.__module__, value.__qualname__
         if isinstance(value, (set, frozenset)):
-            return sorted(self._bytes(item, what) for item in value)
-        kind = type(value)
-        if kind not in _PLAIN_PATCHES and kind.__module__ != metrics.__name__ and not self._has_key:
+            return name, sorted(repr(self._description(item, what)) for item in value)
+        inside, is_dataclass = children(value), not isinstance(value, (list, tuple, Mapping))
+        is_ours = kind in _PLAIN_PATCHES or kind.__module__ == metrics.__name__
+        if not self._has_key and (inside is None or (is_dataclass and not is_ours)):
             raise ExperimentError(
                 f"checkpoint= does not see what a {kind.__name__} does ({what}): give a text to tell this sweep from "
                 'others, and change it when that changes: checkpoint="sweep.jsonl", checkpoint_key="version 1"'
             )
-        if not isinstance(value, Patch) and kind.__module__ != metrics.__name__:
-            return ()
-        return sorted(item for item in vars(value).items() if not item[0].startswith("_"))  # what a probe has kept
+        if inside is None or (is_dataclass and not is_ours and not isinstance(value, Patch)):
+            return name
+        # The field in which a probe keeps what it saw is private.
+        public = [(key, part) for key, part in inside if not (is_dataclass and str(key).startswith("_"))]
+        return name, [(repr(key), self._description(part, what)) for key, part in public]
 
 
 def weights_digest(module: Module) -> str:
@@ -104,7 +96,9 @@ def _has_memory(value: Any) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
 
 
-def _memory(value: Any) -> Any:
+def _memory_digest(value: Any) -> str:
+    memory = value
     if isinstance(value, Tensor):
-        value = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        memory = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    memory = np.ascontiguousarray(memory).reshape(-1).view(np.uint8)
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(memory).hexdigest()}"

@@ -15,7 +15,7 @@ from graphpatch_notebook.experiments.call_checks import (
     check_no_inputs,
 )
 from graphpatch_notebook.experiments.cells import CellResult, Cells, PatchMap, axes_of
-from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
+from graphpatch_notebook.experiments.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
 from graphpatch_notebook.experiments.executors import Dispatch, check_executor, task_maker
 from graphpatch_notebook.experiments.extras import extra
@@ -137,8 +137,8 @@ def sweep(
     metric_dims(runner.baseline, values)  # refuses names before anything is run
     file = None
     if checkpoint is not None:
-        of = (values, checkpoint_key, metric, runner.baseline, given, pg._module, plan.made)
-        file = Checkpoint(checkpoint, Identity.of(*of), cells)
+        own = identity(values, checkpoint_key, metric, runner.baseline, given, pg._module, plan.made)
+        file = Checkpoint(checkpoint, own, cells)
     results = dict(file.done) if file is not None else {}
     chunks = list(remaining([*runner.chunks(plan.shared, plan.entries), *([cell] for cell in plan.alone)], results))
     dispatch = None
