@@ -101,4 +101,4 @@ def _memory_digest(value: Any) -> str:
     if isinstance(value, Tensor):
         memory = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     memory = np.ascontiguousarray(memory).reshape(-1).view(np.uint8)
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(memory).hexdigest()}"
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(memory.data).hexdigest()}"

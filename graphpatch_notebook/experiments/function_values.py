@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import MANY
-from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.torch_compat import version_of
 
 _DEEPEST = 3
 _FEW_BYTES = 4096
