@@ -7,6 +7,7 @@ A container is a tuple, list, dict, namedtuple, dataclass, or a transformers `Mo
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,18 @@ from torch.nn.parameter import is_lazy
 
 Key: TypeAlias = Any
 """How a child is taken out of its container: by position (int), or by key or field name."""
+
+
+class Absent(enum.Enum):
+    """Nothing, where there could be a value."""
+
+    ABSENT = "absent"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ABSENT = Absent.ABSENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ LAYERS = [
 DOORS = {
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
-    ("experiments", "notebook"): "experiments/showing.py",
+    ("experiments", "notebook"): "experiments/plots.py",
 }
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
@@ -207,7 +207,12 @@ fx.graph._z
 # What tells whether two calls look alike, or whether two runs do the same. Other modules ask `checks`.
 ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
-COMPARE_TENSORS = {"experiments/runner.py", "notebook/run_state.py", "serialization/reattaching.py"}
+COMPARE_TENSORS = {
+    "experiments/purity.py",
+    "experiments/runner.py",
+    "notebook/run_state.py",
+    "serialization/reattaching.py",
+}
 
 
 @each_file

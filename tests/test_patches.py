@@ -104,6 +104,9 @@ class Whole:
     def __index__(self):
         return 5
 
+    def __repr__(self):
+        return "Whole()"
+
 
 @pytest.mark.parametrize(
     ("index", "expected"),

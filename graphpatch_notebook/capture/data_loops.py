@@ -35,17 +35,23 @@ def data_loop_of(frame: Frame, node: Node) -> SourceLine | None:
         >>> data_loop_of(root, root.names["x_1"]).text
         'for row in (x[:, 0] > 0).nonzero():'
     """
-    root = frame.root
+    loops = data_loops(frame.root)
+    around = [node, *(above.call for above in frame.frames_above() if above.call is not None)]
+    return next((loops[id(each)] for each in around if id(each) in loops), None)
+
+
+def data_loops(root: Frame) -> dict[int, SourceLine]:
+    """Returns the nodes of all frames that loops over data give, by their ids, with the head of the loop."""
     if root.data_loops is None:
         root.data_loops = {id(node): line for each in root.walk() for node, line in _marked(each)}
-    if not root.data_loops:
-        return None
-    around = [node, *(above.call for above in frame.frames_above() if above.call is not None)]
-    return next((root.data_loops[id(each)] for each in around if id(each) in root.data_loops), None)
+    return root.data_loops
 
 
 def _marked(frame: Frame) -> Iterator[tuple[Node, SourceLine]]:
-    reads = [*frame.value_reads, *(node.site for node in frame.nodes if node.site is not None and _reads_count(node))]
+    reads = [
+        *(read.site for read in frame.value_reads),
+        *(node.site for node in frame.nodes if node.site is not None and _reads_count(node)),
+    ]
     loops = [loop for read in reads for loop in _loops_over(read)]
     for node in frame.nodes if loops else ():
         # A module that is called once has its own name, whenever that is.

@@ -19,7 +19,7 @@ from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.identity import alias, memory_of, weak
 from graphpatch_notebook.capture.packed_weights import held_by
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure, ValueRead
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
 from graphpatch_notebook.capture.value_sizes import part_count_by_values
@@ -327,7 +327,8 @@ class FrameRecorder:
             return self._add_size_read(node, result, variable)
         if name in VALUE_READS:
             if node.site is not None:
-                self.record.value_reads.append(node.site)
+                read = ValueRead(node.site, node.occurrence, node.composite, _kept(result))
+                self.record.value_reads.append(read)
             line = str(node.site.source_lines()[-1].text) if node.site else ""
             self.doubt(Reason.READS_VALUE, node.op, line)
         if not _is_recorded(name, result):
@@ -416,6 +417,16 @@ def _switches() -> tuple[bool, ...]:
 def _is_on_parameter(node: Node) -> bool:
     first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
     return isinstance(first, Ref) and first.node.kind == "parameter"
+
+
+def _kept(value: Any) -> Any:
+    """Returns a value that was read into Python, if it is a number, or a short list of them."""
+    is_short = type(value) is list and len(value) <= _SHORT and all(type(item) in _NUMBERS for item in value)
+    return list(value) if is_short else value if type(value) in _NUMBERS else None
+
+
+_NUMBERS = (bool, int, float)
+_SHORT = 256
 
 
 def _is_recorded(name: str, result: Any) -> bool:

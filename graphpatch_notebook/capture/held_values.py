@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.torch_compat import is_fully_sharded
+
 MANY = 1000
 """Items of larger containers are not looked into: these are data."""
 
@@ -32,8 +34,9 @@ PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 6
-# Their insides are not for others to write into.
+# Their insides are not for others to write into: the program shares them, or other libraries keep account in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
+_CLOSED_PACKAGES = ("torch.fx", "torch.distributed", "logging", "threading", "asyncio", "concurrent")
 _ways: dict[type, _Way] = dict.fromkeys([*PLAIN_VALUES, bytes, torch.dtype, torch.device, torch.Size], _Way.NOTHING)
 
 
@@ -52,7 +55,7 @@ def _way(kind: type) -> _Way:
             way = _Way.FIXED
         elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
             way = _Way.ARRAY
-        elif issubclass(kind, _CLOSED) or kind.__module__.startswith("torch.fx") or _is_callable(kind):
+        elif issubclass(kind, _CLOSED) or kind.__module__.startswith(_CLOSED_PACKAGES) or _is_callable(kind):
             way = _Way.NOTHING
         else:
             way = _Way.OBJECT
@@ -90,6 +93,7 @@ class Walk:
         self.spans: dict[int, tuple[slice, slice, slice]] = {}
         self.seen: set[int] = set()
         self._modules: list[Module | None] = []
+        self._gathered: set[int] = set()
         self._most = MANY
         for value in start:
             self._look("", value, None, 0)
@@ -108,7 +112,11 @@ class Walk:
         held = state_attributes(module.__dict__)
         self.places.append((module.__dict__, held, module, ""))
         self._most = len(self.places) + MANY
-        skipped = ("_parameters", "_buffers") if is_offloaded(module) else ()
+        if is_fully_sharded(module):
+            self._gathered.update(map(id, module.modules()))
+        skipped: tuple[str, ...] = ("_parameters",) if id(module) in self._gathered else ()
+        if is_offloaded(module):
+            skipped = ("_parameters", "_buffers")
         for name, value in held.items():
             kind = type(value)
             if kind in PLAIN_VALUES:

@@ -30,10 +30,11 @@ from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
 from graphpatch_notebook.values import describe, readable_children, replaced
 
-OpPlace: TypeAlias = "tuple[Site | None, int | None]"
-"""The call site of an op, and its occurrence there; `None` for what is not recorded."""
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
 """Where torch's machinery around the calls of modules is: their backward hooks."""
+
+OpPlace: TypeAlias = "tuple[Site | None, int | None]"
+"""The call site of an op, and its occurrence there; `None` for what is not recorded."""
 
 
 class Recorder(TorchFunctionMode):

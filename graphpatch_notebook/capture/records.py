@@ -99,6 +99,21 @@ class CompositeCall:
     outer: CompositeCall | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueRead:
+    """A value that the model read into Python: plain numbers, or `None` for others, and for many.
+
+    Attributes:
+        site, occurrence, composite: As those of a node.
+        value: The value.
+    """
+
+    site: Site
+    occurrence: int
+    composite: CompositeCall | None
+    value: bool | int | float | list[Any] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """Stands for the value of a node of the same frame, or for what lies at `dig` in that value."""
@@ -244,7 +259,7 @@ class Frame:
         is_edited: Whether the user edited the graph of this frame, which is the module from then on.
         custom_failure: Why such a function returned none.
         names: The nodes by name.
-        value_reads: Where a value was read into Python.
+        value_reads: What was read into Python, and where.
         data_loops: What `data_loops` found out of all frames below, once it was asked: by the ids of nodes, the loop
             over data that they are in; of the root only.
         options: How it was captured; of the root only.
@@ -268,7 +283,7 @@ class Frame:
     custom_failure: str | None = None
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
-    value_reads: list[Site] = field(default_factory=list)
+    value_reads: list[ValueRead] = field(default_factory=list)
     data_loops: dict[int, SourceLine] | None = None
     options: ExtractionOptions | None = None
     dimensions: Any = None

@@ -20,6 +20,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.values import (
+    ABSENT,
     ContainerSpec,
     ObjectSpec,
     ScalarSpec,
@@ -41,7 +42,6 @@ Layout: TypeAlias = "tuple[int, ...] | str | None"
 """How a tensor lies in memory: contiguous, not contiguous, its strides, or not known."""
 
 CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
-ABSENT = "absent"
 
 
 class Aspect(enum.Enum):
@@ -202,13 +202,13 @@ class CallSignature:
     def differences(self, values: Sequence[Any]) -> list[Difference]:
         """Returns in what a call with these inputs, in order, differs. `torch.compile` can trace it.
 
-        If the structure or a plain value differs, nothing else is looked at.
+        If tensors are missing, nothing is said of the others but that.
         """
         found: list[Difference] = []
         tensors: list[tuple[str, Tensor]] = []
         for number, (name, spec) in enumerate(self.inputs):
             _compare_values(name, spec, values[number], tensors, found)
-        if found and any(difference.aspect is Aspect.VALUE for difference in found):
+        if len(tensors) != len(self.tensors):
             return found
         for number, (name, tensor) in enumerate(tensors):
             self._compare_tensor(name, self.tensors[number], tensor, found)

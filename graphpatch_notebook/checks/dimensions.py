@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 
@@ -23,7 +23,7 @@ from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, TensorSpec, ValueSpec, describe, leaves
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec, describe, leaves
 
 Place: TypeAlias = "tuple[int, int]"
 """A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
@@ -73,7 +73,8 @@ class Dimensions:
         self._sizes = [input_shapes(root)]
         self.groups: list[list[Place]] = []
         self.reason: str | None = None
-        self._values_run = 0
+        self._values_runs: list[int] = []
+        self._rejected: list[Place] = []
         self._profiles: dict[int, tuple[Profile, ...]] = {}
         self._reordered: dict[int, set[Profile]] | None = None
         self._is_far = False
@@ -101,9 +102,13 @@ class Dimensions:
             for group in tied:
                 if (is_alone and len(group) == 1) or not self._vary(group):
                     rejected += group
-        has_counts = any(is_sized_by_values(node) for frame in self._root.walk() for node in frame.nodes)
-        if has_counts and self._run(self._sizes[0], extra=5):
-            self._values_run = len(self._sizes) - 1
+        self._rejected = rejected
+        nodes = [node for frame in self._root.walk() for node in frame.nodes]
+        if any(map(is_sized_by_values, nodes)) and self._run(self._sizes[0], more_entries=5):
+            self._values_runs.append(len(self._sizes) - 1)
+        reads = [read for frame in self._root.walk() for read in frame.value_reads]
+        if any(type(read.value) is int for read in reads) and self._run(self._sizes[0], more=1):
+            self._values_runs.append(len(self._sizes) - 1)
 
     def _size(self, place: Place) -> int:
         return self._sizes[0][place[0]][place[1]]
@@ -120,16 +125,23 @@ class Dimensions:
         return True
 
     def look_far(self) -> bool:
-        """Runs the model at large sizes, too, if it was not yet.
+        """Runs the model at large and small sizes, too, if it was not yet.
 
-        What is rounded up to a multiple, of the length of a chunk, say, changes nowhere near the example's size.
+        What is rounded up to a multiple, of the length of a chunk, say, or cut to some length, may change nowhere near
+        the example's size.
         """
         if self._is_far or self.reason is not None:
             return False
         self._is_far = True
         with _lock, afterwards(ModuleState(self._root.module).restore):
             for places in self.groups:
-                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * self._size(places[0]))
+                size = self._size(places[0])
+                any(self._run(self._at(places, far)) for far in _FAR if far > 2 * size)
+                self._run(self._at(places, (size + 1) // 2))
+            # Images of other sizes, say, may be taken under a flag only (`interpolate_pos_encoding`).
+            flags = [node.spec for node in self._root.inputs() if _may_be_flag(node.spec)]
+            for place in self._rejected:
+                any(self._run(self._at([place], 2 * self._size(place)), flipped=flag) for flag in flags)
         return True
 
     def _at(self, places: list[Place], size: int) -> list[list[int]]:
@@ -138,9 +150,9 @@ class Dimensions:
             shapes[number][dim] = size
         return shapes
 
-    def _run(self, shapes: Shapes, extra: int = 0) -> bool:
+    def _run(self, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None) -> bool:
         try:
-            found = run_on_meta(self._root, shapes, extra)
+            found = run_on_meta(self._root, shapes, more_entries, more, flipped)
         except MetaRunError:
             return False
         self._note_run(found)
@@ -217,7 +229,8 @@ class Dimensions:
             self._reordered = {}
             self._order(self._root)
         reordered = self._reordered.get(id(node), set())
-        return any(profile[self._values_run] != profile[0] or profile in reordered for profile in alike)
+        of_values = (profile for profile in alike if any(profile[run] != profile[0] for run in self._values_runs))
+        return any(of_values) or any(profile in reordered for profile in alike)
 
     def _coinciding(self, size: int) -> Profile:
         """Returns the profile of the inputs' dimension of that size, or of a product of two; else of a constant."""
@@ -277,6 +290,10 @@ _INTO_FIRST = frozenset(
 """Functions whose result is as their first argument, whatever they put into it; besides those that work in place."""
 
 
+def _may_be_flag(spec: ValueSpec) -> TypeGuard[ScalarSpec]:
+    return isinstance(spec, ScalarSpec) and type(spec.value) in (bool, type(None))
+
+
 def _is_same(one: Profile, other: Profile) -> bool:
     # One of them may be older than the runs at large sizes.
     return all(a == b or _ABSENT in (a, b) for a, b in zip(one, other, strict=False))
@@ -301,6 +318,8 @@ def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Inpu
         dimensions = "1 dimension" if len(spec.shape) == 1 else f"{len(spec.shape)} dimensions"
         return f"it had {dimensions} when it was captured, and has {len(shape)} now"
     if frame.opaque_reason is not None or frame.has_own_graph:  # what a value is made of is not recorded
+        return None
+    if frame.parent is None and any(spec is given for node in frame.inputs() for given in _tensors(node.spec)):
         return None
     known = dimensions_of(frame.root)
     problem = _size_problem(known, spec, shape)

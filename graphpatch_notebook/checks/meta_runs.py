@@ -8,6 +8,7 @@ is that of the capture, too.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -17,17 +18,20 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import record
 from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.forward_swap import innermost_forward
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.capture.inputs import call_like
+from graphpatch_notebook.capture.packed_weights import packing_of
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site, ValueRead
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
+from graphpatch_notebook.checks.sharding import communicates
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
@@ -44,23 +48,29 @@ class MetaRunError(Exception):
     """The model cannot run without its values, or not at these sizes (caught inside the package)."""
 
 
-def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueSpec]:
+def run_on_meta(
+    root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
+) -> dict[int, ValueSpec]:
     """Returns what the captured nodes hold when the inputs have other shapes, by the ids of the nodes.
 
     Args:
         root: The root frame of the capture.
         shapes: The shapes of the inputs.
-        extra: How many more entries than in the capture there are wherever values tell their number.
+        more_entries: How many more entries than in the capture there are wherever values decide on their number.
+        more: By how much whole numbers that are read into Python are larger than in the capture.
+        flipped: What the example gave to the one flag that is given the other way round.
 
     Raises:
         MetaRunError: It cannot be told.
     """
+    if communicates(root):  # a copy shares the hooks that do it, and what they know of the weights
+        raise MetaRunError("the model exchanges tensors with other processes")
     result: list[dict[int, ValueSpec]] = []
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            result.append(_run(root, shapes, extra))
+            result.append(_run(root, shapes, more_entries, more, flipped))
         except BaseException as failure:
             failures.append(failure)
 
@@ -73,7 +83,7 @@ def run_on_meta(root: Frame, shapes: Shapes, extra: int = 0) -> dict[int, ValueS
     return result[0]
 
 
-def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
+def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: ScalarSpec | None) -> dict[int, ValueSpec]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
@@ -85,10 +95,10 @@ def _run(root: Frame, shapes: Shapes, extra: int) -> dict[int, ValueSpec]:
         args, kwargs = call_like(
             root,
             lambda _, spec: torch.empty(tuple(next(tensors)), dtype=spec.dtype, device=META),
-            lambda spec: next(numbers)[0] if _is_size(spec) else spec.value,
+            lambda spec: next(numbers)[0] if _is_size(spec) else not spec.value if spec is flipped else spec.value,
         )
         with _OnMeta(specs[0].device if specs else torch.device("cpu")):
-            found = record(_Replay(model, root, extra), args, kwargs)
+            found = record(_Replay(model, root, more_entries, more), args, kwargs)
     return dict(_matched(root, found))
 
 
@@ -127,8 +137,17 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
             memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _is_machinery(hook))
         for backward in (module._backward_hooks, module._backward_pre_hooks):
             memo[id(backward)] = OrderedDict()
+        if packing_of(module) is not None:
+            memo[id(module.weight)] = Parameter(torch.empty(0, device=META))  # its class knows no tensors on meta
     with _Weightless():
-        return copy.deepcopy(root.module, memo), memo
+        model = copy.deepcopy(root.module, memo)
+    for module in reachable_modules(root.module):
+        if (packing := packing_of(module)) is not None:  # kernels of its own work on values
+            spec, twin = packing.spec(module), memo[id(module)]
+            name = innermost_forward(twin)
+            weight, forward = torch.empty(spec.shape, dtype=spec.dtype, device=META), getattr(twin, name)
+            twin.__dict__[name] = functools.update_wrapper(packing.bound(twin, weight, forward), forward)
+    return model, memo
 
 
 def _is_machinery(hook: Callable[..., Any]) -> bool:
@@ -207,13 +226,14 @@ _TRUTHS = (torch.bool, torch.uint8)
 class _Replay(Recorder):
     """Records a run in which the values that go into Python are those of the capture."""
 
-    def __init__(self, model: Module, captured: Frame, extra: int) -> None:
+    def __init__(self, model: Module, captured: Frame, more_entries: int, more: int) -> None:
         options = captured.options or ExtractionOptions()
         super().__init__(model, replace(options, custom_extraction_functions={}, error_on_compilation_failure=False))
         self.count = None
-        self._captured = captured
-        self._extra = extra
-        self._indices: dict[int, dict[Any, Node]] = {}
+        self._root = captured
+        self._more_entries = more_entries
+        self._more = more
+        self._indices: dict[Any, dict[Any, Any]] = {}
         self._left = 1000 + _MOST * sum(len(frame.nodes) for frame in captured.walk())
 
     def run_op(
@@ -222,33 +242,38 @@ class _Replay(Recorder):
         self._left -= 1
         if self._left < 0:
             raise MetaRunError("the model does far more at these sizes")
-        node = self._node(place)
         if name in VALUE_READS and not _has_values(args):
-            if node is None or not isinstance(node.spec, ScalarSpec):
+            read = self._captured(place, _reads_by_key)
+            if read is None or read.value is None:
                 raise MetaRunError(f"the model reads a value into Python ({name})")
-            return node.spec.value
+            return read.value + self._more if type(read.value) is int else read.value
+        node = self._captured(place, _by_key)
         if node is not None and is_sized_by_values(node) and not _has_values(args):
-            return _sized(func, name, args, kwargs, _count(node) + self._extra)
+            return _sized(func, name, args, kwargs, _count(node) + self._more_entries)
         return func(*args, **kwargs)
 
-    def _node(self, place: OpPlace) -> Node | None:
-        """Returns the captured node of the op that is about to run."""
-        frame = self._frame(self.stack[-1].record)
-        if frame is None or place[0] is None:
+    def _captured(self, place: OpPlace, by_key: Callable[[Frame], dict[Any, Any]]) -> Any:
+        """Returns the record of what is about to happen; in a turn that the capture had not, that of the last one."""
+        frame, (site, occurrence) = self._frame(self.stack[-1].record), place
+        if frame is None or site is None or occurrence is None:
             return None
-        return self._index(frame).get(_op_key(place[0], place[1], self.stack[-1].composite, None))
+        known, inside = self._index(frame, by_key), self.stack[-1].composite
+        keys = (_op_key(site, number, inside, None) for number in range(occurrence, -1, -1))
+        return next((known[key] for key in keys if key in known), None)
 
     def _frame(self, record: Frame) -> Frame | None:
-        if record.parent is None or record.call is None:
-            return self._captured
+        call = record.call
+        if record.parent is None or call is None:
+            return self._root
         above = self._frame(record.parent)
-        call = None if above is None else self._index(above).get(_key(record.call))
-        return None if call is None else call.frame
+        known = {} if above is None else self._index(above, _by_key)
+        keys = ((call.kind, call.target, number) for number in range(call.call_index, -1, -1))
+        return next((known[key].frame for key in keys if key in known), None)
 
-    def _index(self, frame: Frame) -> dict[Any, Node]:
-        known = self._indices.get(id(frame))
+    def _index(self, frame: Frame, by_key: Callable[[Frame], dict[Any, Any]]) -> dict[Any, Any]:
+        known = self._indices.get((id(frame), by_key))
         if known is None:
-            known = self._indices[id(frame)] = _by_key(frame)
+            known = self._indices[id(frame), by_key] = by_key(frame)
         return known
 
 
@@ -309,6 +334,10 @@ def _by_key(frame: Frame) -> dict[Any, Node]:
         if node.kind != "op" or node.site is not None:
             found.setdefault(_key(node), node)
     return found
+
+
+def _reads_by_key(frame: Frame) -> dict[Any, ValueRead]:
+    return {_op_key(read.site, read.occurrence, read.composite, None): read for read in frame.value_reads}
 
 
 def _key(node: Node) -> tuple[Any, ...]:

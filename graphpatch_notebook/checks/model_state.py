@@ -39,9 +39,9 @@ from graphpatch_notebook.capture.held_values import (
 from graphpatch_notebook.capture.identity import memory_of
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import ABSENT, outer_objects
+from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
-from graphpatch_notebook.values import children
+from graphpatch_notebook.values import ABSENT, children
 
 LARGE = 64 * 2**20
 """Tensors of more bytes are not copied: these are weights (of quantized models), not state."""
@@ -272,12 +272,20 @@ class ModuleState:
     def change_in(self, module: Module | None) -> Change | None:
         """Returns the first change in what one module holds, or anywhere: a quick look, for every frame of a run.
 
-        To write into a tensor is a change, also if it holds the same afterwards.
+        To write into a tensor is a change, also if it holds the same afterwards. Hooks are none: contexts of this
+        package, and transformers, add some in the middle of a run.
         """
+        changes = self.changes_in(module, has_hooks=False)
+        return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
+
+    def changes_in(self, module: Module | None, *, counts_writes: bool = True, has_hooks: bool = True) -> list[Change]:
+        """Returns the changes in what one module holds, or anywhere, as `change_in` does."""
         span = _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
+        if not counts_writes:
+            span = (*span[:2], slice(0))
         has_contents = module is not None and module.training
         with without_torch_functions():
-            return next(self._changes(span, has_versions=True, has_contents=has_contents), None)
+            return list(self._changes(span, has_versions=True, has_contents=has_contents, has_hooks=has_hooks))
 
     def unrepeatable_change(self) -> str | None:
         """Returns the first change that no graph repeats, or that `restore` did not take back, in words.
@@ -292,14 +300,20 @@ class ModuleState:
         return None if change is None else str(change)
 
     def _changes(
-        self, span: tuple[slice, slice, slice], *, has_versions: bool = False, has_contents: bool = False
+        self,
+        span: tuple[slice, slice, slice],
+        *,
+        has_versions: bool = False,
+        has_contents: bool = False,
+        has_hooks: bool = True,
     ) -> Iterator[Change]:
         places, empty, tensors = span
         for container, saved, module, name in self._walk.places[places]:
             if not _holds_the_same(container, saved, is_module=not name):
                 for key, before, after in _changed_items(container, saved):
                     yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
-        if any(self._walk.empty[empty]):
+        filled = [container for container in self._walk.empty[empty] if container]
+        if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
         held = zip(self._walk.tensors[tensors], self._versions[tensors], self._copies[tensors], strict=True)
         for (tensor, module, name), version, content in held:
@@ -370,7 +384,7 @@ class ModuleState:
             for generator, state in zip(self._walk.generators, self._generators, strict=True):
                 _put_generator_back(generator, state)
             for container, saved, _, name in self._walk.places:
-                if not _holds_the_same(container, saved, is_module=not name):
+                if not _holds_the_same(container, saved, is_module=not name) and not _are_shards(saved, name):
                     _put_back(container, saved, is_module=not name)
             for container in filter(None, self._walk.empty):
                 container.clear()
@@ -431,6 +445,10 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]  # it is compared with the last one only
 
 
+def _hook_registries(modules: Iterable[Module]) -> set[int]:
+    return {id(value) for module in modules for name, value in module.__dict__.items() if "_hooks" in name}
+
+
 def is_same(a: Any, b: Any) -> bool:
     """Whether an attribute is what it was: the same object, or an equal plain value."""
     return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, bytes)) and a == b)
@@ -469,6 +487,11 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
         before, after = was.get(key, ABSENT), now.get(key, ABSENT)
         if not is_same(before, after):
             yield key, before, after
+
+
+def _are_shards(saved: Any, name: str) -> bool:
+    """Whether these are parameters of which FSDP puts the whole in place of the shards, and keeps account of it."""
+    return name == "_parameters" and "DTensor" in [type(value).__name__ for value in saved.values()]
 
 
 def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:

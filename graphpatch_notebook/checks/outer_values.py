@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 
-ABSENT = object()
+from graphpatch_notebook.values import ABSENT
 
 
-def outer_values(module: Module, forward: Callable[..., Any]) -> Iterator[tuple[Callable[[], Any], Any]]:
-    """Yields the plain values and tensors that the module's own functions read from outside: globals, closures."""
+def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]:
+    """Returns what the module's own functions name outside, globals and closures, by name."""
+    found: dict[str, Any] = {}
     for function in _functions(module, forward):
-        where = function.__globals__
         for name in function.__code__.co_names:
-            if type(value := where.get(name, ABSENT)) in _OUTER:
-                yield partial(where.get, name), value
-        for cell in function.__closure__ or ():
-            if type(value := _content(cell)) in _OUTER:
-                yield partial(_content, cell), value
-
-
-_OUTER = (bool, int, float, str, type(None), Tensor, torch.nn.Parameter)
+            found[name] = function.__globals__.get(name)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            found[name] = _content(cell)
+    return found
 
 
 def _functions(module: Module, forward: Callable[..., Any]) -> list[types.FunctionType]:
@@ -48,14 +41,3 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # empty
         return ABSENT
-
-
-def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]:
-    """Returns what the module's own functions name outside, globals and closures, by name."""
-    found: dict[str, Any] = {}
-    for function in _functions(module, forward):
-        for name in function.__code__.co_names:
-            found[name] = function.__globals__.get(name)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            found[name] = _content(cell)
-    return found

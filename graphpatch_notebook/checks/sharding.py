@@ -11,9 +11,11 @@ import sys
 
 import torch
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node
 from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch
+from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import TensorSpec, leaves
 
 
@@ -30,6 +32,13 @@ def sharding(root: Frame) -> str | None:
         _is_distributed(node) for frame in root.walk() for node in frame.nodes
     )
     return f"the model is sharded over {count} processes" if is_sharded else None
+
+
+def communicates(root: Frame) -> bool:
+    """Whether the model of a capture exchanges weights, values or buffers with other processes when it runs."""
+    modules = [frame.module for frame in root.walk()]
+    is_wrapped = any(isinstance(each, DistributedDataParallel) or is_fully_sharded(each) for each in modules)
+    return is_wrapped or sharding(root) is not None
 
 
 def _is_parallel(model: Module) -> bool:

@@ -50,14 +50,14 @@ def verified_fx_module(
                 "slice= instead"
             )
         patched.setdefault(entry.target.node, []).append((entry.target.dig, entry.patches))
-    result, form = plain_fx_module(root, patched, any_size=any_size)
+    result, check = plain_fx_module(root, patched, any_size=any_size)
     doubts = listed_doubts(root)
     if doubts and not allow_doubts:
         raise GraphError(
             f"the graphs are a record of one run, and the model may go another way with other inputs: {doubts}; if it "
             "goes this way with all inputs that you have in mind, say allow_doubts=True"
         )
-    with _unchanged(patch for entry in entries for patch in entry.patches), form.noting_layouts():
+    with _unchanged(patch for entry in entries for patch in entry.patches), check.noting_layouts():
         comparison = compared(root.frame.module, run, result, args, kwargs)
     if not comparison.is_equal:
         because = f"; it is known that the model {doubts}" if doubts else ""

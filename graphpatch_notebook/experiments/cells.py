@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from graphpatch_notebook.errors import ExperimentError, add_note
@@ -99,4 +99,4 @@ class Cells:
             raise
         if not isinstance(patches, Mapping):
             raise ExperimentError(f"make_patches gave {type(patches).__name__} for {cell}; give a patch map, a dict")
-        return replace(cell, patches=patches)
+        return Cell(number, cell.labels, patches)

@@ -26,7 +26,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.torch_compat import has_global_hooks
 
-_MEMORY = "a call of the metric, or of the model, changes what the metric refers to"
+_MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import chain, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.torch_compat import version_of
 
 _DEEPEST = 3
+_MOST = 5000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
 _BY_IDENTITY = (Module, PatchableGraph, BuiltinFunctionType, ModuleType, type)
@@ -27,7 +29,8 @@ class ReferredValues:
     """What values, and functions among them, hold at one moment: two are equal if nothing that can be seen changed.
 
     Seen are closures, globals that functions name, defaults, what methods name of their object, and what containers and
-    plain objects among these hold; not what is in models and modules of Python.
+    plain objects among these hold, up to a few levels and thousands of values; not what is in models and modules of
+    Python.
 
     Args:
         *values: The values.
@@ -46,7 +49,8 @@ class ReferredValues:
 
     def __init__(self, *values: Any) -> None:
         self._held: list[Any] = []  # lest another object gets the id of one that is gone
-        self._marks = [mark for value in values for mark in self._marks_of(value, _DEEPEST)]
+        marks = chain.from_iterable(self._marks_of(value, _DEEPEST) for value in values)
+        self._marks = list(islice(marks, _MOST))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReferredValues) and self._marks == other._marks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def planned(
         try:
             if reason is not None:
                 raise ImpureError(reason)
-            cell = replace(cell, patches=copies.of(cell.patches))
+            cell = Cell(cell.number, cell.labels, copies.of(cell.patches))
         except ImpureError as impurity:
             why = why or str(impurity)
         made.append(cell)
@@ -110,8 +110,7 @@ def planned(
 
 def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
     """Whether a model is another one now; that other threads patch it meanwhile does not count."""
-    change = state.change_in(None)
-    return (change is not None and change.kind is not ChangeKind.HOOK) or why_plain(pg) is not None
+    return state.change_in(None) is not None or why_plain(pg) is not None
 
 
 def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:

@@ -1,26 +1,44 @@
-"""Pictures of results with matplotlib: heatmaps, head grids, and the bars of the highest scores."""
+"""Pictures of results: heatmaps, grids of heads, and bars with matplotlib; heatmaps to click in notebooks."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments import bar_axes, heat_axes
-from graphpatch_notebook.experiments.bars import bars_of
-from graphpatch_notebook.experiments.figures import new_axes, new_table, require_matplotlib
-from graphpatch_notebook.experiments.grids import Grid, Side, Wishes, facets_of, grid_of, is_upward
+from graphpatch_notebook.experiments import drawing
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.grids import (
+    Grid,
+    Side,
+    Wishes,
+    facets_of,
+    grid_of,
+    is_upward,
+    numbers_of,
+    sides_of,
+)
 from graphpatch_notebook.experiments.plotted import checked
+from graphpatch_notebook.experiments.ranking import ranked
+from graphpatch_notebook.experiments.value_names import names_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from xarray import DataArray
 
+    from graphpatch_notebook.notebook.heatmap_widget import ResultHeatmap
+
 _FOR_HEADS = "; for an array of paths and heads at several positions there is plot_heads(result, facet='position')"
 _ACROSS = 4
 """How many grids stand side by side."""
+_FOR_PAPER: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path"}
+"""TrueType in PDF and PostScript, as journals refuse Type 3; outlines in SVG, which look the same anywhere."""
 
 
 def plot_heatmap(
@@ -174,48 +192,143 @@ def plot_scores(
     count: Any = top
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ExperimentError(f"top={top!r} must be a number of bars, or None for all")
-    bars = bars_of(result, top, Wishes(0.0, None, labels, relative_to), distinct=distinct)
-    require_matplotlib()
-    axes = ax if ax is not None else new_axes(*bar_axes.figure_size(bars))
-    bar_axes.draw_bars(axes, bars, title)
+    array = checked(result, 1, "; plot_heatmap(result) draws one with two")
+    wishes = Wishes(0.0, None, labels, relative_to)
+    values, scale = numbers_of(array, wishes)
+    has_paths = distinct and "path" in array.coords and array.dims == ("path",)
+    names = [(path,) for path in array.coords["path"].values.tolist()] if has_paths else [(None,)] * array.size
+    ranks = ranked(values, names, names_in(array.attrs) if has_paths else {})
+    if not ranks:
+        raise ExperimentError(f"none of the {len(values):,} scores is finite")
+    order = [rank.number for rank in ranks[:top]]
+    (side,) = sides_of(array.isel({array.dims[0]: order}), None, wishes)
+    left_out = int(np.isnan(values).sum())
+    total = len(ranks) + left_out
+    remark = f" ({len(order):,} of {total:,}" if len(order) < total else ""
+    remark += f", {left_out:,} without a finite number" if left_out else ""
+    axes, size = _axes_for([side], ax)
+    drawing.draw_bars(axes, values[order], side, size, (scale.name, side.title + (f"{remark})" if remark else "")))
+    if title is not None:
+        axes.set_title(title, loc="left")
     return axes
+
+
+def save_figure(drawn: Any, file: str | os.PathLike[str], *, dpi: int = 300) -> None:
+    """Saves the figure that something was drawn in, for paper: fonts embedded, and no label cut off.
+
+    Args:
+        drawn: What a plot gave: axes, an array of axes; or a figure.
+        file: The file; its suffix says the format: .pdf, .svg, .png, .eps...
+        dpi: Dots per inch, where the format has dots.
+
+    Raises:
+        ExperimentError: `drawn` is none of these, or matplotlib knows no such format.
+
+    Example:
+        >>> import tempfile, xarray
+        >>> from graphpatch_notebook.experiments import plot_heatmap
+        >>> axes = plot_heatmap(xarray.DataArray([[1.0, 2.0]], dims=["path", "position"]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_figure(axes, f"{folder}/trace.pdf")
+    """
+    extra("matplotlib.pyplot", "a plot")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    first = drawn.flat[0] if hasattr(drawn, "flat") else drawn
+    figure = first if isinstance(first, Figure) else getattr(first, "figure", None)
+    if figure is None:
+        raise ExperimentError(f"a figure or what a plot gave is saved, not {type(drawn).__name__}")
+    name = os.fspath(file)
+    known = figure.canvas.get_supported_filetypes()
+    suffix = Path(name).suffix.lstrip(".").lower()
+    if suffix not in known:
+        raise ExperimentError(f"{name!r} must end with a format of matplotlib: {', '.join(f'.{end}' for end in known)}")
+    with rc_context(_FOR_PAPER):
+        figure.savefig(name, dpi=dpi, bbox_inches="tight", pad_inches=0.03)
+
+
+def show_heatmap(
+    result: DataArray,
+    *,
+    tokens: Sequence[str] | None = None,
+    rows: str | None = None,
+    origin: str | None = None,
+    center: float | str | None = "auto",
+    limits: tuple[float, float] | None = None,
+    title: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    relative_to: str | float | None = None,
+) -> ResultHeatmap:
+    """Returns a heatmap of a result for the notebook: to point at, to make larger, and to click.
+
+    A click on a cell, or Enter, selects it: `selected` has its coordinates then. A second one gives it up. A notebook
+    that is opened without a kernel shows a table instead; outside of notebooks there is a line of text (`plot_heatmap`
+    draws figures anywhere). Of a result with more than 256 rows or columns a cell is the strongest of a block.
+
+    Args:
+        result: A `DataArray` of real numbers with two dimensions.
+        tokens: As for `plot_heatmap`, and so are all that follow.
+        rows: The dimension that goes down.
+        origin: Whether the first row is the `"lower"` or the `"upper"` one.
+        center: The number that has no colour.
+        limits: What the first and the last colour stand for.
+        title: The title.
+        labels: What dimensions and numbers are called.
+        relative_to: What to take off all numbers.
+
+    Raises:
+        ExperimentError: The result does not have two dimensions, or tokens or options do not fit it.
+
+    Example:
+        >>> import xarray
+        >>> result = xarray.DataArray([[1.0, 2.0]], {"path": ["h_0"]}, ["path", "position"], name="effect")
+        >>> heatmap = show_heatmap(result, tokens=["The", " cat"])
+        >>> heatmap.observe(lambda change: print("selected", change["new"]), "selected")
+        >>> heatmap.selected = ("h_0", 1)  # what a click does
+        selected ('h_0', 1)
+    """
+    from graphpatch_notebook.notebook.heatmap_widget import ResultHeatmap
+
+    grid = grid_of(result, Wishes(center, limits, labels, relative_to), tokens=tokens, rows=rows)
+    return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
+
+
+def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:
+    """Returns where to draw, given or new, and how many inches wide and high it is."""
+    if ax is not None:
+        return ax, drawing.size_of(ax)
+    table, size = drawing.new_axes(sides)
+    return table[0, 0], size
 
 
 def _drawn(
     grid: Grid, ax: Axes | None, colormap: Any, origin: str | None, title: str | None, *, colorbar: bool
 ) -> Axes:
-    require_matplotlib()
     upward = is_upward(grid, origin)
-    layout = heat_axes.Layout.of_grid(grid)
-    axes = ax if ax is not None else new_axes(*layout.figure)
-    cells = heat_axes.draw_cells(axes, grid, colormap, is_upward=upward)
-    if ax is not None:
-        layout = heat_axes.Layout.of_axes(axes, grid)
+    axes, size = _axes_for([grid.rows, grid.columns], ax)
+    cells = drawing.draw_grid(axes, grid, size, colormap, is_upward=upward)
     if colorbar:
-        heat_axes.draw_colour_bar(axes, cells, [grid], layout.cell[1] * len(grid.values))
-    heat_axes.draw_ticks(axes, grid, layout.cell)
-    has_marks = heat_axes.draw_marks(axes, grid, layout.cell)
-    heat_axes.draw_legend(axes, grid, title, has_marks=has_marks)
+        drawing.draw_color_bar(axes, cells, grid.scale)
+    drawing.draw_legend(axes, grid.scale, {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)})
+    if title is not None:
+        axes.set_title(title, loc="left", pad=None if grid.scale.missing is None else 20.0)
     return axes
 
 
 def _drawn_facets(parts: Sequence[Grid], side: Side, colormap: Any, origin: str | None, title: str | None) -> Any:
-    require_matplotlib()
     upward = is_upward(parts[0], origin)
     across = min(len(parts), _ACROSS)
-    shape = (math.ceil(len(parts) / across), across)
-    layout = heat_axes.Layout.of_grid(parts[0], shape)
-    table = new_table(*layout.figure, shape)
+    table, size = drawing.new_axes([parts[0].rows, parts[0].columns], (math.ceil(len(parts) / across), across))
     axes = table.flat[: len(parts)]
-    marked = []
-    for number, (one, grid) in enumerate(zip(axes, parts, strict=True)):
-        cells = heat_axes.draw_cells(one, grid, colormap, is_upward=upward)
-        heat_axes.draw_ticks(one, grid, layout.cell)
-        marked.append(heat_axes.draw_marks(one, grid, layout.cell))
+    for number, (ax, grid) in enumerate(zip(axes, parts, strict=True)):
+        cells = drawing.draw_grid(ax, grid, size, colormap, is_upward=upward)
         is_bottom = number + across >= len(parts)
-        heat_axes.name_facet(one, side, number, is_left=number % across == 0, is_bottom=is_bottom)
+        drawing.name_facet(ax, side, number, is_left=number % across == 0, is_bottom=is_bottom)
     for empty in table.flat[len(parts) :]:
         empty.remove()
-    heat_axes.draw_colour_bar(axes, cells, parts, layout.figure[1] - 0.6)
-    heat_axes.draw_figure_legend(axes[0].figure, parts, title, has_marks=any(marked))
+    drawing.draw_color_bar(axes, cells, parts[0].scale)
+    drawing.draw_legend(axes[0].figure, parts[0].scale, {"loc": "outside lower right"})
+    if title is not None:
+        axes[0].figure.suptitle(title)
     return axes

@@ -79,7 +79,9 @@ class PrivateCopies:
         if not _FIELDS.issuperset(patch.__dict__):
             raise ImpureError(f"a {kind.__name__} has an attribute of its own")
         copied: Patch[Any] = object.__new__(kind)
-        copied.__dict__.update({name: self._value(value) for name, value in patch.__dict__.items()})
+        copied.__dict__.update(
+            {name: value if type(value) in _PLAIN else self._value(value) for name, value in patch.__dict__.items()}
+        )
         return copied
 
     def _value(self, value: Any) -> Any:

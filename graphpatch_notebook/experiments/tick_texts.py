@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-
-from graphpatch_notebook.experiments.short_texts import Pieces, shortened
 
 if TYPE_CHECKING:
     from graphpatch_notebook.experiments.grids import Side
 
 _NAMED = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
-_LONGEST = 32
+_LONGEST, _BEFORE = 32, 7
+"""The most letters of a label, and how many of these are from its beginning: paths differ at their end."""
 _LONGEST_TOKEN = 18
 
 
@@ -27,16 +27,28 @@ def shown_labels(side: Side, has_glyph: Callable[[str], bool] = any_glyph) -> li
 
 
 def tick_texts(texts: Sequence[str], has_glyph: Callable[[str], bool], *, is_token: bool) -> list[str]:
-    """Returns texts as they stand side by side in a picture; of long ones without a part that does not tell them apart.
+    """Returns texts as they stand side by side in a picture: long ones cut, and numbered where two become alike.
 
     Args:
         texts: The texts.
         has_glyph: Whether the font has a character.
         is_token: Whether spaces matter.
     """
-    seen = [_pieces(text, has_glyph, is_token=is_token) for text in texts]
-    short = shortened(seen, _LONGEST_TOKEN if is_token else _LONGEST, keeps_start=is_token)
-    return [short[pieces] for pieces in seen]
+    seen = [tick_text(text, has_glyph, is_token=is_token) for text in texts]
+    short: dict[str, str] = {}
+    taken: set[str] = set()
+    for text in sorted(dict.fromkeys(seen), key=len):  # what is short enough keeps its own text
+        cut = _cut(text, is_token=is_token)
+        names = (cut if number == 1 else f"{cut}({number})" for number in itertools.count(1))
+        short[text] = next(name for name in names if name not in taken)
+        taken.add(short[text])
+    return [short[text] for text in seen]
+
+
+def _cut(text: str, *, is_token: bool) -> str:
+    if len(text) <= (_LONGEST_TOKEN if is_token else _LONGEST):
+        return text
+    return f"{text[: _LONGEST_TOKEN - 1]}…" if is_token else f"{text[:_BEFORE]}…{text[_BEFORE + 1 - _LONGEST :]}"
 
 
 def tick_text(text: str, has_glyph: Callable[[str], bool] = any_glyph, *, is_token: bool) -> str:
@@ -46,15 +58,11 @@ def tick_text(text: str, has_glyph: Callable[[str], bool] = any_glyph, *, is_tok
         >>> tick_text(" the", is_token=True), tick_text(chr(0), is_token=True)
         ('␣the', '\\x00')
     """
-    return "".join(_pieces(text, has_glyph, is_token=is_token))
-
-
-def _pieces(text: str, has_glyph: Callable[[str], bool], *, is_token: bool) -> Pieces:
     if is_token and not text:
-        return ("(empty)",)
+        return "(empty)"
     if text and unicodedata.category(text[0]).startswith("M"):
         text = f"◌{text}"  # or an accent would land on nothing
-    return tuple(_seen(character, has_glyph, is_token=is_token) for character in text)
+    return "".join(_seen(character, has_glyph, is_token=is_token) for character in text)
 
 
 def _seen(character: str, has_glyph: Callable[[str], bool], *, is_token: bool) -> str:

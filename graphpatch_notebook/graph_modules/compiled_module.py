@@ -304,8 +304,7 @@ class CompiledGraphModule(GraphModule):
 
 def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
     """Returns the graph modules from here on down whose graph *is* the module, in order of execution."""
-    here = [graph_module] if isinstance(graph_module, CompiledGraphModule) and graph_module.has_own_graph else []
-    return [*here, *(graph for callee in graph_module.callees() for graph in own_graphs(callee))]
+    return [graph for graph in graph_module.walk() if isinstance(graph, CompiledGraphModule) and graph.has_own_graph]
 
 
 @never_compiled

@@ -21,7 +21,6 @@ from graphpatch_notebook.capture.custom_graphs import MODULE_GETS_TENSOR, RECORD
 from graphpatch_notebook.capture.forward_swap import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.checks.call_signature import (
-    ABSENT,
     Aspect,
     CallSignature,
     Difference,
@@ -29,11 +28,12 @@ from graphpatch_notebook.checks.call_signature import (
     inputs_of_call,
 )
 from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared
+from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
 from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graph_modules.live_runs import unobserved
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.values import ScalarSpec, leaves
+from graphpatch_notebook.values import ABSENT, ScalarSpec, leaves
 from graphpatch_notebook.warning_places import warn
 
 Recorded: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
@@ -60,7 +60,10 @@ class EditedCalls:
             bool(doubts - {Reason.ROUNDS}) or bool(self._example.objects) or any(map(_returns_numbers, frame.calls()))
         )
         self._is_rounded = Reason.ROUNDS in doubts
-        self._look = _look_of(frame)
+        # What code may look at beside its inputs: attributes, submodules and hooks, of the module and of what it calls.
+        self._looked_at = [frame.module, *(node.frame.module for node in frame.calls() if node.frame is not None)]
+        self._look = ModuleState(frame.module, is_look=True)
+        self._is_as_captured = True
         self._compared: dict[Hashable, Comparison] = {}
         self._has_warned = False
 
@@ -99,15 +102,26 @@ class EditedCalls:
         refused = next(filter(self._is_left_out, differences), None)
         if refused is not None:
             raise self._error(str(refused))
-        look = _look_of(frame)
-        if differences or self._goes_by_values or look != self._look:
-            self._judge(self._comparison((CallSignature.of(values), look), args, kwargs))
+        self._look_again()
+        if differences or self._goes_by_values or not self._is_as_captured:
+            self._judge(self._comparison(CallSignature.of(values), args, kwargs))
+
+    def _look_again(self) -> None:
+        """Forgets what was compared if the modules have changed, by more than writes and new hooks."""
+        changes = [
+            change for module in self._looked_at for change in self._look.changes_in(module, counts_writes=False)
+        ]
+        if changes:
+            self._look = ModuleState(self._frame.module, is_look=True)
+        if any(change.kind is not ChangeKind.HOOK or change.before is not ABSENT for change in changes):
+            self._is_as_captured = False
+            self._compared.clear()
 
     def _is_left_out(self, difference: Difference) -> bool:
         """Whether the graph has what differs in it as it was, however the call compares on these numbers."""
         if difference.aspect is Aspect.SPLIT:
             return True
-        if difference.aspect is not Aspect.VALUE or (difference.was, difference.now) == (ABSENT, ScalarSpec(None)):
+        if difference.aspect is not Aspect.VALUE or {difference.was, difference.now} <= {ABSENT, ScalarSpec(None)}:
             return False
         is_used = difference.name.partition("|")[0] not in self._unused
         return not (is_used and _is_size(difference.was) and _is_size(difference.now))
@@ -170,20 +184,6 @@ def _is_size(spec: Any) -> bool:
 
 def _returns_numbers(call: Node) -> bool:
     return any(isinstance(leaf, ScalarSpec) for _, leaf in leaves(call.spec))
-
-
-def _look_of(frame: Frame) -> Hashable:
-    """Returns what the code of the module may look at beside its inputs: plain attributes, its modules, their hooks."""
-    module = frame.module
-    plain = tuple((n, v) for n, v in module.__dict__.items() if type(v) in (bool, int, float, str) and n != "training")
-    called = [node.frame for node in frame.calls() if node.frame is not None]
-    children = tuple((name, id(child)) for name, child in module._modules.items())
-    hooks = tuple(key for callee in called for key in callee.hooks if not _has_hook(callee.module, key))
-    return plain, children, hooks
-
-
-def _has_hook(module: Module, key: int) -> bool:
-    return key in module._forward_hooks or key in module._forward_pre_hooks
 
 
 # -- whether it can run -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ of the submodules under their own names, and hands all other attributes through.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from torch.compiler import is_compiling
@@ -102,6 +102,12 @@ class GraphModule(Mirror):
     def callees(self) -> list[GraphModule]:
         """Returns the graph modules that this one calls, in order."""
         return list(self._callees)
+
+    def walk(self) -> Iterator[GraphModule]:
+        """Yields this graph module and all below it, in order of execution."""
+        yield self
+        for callee in self._callees:
+            yield from callee.walk()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the hooks of the user's module and the frame, or the frame alone where a graph calls it.

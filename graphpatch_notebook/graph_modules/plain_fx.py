@@ -43,7 +43,7 @@ Patched = Mapping[Node, Sequence["tuple[tuple[Key, ...], Sequence[Patch[Any]]]"]
 """What is patched: for each node the places in its value, each with its patches, in order."""
 
 
-def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> tuple[fx.GraphModule, Form]:
+def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> tuple[fx.GraphModule, InputCheck]:
     """Returns the hierarchy from `root` down as plain modules, with patches woven in, and what checks its inputs.
 
     Args:
@@ -54,20 +54,16 @@ def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> t
     Raises:
         GraphError: There is no graph of some frame; the message names them all.
     """
-    opaque = [graph for graph in _walk(root) if graph.frame.opaque_reason is not None]
+    opaque = [graph for graph in root.walk() if graph.frame.opaque_reason is not None]
     if opaque:
         listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
         raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
     woven: set[Node] = set()
-    form = Form(root.frame, any_size=any_size)
-    result = _Writer(root, patched, woven, form).module()
+    check = InputCheck(root.frame, any_size=any_size)
+    result = _Writer(root, patched, woven, check).module()
     if missing := [node.name for node in patched if node not in woven]:
         raise GraphError(f"these patched nodes do not stand in the graphs: {', '.join(map(repr, missing))}")
-    return result, form
-
-
-def _walk(graph: GraphModule) -> list[GraphModule]:
-    return [graph, *(below for callee in graph.callees() for below in _walk(callee))]
+    return result, check
 
 
 class PatchedValue(Module):
@@ -128,13 +124,13 @@ class PatchedValue(Module):
 class _Writer:
     """Writes the module of one frame, and those of the frames below it. That of the root checks its inputs first."""
 
-    def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node], form: Form) -> None:
+    def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node], check: InputCheck) -> None:
         assert isinstance(graph_module, CompiledGraphModule)
         self._source = graph_module
         self._frame: Frame = graph_module.frame
         self._patched = patched
         self._woven = woven
-        self._form = form
+        self._input_check = check
         self._held: dict[str, Any] = {}
         self._not_saved: list[str] = []
         self._graph = fx.Graph()
@@ -172,7 +168,7 @@ class _Writer:
             result.get_submodule(holder)._non_persistent_buffers_set.add(name)
         result.training = self._frame.training
         if self._frame.parent is not None:
-            self._form.add_module_below(self._source.path, result)
+            self._input_check.add_module_below(self._source.path, result)
         return result
 
     # -- what the graph refers to --------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ class _Writer:
             path = str(old.target if record is None else record.target)
             if record is not None and record.call_index > 0:
                 path = f"{path}_call_{record.call_index}"
-            below = old if callee is None else _Writer(callee, self._patched, self._woven, self._form).module()
+            below = old if callee is None else _Writer(callee, self._patched, self._woven, self._input_check).module()
             new.target = self._put(path, below)
         elif new.op == "get_attr":
             value = self._value_of(old)
@@ -251,7 +247,7 @@ class _Writer:
 
     def _check(self, placeholders: list[fx.Node]) -> None:
         with self._graph.inserting_after(placeholders[-1]) if placeholders else self._graph.inserting_before():
-            self._held["check_inputs"] = self._form
+            self._held["check_inputs"] = self._input_check
             self._graph.create_node("call_module", "check_inputs", tuple(placeholders), name="check_inputs")
 
 
@@ -310,7 +306,7 @@ def _safe_name(name: str) -> str:
 
 def listed_doubts(root: GraphModule) -> str:
     """Returns what speaks against the graphs on other inputs, frame by frame; empty where nothing does."""
-    found = ((graph.path or "<root>", str(doubt)) for graph in _walk(root) for doubt in graph.frame.doubts)
+    found = ((graph.path or "<root>", str(doubt)) for graph in root.walk() for doubt in graph.frame.doubts)
     return "; ".join(f"{path!r} {doubt}" for path, doubt in found)
 
 
@@ -319,7 +315,7 @@ def listed_doubts(root: GraphModule) -> str:
 _IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.LAYOUT})
 
 
-class Form(Module):
+class InputCheck(Module):
     """Raises where a call does not look like the recorded one; else does nothing. Compilers can look into it.
 
     The modules must also be in the modes of the recorded run.
@@ -339,7 +335,7 @@ class Form(Module):
         self._is_noting_layouts = False
 
     def add_module_below(self, path: str, module: Module) -> None:
-        """Lets the form hold only while `module` stays in the mode that it is in."""
+        """Lets calls through only while `module` stays in the mode that it is in."""
         self.modules_below.insert(0, (path, module, module.training))  # callers come after what they call
 
     @contextmanager

@@ -15,7 +15,7 @@ from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
 from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared, run_and_compare
 from graphpatch_notebook.checks.model_state import ModuleState, copied
-from graphpatch_notebook.checks.outer_values import outer_values
+from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.doubts import Doubt, Reason, listed
 from graphpatch_notebook.graph_modules.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graph_modules.live_runs import (
@@ -149,7 +149,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         Exception: Whatever the model raises on these inputs.
     """
     if root.has_own_graph:
-        return VerificationReport(tuple(_report(g, {}) for g in _walk(root)))
+        return VerificationReport(tuple(_report(g, {}) for g in root.walk()))
     verifier = _Verifier(root)
     state = ModuleState(root.frame.module)
     first, second = copied((args, kwargs)), copied((args, kwargs))
@@ -166,7 +166,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 run_in_hook(root.frame.module, lambda *call: verifier.compare_as_a_whole(root, *call), *second)
             else:
                 verifier.compare_as_a_whole(root, *second)
-    return VerificationReport(tuple(_report(g, found) for g in _walk(root)))
+    return VerificationReport(tuple(_report(g, found) for g in root.walk()))
 
 
 class _Verifier:
@@ -255,16 +255,10 @@ def _unknown_values(frame: Frame) -> Iterator[Doubt]:
     constants = [node for node in frame.nodes if node.kind == "constant"]
     if not constants:
         return
-    held = {id(value) for _, value in outer_values(frame.module, original_forward(frame.module))}
+    held = set(map(id, outer_objects(frame.module, original_forward(frame.module)).values()))
     for value in frame.module.__dict__.values():
         held.update(id(item) for _, item in children(value) or ())
     yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)
-
-
-def _walk(graph_module: GraphModule) -> Iterator[GraphModule]:
-    yield graph_module
-    for callee in graph_module.callees():
-        yield from _walk(callee)
 
 
 def _report(graph_module: GraphModule, found: dict[GraphModule, Comparison]) -> FrameReport:

@@ -91,7 +91,7 @@ def described_class(cls: type) -> list[str]:
 
 
 def class_text(cls: type) -> str:
-    """Returns the full name of any class, for people and for comparing."""
+    """Returns the full name of any class."""
     return _names_of_known().get(cls) or f"{cls.__module__}:{cls.__qualname__}"
 
 

@@ -33,11 +33,6 @@ _EMPTY = inspect.Parameter.empty
 _REPAIR = "make the PatchableGraph with such inputs and save it again"
 
 
-def input_specs(frame: Frame) -> list[tuple[str, ValueSpec]]:
-    """Returns the inputs of a frame by parameter, with what they were."""
-    return [(str(node.target), node.spec) for node in frame.inputs()]
-
-
 def given_values(parameters: Sequence[InputParameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns what a call gives to each parameter, by name; `None` where it does not fit them."""
     signature = inspect.Signature([inspect.Parameter(p.name, p.kind, default=p.default) for p in parameters])
@@ -77,7 +72,7 @@ class Form:
     @classmethod
     def of_example(cls, frame: Frame) -> Form:
         """Returns the form that only calls just like the example have."""
-        specs = input_specs(frame)
+        specs = [(str(node.target), node.spec) for node in frame.inputs()]
         leaves = [spec for name, spec in specs for _, spec in tensor_leaves(name, spec)]
         return cls(list(frame.parameters), specs, [list(spec.shape) for spec in leaves], same=list(range(len(leaves))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -199,3 +200,31 @@ def test_a_fingerprint_keeps_no_tensor_alive() -> None:
     model.last = None
     model.last = torch.zeros(2)  # often with the id of the one before
     assert before != Fingerprint(model)
+
+
+def test_what_the_program_shares_is_left_alone() -> None:
+    model = Held()
+    model.logger = logging.getLogger("graphpatch_notebook.test_model_state")
+    state, handler = ModuleState(model), logging.NullHandler()
+    model.logger.addHandler(handler)
+    state.restore()
+    assert model.logger.handlers == [handler]
+    model.logger.removeHandler(handler)
+
+
+def test_shards_are_left_to_the_one_who_keeps_account_of_them() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, whole = nn.Linear(2, 2), nn.Parameter(torch.ones(2, 2))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
+        state = ModuleState(model)
+        model.weight = whole  # as FSDP does where it does not shard again after a run
+        assert str(state.change()) == "Linear changes its 'weight' while it runs"
+        state.restore()
+        assert model.weight is whole
+    finally:
+        torch.distributed.destroy_process_group()

@@ -242,6 +242,12 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, Any]:
             with torch.no_grad():
                 other.blocks[0].up.weight[3] = 0
             found[has_grad]["weight patched"] = torch.allclose(changed, other(X), atol=1e-5)
+            # What asks which dimension is which, and so must not run a copy of the model.
+            scores = [
+                attribute(each, torch.sum, X, X + 1, positions=[1], position_dim=1, paths=["blocks_0.output"])
+                for each in (pg, plain)
+            ]
+            found[has_grad]["scores"] = torch.allclose(*(torch.from_numpy(each.values) for each in scores), atol=1e-4)
             found[has_grad]["custom"] = torch.equal(
                 patched(pg, {"blocks_0.output": CustomPatch(lambda value: value)}), whole(model()(X))
             )

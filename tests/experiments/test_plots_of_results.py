@@ -72,7 +72,7 @@ def test_a_causal_trace(runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: P
     assert (low + high) / 2 == pytest.approx(result.attrs["corrupted"])
     assert label(ax) == f"{METRIC.name} (no colour: corrupted {result.attrs['corrupted']:.4g})"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == [f"␣{token}" for token in runs[1][0].tolist()]
-    assert np.array_equal(ax.collections[0].get_array(), result.values.ravel())
+    assert np.array_equal(ax.collections[0].get_array(), result.values)
     assert show_heatmap(result, tokens=tokens).heatmap["center"] == f"corrupted {result.attrs['corrupted']:.4g}"
 
 
@@ -100,9 +100,7 @@ def test_one_of_several_metrics(
     for name, metric in metrics.items():
         alone = causal_trace(*runs, PATHS, None, metric, progress=False)
         ax = plot_heatmap(every.sel(metric=name), relative_to="corrupted")
-        assert np.allclose(
-            ax.collections[0].get_array(), (alone.values - alone.attrs["corrupted"]).ravel(), rtol=0, atol=1e-5
-        )
+        assert np.allclose(ax.collections[0].get_array(), alone.values - alone.attrs["corrupted"], rtol=0, atol=1e-5)
         assert label(ax).startswith(f"{name} − corrupted")
         heatmap = show_heatmap(every.sel(metric=name))
         assert heatmap.heatmap["center"] == f"corrupted {alone.attrs['corrupted']:.4g}"

@@ -7,42 +7,27 @@ import random
 import pytest
 
 from graphpatch_notebook.experiments.path_labels import are_paths, path_labels
-from graphpatch_notebook.experiments.short_texts import shortened
 from graphpatch_notebook.experiments.tick_texts import any_glyph, tick_texts
 
 
-def short(texts: list[str], longest: int = 20, *, keeps_start: bool = False) -> list[str]:
-    found = shortened([tuple(text) for text in texts], longest, keeps_start=keeps_start)
-    return [found[tuple(text)] for text in texts]
+def short(texts: list[str]) -> list[str]:
+    return tick_texts(texts, any_glyph, is_token=False)
 
 
 def test_short_texts_stay_as_they_are() -> None:
-    assert short(["h_0", "h_0", "x" * 20]) == ["h_0", "h_0", "x" * 20]
+    assert short(["h_0", "h_0", "x" * 32]) == ["h_0", "h_0", "x" * 32]
 
 
-def test_texts_that_differ_at_their_end_keep_it() -> None:
+def test_long_texts_keep_their_end_and_a_bit_of_their_beginning() -> None:
     texts = [f"transformer.h_5.mlp.dropout.{end}" for end in ("dropout", "output")]
-    assert short(texts) == ["tran…dropout.dropout", "tran….dropout.output"]
+    assert short(texts) == ["transfo….h_5.mlp.dropout.dropout", "transfo…r.h_5.mlp.dropout.output"]
 
 
-def test_texts_that_differ_at_their_beginning_keep_it() -> None:
-    texts = [f"{start}_projection_in_layer_5.with.the.same.end" for start in ("query", "query_and_key")]
-    assert short(texts) == ["query_pro…e.same.end", "query_and…e.same.end"]
-
-
-def test_texts_that_differ_in_their_middle_show_it() -> None:
-    texts = ["b" * 40 + middle + "e" * 40 for middle in ("one", "two")]
-    assert short(texts) == ["bbbb…oneeeeeeee…eeee", "bbbb…twoeeeeeee…eeee"]
-
-
-def test_what_differs_in_several_places_is_told_apart() -> None:
-    texts = [f"{'b' * 30}{one}{'m' * 30}{two}{'e' * 30}" for one in "12" for two in "12"]
-    found = short(texts)
-    assert found == [f"bbbb…{two}eeeeeeeee…eeee{number}" for number in ("", "(2)") for two in "12"]
-
-
-def test_a_character_written_as_several_letters_is_never_cut() -> None:
-    assert tick_texts(["\0" * 9], any_glyph, is_token=True) == ["\\x00" * 4 + "…"]
+def test_texts_that_differ_where_they_are_cut_are_numbered() -> None:
+    texts = ["b" * 40 + middle + "e" * 40 for middle in ("one", "two", "one")]
+    cut = f"{'b' * 7}…{'e' * 24}"
+    assert short(texts) == [cut, f"{cut}(2)", cut]
+    assert short([*texts, cut]) == [f"{cut}(2)", f"{cut}(3)", f"{cut}(2)", cut]
 
 
 def test_tokens_keep_their_beginning_unless_it_is_the_same() -> None:
@@ -56,10 +41,10 @@ def test_any_texts_are_short_and_told_apart(seed: int) -> None:
     dice = random.Random(seed)
     parts = ["h_0", "h_1", "attn", "a_long_name_of_a_module", "x", "…"]
     texts = [".".join(dice.choices(parts, k=dice.randint(1, 12))) for _ in range(60)]
-    found = dict(zip(texts, short(texts, 16), strict=True))
+    found = dict(zip(texts, short(texts), strict=True))
     assert len(set(found.values())) == len(found)
-    assert max(map(len, found.values())) <= 16 + len("(60)")
-    assert all(found[text] == text for text in found if len(text) <= 16)
+    assert max(map(len, found.values())) <= 32 + len("(60)")
+    assert all(found[text] == text for text in found if len(text) <= 32)
 
 
 def test_an_odd_path_is_written_in_full() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,11 +54,18 @@ def looped(model: nn.Module, edits: Callable[[int], dict[str, Edit]], count: int
     return np.stack(found)
 
 
-def swept(model: nn.Module, make_patches: Callable[[int], dict[str, Any]], batch: Any = "auto", count: int = 5) -> Any:
-    pg = PatchableGraph(model, X)
-    return pg.sweep(
-        {"cell": range(count)}, make_patches, X, metric=lambda output: output[0], batch=batch, progress=False
-    )
+def first_row(output: Tensor) -> Tensor:
+    return output[0]
+
+
+def swept(
+    model: nn.Module | PatchableGraph,
+    make_patches: Callable[[int], dict[str, Any]],
+    batch: Any = "auto",
+    count: int = 5,
+) -> Any:
+    pg = model if isinstance(model, PatchableGraph) else PatchableGraph(model, X)
+    return pg.sweep({"cell": range(count)}, make_patches, X, metric=first_row, batch=batch, progress=False)
 
 
 @pytest.mark.parametrize("batch", ["auto", None])
@@ -79,9 +87,9 @@ def test_a_value_that_is_handed_on_is_that_of_its_cell(model: nn.Module, batch: 
         return {f"{name}.output": CustomPatch(custom_op=edit) for name, edit in edits(number).items()}
 
     expected = looped(model, edits)
-    harmless = lambda number: {f"{name}.output": CustomPatch(custom_op=torch.clone) for name in "abc"}  # noqa: E731
-    swept(model, harmless, batch)
-    assert (swept(model, patches, batch).values == expected).all()
+    pg = PatchableGraph(model, X)
+    swept(pg, lambda number: {f"{name}.output": CustomPatch(custom_op=lambda v: v + number) for name in "abc"}, batch)
+    assert (swept(pg, patches, batch).values == expected).all()
 
 
 def written(value: Tensor, index: Any, number: Any) -> Tensor:
@@ -230,7 +238,13 @@ def test_a_cell_that_is_made_late_and_cannot_be_made_is_one_that_failed(model: n
     ]  # fmt: skip
 
 
-class Drawing(Layers):
+class Waiting(Layers):
+    def forward(self, x: Tensor) -> Any:
+        time.sleep(0.02)  # in which other threads draw
+        return super().forward(x)
+
+
+class Drawing(Waiting):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) * (1 + random.random() + random.choice([0, 1]))
 
@@ -252,7 +266,7 @@ def another_thread_that_draws() -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize("kind", [Layers, Drawing])
+@pytest.mark.parametrize("kind", [Waiting, Drawing])
 def test_another_thread_that_draws_random_numbers_does_not_matter(kind: type[nn.Module]) -> None:
     model = seeded(kind)
     with another_thread_that_draws():

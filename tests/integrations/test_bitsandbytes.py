@@ -26,6 +26,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.patches import Patch
 from tests.integrations.quantized import KINDS, FloatTensors, Quantized, dequantized, quantized
 
@@ -436,3 +437,11 @@ def test_hooks_of_accelerate_lie_around_the_patched_weight(kind: str) -> None:
     with pg.patch({"linear.weight": [ZeroPatch(slice=0), probe]}, strict=True):
         assert torch.equal(pg(X), plain(model, probe.activation))
     assert torch.equal(pg(X), quantized(kind)(X))
+
+
+@each_kind
+def test_which_dimension_is_which(kind: str) -> None:
+    pg = PatchableGraph(quantized(kind), X)
+    known = dimensions_of(pg.nodes.root)
+    assert (known.reason, known.groups) == (None, [[(0, 0)], [(0, 1)]])
+    assert [known.follows_inputs(dim) for dim in known.profiles(pg.nodes.root.output_node.spec)] == [True, True, False]
