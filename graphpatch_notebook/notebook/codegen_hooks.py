@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch, ChosenPatches
-from graphpatch_notebook.notebook.hook_functions import Script, function_lines, takes_kwargs
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.hook_functions import HookFunction, Script, takes_kwargs
 from graphpatch_notebook.notebook.hook_places import HookPlan, hook_plans
 from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.source_binding import bound_for_hooks
-from graphpatch_notebook.notebook.source_code import SourceCode
-from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, indented, lines, text_literal
-from graphpatch_notebook.notebook.source_names import Names, Needs, as_name, in_order, last_words, user_names
-from graphpatch_notebook.notebook.source_parts import (
+from graphpatch_notebook.notebook.source_code import WIDTH, SourceCode, block, bracketed, text_literal
+from graphpatch_notebook.notebook.source_names import (
+    Names,
+    Needs,
+    as_name,
     as_source,
-    as_value,
+    in_order,
+    last_words,
+    needs,
+    user_names,
+)
+from graphpatch_notebook.notebook.source_parts import (
     call_arguments,
-    enabled_of,
     is_name,
     left_out,
+    looked_up,
     name_of_model,
-    needed_by,
     result_lines,
     unknown_inputs,
 )
@@ -29,123 +33,101 @@ from graphpatch_notebook.notebook.source_parts import (
 _VERBS = {"zero": "zero", "add": "add_to", "replace": "replace", "probe": "keep", "record": "keep", "custom": "change"}
 
 
-def hooks_source(chosen: ChosenPatches, origin: Origin, root: Frame) -> SourceCode:
-    """Returns a script that does what the enabled patches do by forward hooks on the model.
+class HooksExport:
+    """One export in the hooks form.
 
-    Run where there are the names that its first line lists, it gives the numbers of
+    Run where there are the names that its first line lists, the script gives the numbers of
     `with pg.patch(session.resolve(...).patch_map)`, bit for bit, or raises: a module that is not called as often as in
     the example is an error.
 
     Args:
-        chosen: The patches.
+        patches: The patches.
         origin: How the user made the graph.
         root: The root frame of its capture.
 
     Raises:
-        ExportError: No patch is enabled, or hooks cannot do what some of them do: the message names these, and what to
-            patch instead.
+        ExportError: Hooks cannot do what some of them do: the message names these, and what to patch instead.
     """
-    return _HooksExport(enabled_of(chosen), origin, root).source(len(chosen.patches))
-
-
-class _HooksExport:
-    """One export in the hooks form."""
 
     def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame) -> None:
         self.patches = patches
         self.origin = origin
         probes = {str(patch.name) for patch in patches}
         self.arguments = call_arguments(origin, root, probes)
-        self.plans = hook_plans(patches, root, self.arguments, knows_call=origin.arguments is not None)
         self.names = Names({*user_names(patches, origin), *in_order(self.arguments.expression)})
         made = origin.model is not None and not is_name(origin.model)
         self.model = self.names.free("model") if made else name_of_model(patches, origin, self.names)
-        self.script = Script(self.names, self.names.free("calls"), self.names.free("kept"))
+        self.plans = hook_plans(patches, root, self.model, self.arguments, knows_call=origin.arguments is not None)
+        calls, kept = self.names.free("calls"), self.names.free("kept")
         self.counter = self.names.free("Counter")
-        self.bound = bound_for_hooks(patches, self.arguments, self.names)
-        self.script.slices = {p.number: p.slice for p in patches if p.slice is not None} | self.bound.slices
-        self.script.values = {p.number: as_value(p) for p in patches if p.value is not None} | self.bound.values
+        self.lookups = looked_up(patches, self.arguments, self.names, in_hooks=True)
+        self.script = Script(self.names, calls, kept, self.lookups)
         self.functions = {self.names.free(_function_name(plan)): plan for plan in self.plans}
 
     def needed(self) -> Needs:
         """Returns what the script needs."""
         first = [self.model] if self.origin.model is None or is_name(self.origin.model) else []
         made = [] if first else [str(self.origin.model)]
-        return needed_by(self.patches, first, [*made, self.arguments.expression])
+        return needs(self.patches, first, [*made, self.arguments.expression])
 
-    def source(self, count: int) -> SourceCode:
-        """Returns all of the script; `count` patches were chosen, enabled or not."""
-        functions = [function_lines(plan, name, self.script) for name, plan in self.functions.items()]
-        head = [*self.needed().comment(), *left_out(count - len(self.patches)), *self._imports()]
-        sections = [[*head, "", *self._preparations()], *functions]
-        text = "\n\n\n".join("\n".join(section) for section in [*sections, self._run()])
-        return SourceCode(text + "\n")
+    def source(self, off: int) -> SourceCode:
+        """Returns all of the script; `off` patches are not in it."""
+        functions = [HookFunction(plan, name, self.script).source() for name, plan in self.functions.items()]
+        head = [*self.needed().comment(), *left_out(off), *self._imports()]
+        sections = ["\n".join([*head, "", *self._preparations()]), *functions, "\n".join(self._run())]
+        return SourceCode("\n\n\n".join(sections) + "\n")
 
     def _imports(self) -> list[str]:
         alias = "" if self.counter == "Counter" else f" as {self.counter}"
-        torch = ["", "import torch"] if "torch" in self.needed().imports else []
-        return [f"from collections import Counter{alias}", *torch]
+        return [f"from collections import Counter{alias}", *["", "import torch"] * self.needed().imports_torch]
 
     def _preparations(self) -> list[str]:
         found: list[str] = []
         if self.origin.model is not None and not is_name(self.origin.model):
             found.append(f"{self.model} = {as_source(self.origin.model, 'the model')}")
-        found += self.bound.lines
-        found.append(f"{self.script.calls} = {self.counter}()")
+        found += [*self.lookups.lines, f"{self.script.calls} = {self.counter}()"]
         if any(patch.kind in OBSERVING for patch in self.patches):
-            records = tuple(f"{text_literal(str(p.name))}: []" for p in self.patches if p.kind == "record")
-            found += lines(Group(f"{self.script.kept} = {{", records, "}"))
+            records = [f"{text_literal(str(p.name))}: []" for p in self.patches if p.kind == "record"]
+            found.append(bracketed(f"{self.script.kept} = {{", records, "}"))
         return found
 
     def _run(self) -> list[str]:
         hooks, hook = self.names.free("hooks"), self.names.free("hook")
         result = self.names.free("output", "result")
-        body = [line for name, plan in self.functions.items() for line in self._registration(hooks, name, plan)]
-        call = lines(Group(f"{result} = {self.model}(", self.arguments.sources, ")"), width=WIDTH - 4)
-        body += [*unknown_inputs(self.origin), *call]
+        call = bracketed(f"{result} = {self.model}(", self.arguments.sources, ")", WIDTH - 4)
+        body = [self._registration(hooks, name, plan) for name, plan in self.functions.items()]
         kept = {
             patch.number: f"{self.script.kept}[{text_literal(str(patch.name))}]"
             for patch in self.patches
             if patch.kind in OBSERVING
         }
-        results = result_lines(self.patches, kept, self.bound.slices)
+        results = result_lines(self.patches, kept, self.lookups.slices)
         return [
             f"{hooks} = []",
-            "try:",
-            *indented(body),
-            "finally:",
-            f"    for {hook} in {hooks}:",
-            f"        {hook}.remove()",
+            block("try:", [*body, *unknown_inputs(self.origin), call]),
+            block("finally:", [block(f"for {hook} in {hooks}:", [f"{hook}.remove()"])]),
             "",
             *self._check(),
             *([""] if results else []),
             *results,
         ]
 
-    def _registration(self, hooks: str, name: str, plan: HookPlan) -> list[str]:
-        module = plan.module.format(model=self.model)
-        if plan.side == "output":
-            handle = Group(f"{module}.register_forward_hook(", (name,), ")")
-        else:
-            options = ("with_kwargs=True",) if takes_kwargs(plan) else ()
-            handle = Group(f"{module}.register_forward_pre_hook(", (name, *options), ")")
-        flat = f"{hooks}.append({handle})"
-        if columns(flat) <= WIDTH - 4:
-            return [flat]
-        return [f"{hooks}.append(", *indented(lines(handle, width=WIDTH - 8)), ")"]
+    def _registration(self, hooks: str, name: str, plan: HookPlan) -> str:
+        side = "" if plan.side == "output" else "pre_"
+        options = ", with_kwargs=True" if takes_kwargs(plan) else ""
+        handle = f"{plan.module}.register_forward_{side}hook({name}{options})"
+        return bracketed(f"{hooks}.append(", [handle], ")", WIDTH - 4)
 
     def _check(self) -> list[str]:
         """Returns the statements that raise if a module was not called as often as in the example."""
         expected = self.names.free("expected")
-        counts = tuple(f"{text_literal(name)}: {plan.count}" for name, plan in self.functions.items())
+        counts = [f"{text_literal(name)}: {plan.count}" for name, plan in self.functions.items()]
         message = f'f"the hooks ran {{dict({self.script.calls})}} times, not {{{expected}}}"'
         is_counted = any(plan.count > 1 for plan in self.plans)
-        why = ["# Calls are told by their number, so there must be as many as in the example."]
         return [
-            *(why if is_counted else []),
-            *lines(Group(f"{expected} = {{", counts, "}")),
-            f"if {self.script.calls} != {expected}:",
-            *indented(lines(Group("raise RuntimeError(", (message,), ")"), width=WIDTH - 4)),
+            *["# Calls are told by their number, so there must be as many as in the example."] * is_counted,
+            bracketed(f"{expected} = {{", counts, "}"),
+            block(f"if {self.script.calls} != {expected}:", [f"raise RuntimeError({message})"]),
         ]
 
 

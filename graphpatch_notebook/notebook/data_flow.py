@@ -33,7 +33,7 @@ def sources(place: Place) -> list[Ref]:
     if place.graph is None and node.kind == "input":
         return _given(place.frame, node, keys)
     if place.graph is None and node.kind == "output":
-        return _unique(refs_in(_at(place.frame.output, keys)))
+        return _unique(refs_in(at_keys(place.frame.output, keys)))
     if node.element is not None:
         return [Ref(node.element[0], (node.element[1],))]
     return _unique(refs_in((node.args, node.kwargs)))
@@ -82,7 +82,7 @@ def _uses(other: Node, frame: Frame, node: Node, keys: tuple[Key, ...]) -> Itera
 def _inputs_given(call: Node, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
     """Returns the inputs of the called frame that get the value."""
     assert call.frame is not None
-    bound = _bound(call.frame)
+    bound = bound_arguments(call.frame)
     return [
         Ref(given)
         for given in call.frame.inputs()
@@ -97,13 +97,13 @@ def _is_in(ref: Ref, node: Node, keys: tuple[Key, ...]) -> bool:
 
 
 def _given(frame: Frame, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
-    bound = _bound(frame)
+    bound = bound_arguments(frame)
     if str(node.target) in bound:
-        return _unique(refs_in(_at(bound[str(node.target)], keys)))
+        return _unique(refs_in(at_keys(bound[str(node.target)], keys)))
     return []
 
 
-def _bound(frame: Frame) -> Mapping[str, Any]:
+def bound_arguments(frame: Frame) -> Mapping[str, Any]:
     """Returns what the caller gave for each parameter of `forward`; nothing, where that cannot be told."""
     if frame.call is None:
         return {}
@@ -114,7 +114,7 @@ def _bound(frame: Frame) -> Mapping[str, Any]:
         return {}
 
 
-def _at(value: Any, keys: tuple[Key, ...]) -> Any:
+def at_keys(value: Any, keys: tuple[Key, ...]) -> Any:
     """Returns what lies at `keys` in arguments as records keep them; as near to it as that can be told."""
     for position, key in enumerate(keys):
         if isinstance(value, Ref):

@@ -113,29 +113,33 @@ def undefined(name: str | None, namespace: Iterable[str]) -> str:
     return f"there is no variable {name!r}" + (f"; nearest: {', '.join(close)}" if close else "")
 
 
-def as_argument(text: str) -> str:
+def as_argument(text: str, node: ast.expr | None = None) -> str:
     """Returns the expression as it can stand as one argument of a call, unchanged where that is possible.
+
+    Args:
+        text: The expression.
+        node: What Python reads in it, where it stands in a longer text.
 
     Example:
         >>> as_argument("a + b"), as_argument("1, 2"), as_argument("1 # one")
         ('a + b', '(1, 2)', '1')
     """
+    node = _parsed(text).body if node is None else node
     for candidate in (text, f"({text})"):
-        if "\n" in text or _argument(candidate) != ast.dump(_parsed(text).body):
-            continue
-        return candidate
-    return ast.unparse(_parsed(text).body)
+        if not {"\n", "\r"} & set(text) and is_argument(candidate, node):
+            return candidate
+    return ast.unparse(node)
 
 
-def _argument(source: str) -> str | None:
-    """Returns what Python reads where `source` stands as the last argument of a call on one line."""
+def is_argument(source: str, node: ast.expr) -> bool:
+    """Whether Python reads `node` where `source` stands as an argument of a call."""
     try:
         with without_syntax_warnings():
             call = parsed(f"_(_, _={source}, __=0)")
     except (SyntaxError, ValueError):
-        return None
+        return False
     is_one = isinstance(call, ast.Call) and len(call.args) == 1 and [k.arg for k in call.keywords] == ["_", "__"]
-    return ast.dump(call.keywords[0].value) if is_one else None  # type: ignore[attr-defined]
+    return is_one and ast.dump(call.keywords[0].value) == ast.dump(node)  # type: ignore[attr-defined]
 
 
 def free_names(source: str) -> list[str]:

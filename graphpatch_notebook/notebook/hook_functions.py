@@ -10,21 +10,14 @@ def zero_h_0_mlp(module, args, output):
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.hook_places import Edit, Form, HookPlan
-from graphpatch_notebook.notebook.source_layout import (
-    Block,
-    Group,
-    Source,
-    Statement,
-    laid_out,
-    text_literal,
-    with_prefix,
-)
+from graphpatch_notebook.notebook.source_code import block, text_literal
 from graphpatch_notebook.notebook.source_names import Names, as_name
+from graphpatch_notebook.notebook.source_parts import Lookups
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, plain_dict_key
 
 
@@ -36,20 +29,13 @@ class Script:
         names: All names at the top of the script.
         calls: The variable that counts how often each function was called.
         kept: The variable that holds what probes and records keep.
-        values: The source of the value of each patch, by its number.
-        slices: What stands between the brackets behind its value, for each patch that has a slice.
+        lookups: The sources of values and slices.
     """
 
     names: Names
     calls: str
     kept: str
-    values: dict[int, str] = field(default_factory=dict)
-    slices: dict[int, str] = field(default_factory=dict)
-
-
-def function_lines(plan: HookPlan, name: str, script: Script) -> list[str]:
-    """Returns a hook function as lines."""
-    return laid_out([_Function(plan, name, script).statement()])
+    lookups: Lookups
 
 
 def takes_kwargs(plan: HookPlan) -> bool:
@@ -57,7 +43,15 @@ def takes_kwargs(plan: HookPlan) -> bool:
     return any(edit.form is not None and edit.form.name is not None for edit in plan.edits)
 
 
-class _Function:
+class HookFunction:
+    """A hook of the script.
+
+    Args:
+        plan: What it does.
+        name: Its name.
+        script: The names that all share.
+    """
+
     def __init__(self, plan: HookPlan, name: str, script: Script) -> None:
         self.plan = plan
         self.name = name
@@ -68,38 +62,35 @@ class _Function:
         self.output = self.names.free("output") if plan.side == "output" else ""
         self.has_changed = False
 
-    def statement(self) -> Block:
+    def source(self) -> str:
         """Returns the definition of the function."""
         own = f"{self.script.calls}[{text_literal(self.name)}]"
-        body: list[Statement] = [f"{own} += 1"]
+        body = [f"{own} += 1"]
         for index, edits in sorted(self.plan.calls.items()):
-            block = tuple(statement for edit in edits for statement in self._edit(edit))
-            body += block if self.plan.count == 1 else [Block(f"if {own} == {index + 1}:", block)]
-        return Block(f"def {self.name}({', '.join(self._parameters())}):", tuple(self._with_return(body)))
+            statements = [statement for edit in edits for statement in self._edit(edit)]
+            body += statements if self.plan.count == 1 else [block(f"if {own} == {index + 1}:", statements)]
+        return block(f"def {self.name}({', '.join(self._parameters())}):", self._with_return(body))
 
     def _parameters(self) -> list[str]:
         if self.plan.side == "output":
             return [self.module, self.args, self.output]
         return [self.module, self.args, *([self.kwargs] if takes_kwargs(self.plan) else [])]
 
-    def _with_return(self, body: list[Statement]) -> list[Statement]:
+    def _with_return(self, body: list[str]) -> list[str]:
         if not self.has_changed:
             return body
         if self.plan.side == "inputs" and takes_kwargs(self.plan):
             return [*body, f"return {self.args}, {self.kwargs}"]
         result = self.output or self.args
-        last, start = body[-1], f"{result} = "
-        if isinstance(last, str) and last.startswith(start):
-            return [*body[:-1], f"return {last.removeprefix(start)}"]
-        if isinstance(last, Group) and last.opening.startswith(start):
-            return [*body[:-1], Group(f"return {last.opening.removeprefix(start)}", last.items, last.closing)]
+        if body[-1].startswith(start := f"{result} = "):
+            return [*body[:-1], f"return {body[-1].removeprefix(start)}"]
         return [*body, f"return {result}"]
 
     # -- one value ---------------------------------------------------------------------------------------------------
 
-    def _edit(self, edit: Edit) -> list[Statement]:
+    def _edit(self, edit: Edit) -> list[str]:
         """Returns the statements that read a value, do what the patches say, and put it back."""
-        found: list[Statement] = []
+        found: list[str] = []
         whole = self.output
         if edit.form is not None:
             whole, before = self._read(edit)
@@ -117,13 +108,13 @@ class _Function:
         self.has_changed = True
         rebuilt = self._rebuilt(whole, edit.containers, value.source)
         if edit.form is not None:
-            return [*found, *self._write(edit.form, rebuilt)]
+            return [*found, self._write(edit.form, rebuilt)]
         if rebuilt != self.output:
-            found.append(with_prefix(f"{self.output} = ", rebuilt))
+            found.append(f"{self.output} = {rebuilt}")
         elif any(patch.kind == "custom" and patch.slice is None for patch in edit.patches):
             # For torch, a hook that returns None says that nothing is changed.
             message = text_literal(f"{edit.target.path}: the function returned None")
-            found.append(Block(f"if {self.output} is None:", (Group("raise TypeError(", (message,), ")"),)))
+            found.append(block(f"if {self.output} is None:", [f"raise TypeError({message})"]))
         return found
 
     def _variable(self, edit: Edit, whole: str) -> str:
@@ -146,31 +137,27 @@ class _Function:
         by_position = f"{self.args}[{form.position}] if len({self.args}) > {form.position}"
         return variable, [f"{variable} = {by_position} else {by_name}"]
 
-    def _write(self, form: Form, source: Source) -> list[Statement]:
-        """Returns the statements that give an input another value."""
-        found: list[Statement] = []
+    def _write(self, form: Form, source: str) -> str:
+        """Returns the statement that gives an input another value."""
+        before = f"*{self.args}[:{form.position}], " if form.position else ""
+        by_position = by_name = ""
         if form.position is not None:
-            before = [f"*{self.args}[:{form.position}]"] if form.position else []
-            items = (*before, source, f"*{self.args}[{form.position + 1}:]")
-            found.append(Group(f"{self.args} = (", items, ")"))
+            by_position = f"{self.args} = ({before}{source}, *{self.args}[{form.position + 1}:])"
         if form.name is not None:
-            item = with_prefix(f"{text_literal(form.name)}: ", source)
-            found.append(Group(f"{self.kwargs} = {{", (f"**{self.kwargs}", item), "}"))
-        if len(found) == 1:
-            return found
-        by_position, by_name = found
-        return [Block(f"if len({self.args}) > {form.position}:", (by_position,)), Block("else:", (by_name,))]
+            by_name = f"{self.kwargs} = {{**{self.kwargs}, {text_literal(form.name)}: {source}}}"
+        if not by_position or not by_name:
+            return by_position or by_name
+        return block(f"if len({self.args}) > {form.position}:", [by_position]) + "\n" + block("else:", [by_name])
 
-    def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> Source:
+    def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> str:
         """Returns the source of `whole` with `new` at the end of `path`, where the tuples on the way are other ones."""
         if not path:
             return new
         (key, spec), *rest = path
         before = [f"*{whole}[:{key}]"] if key else []
         after = [] if key == len(spec.children) - 1 else [f"*{whole}[{key + 1}:]"]
-        inner = self._rebuilt(_child(whole, key, spec), rest, new)
-        items = (*before, inner, *after)
-        return Group("(", items, ")") if len(items) > 1 else Group("(", items, ",)")
+        items = [*before, self._rebuilt(_child(whole, key, spec), rest, new), *after]
+        return f"({', '.join(items)})" if len(items) > 1 else f"({items[0]},)"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -201,9 +188,9 @@ class _Value:
         if patch.kind in OBSERVING:
             self._keep(patch)
         elif patch.kind == "custom":
-            self._custom(patch, self._script.values[patch.number])
+            self._custom(patch, self._script.lookups.values[patch.number])
         else:
-            self._write(patch, self._script.values.get(patch.number, "0"))
+            self._write(patch, self._script.lookups.values.get(patch.number, "0"))
 
     def _keep(self, patch: ChosenPatch) -> None:
         place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
@@ -227,7 +214,7 @@ class _Value:
 
     def _write(self, patch: ChosenPatch, value: str) -> None:
         self._own()
-        part = f"{self.variable}[{self._script.slices.get(patch.number, '...')}]"
+        part = f"{self.variable}[{self._script.lookups.slices.get(patch.number, '...')}]"
         if patch.kind == "add":
             self.lines.append(f"{part if patch.slice else self.variable} += {value}")
         else:
@@ -237,7 +224,7 @@ class _Value:
         called = f"({function})" if function.startswith("lambda") else function
         if patch.slice is not None:
             self._own()
-            part = f"{self.variable}[{self._script.slices[patch.number]}]"
+            part = f"{self.variable}[{self._script.lookups.slices[patch.number]}]"
             self.lines.append(f"{part} = {called}({part}.clone())")
             return
         given = self.source if self._is_own else f"{self.source}.clone()"

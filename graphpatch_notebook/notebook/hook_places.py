@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure
+from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
-from graphpatch_notebook.notebook.source_layout import text_literal
+from graphpatch_notebook.notebook.data_flow import at_keys, bound_arguments
+from graphpatch_notebook.notebook.source_code import text_literal
 from graphpatch_notebook.notebook.source_names import Arguments
 from graphpatch_notebook.notebook.source_parts import by_path
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.torch_compat import is_compiled
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, leaves, plain_dict_key
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, leaves, plain_dict_key
 
 Side: TypeAlias = Literal["inputs", "output"]
 
@@ -78,7 +80,7 @@ class HookPlan:
     """What one hook does.
 
     Attributes:
-        module: The source of the module, with `{model}` for the model.
+        module: The source of the module.
         side: Which hook it is: the one before `forward`, or the one after.
         count: How often the module is called in one run of the model.
         calls: What is done in which of these calls, from zero.
@@ -96,13 +98,14 @@ class HookPlan:
 
 
 def hook_plans(
-    patches: Sequence[ChosenPatch], root: Frame, arguments: Arguments, *, knows_call: bool
+    patches: Sequence[ChosenPatch], root: Frame, model: str, arguments: Arguments, *, knows_call: bool
 ) -> list[HookPlan]:
     """Returns the hooks that do what the patches do.
 
     Args:
         patches: The patches.
         root: The root frame of the capture.
+        model: The variable that holds the model.
         arguments: The arguments of the call of the model.
         knows_call: Whether that is how it is called, rather than a suggestion.
 
@@ -110,7 +113,6 @@ def hook_plans(
         ExportError: Hooks cannot do what some of them do; the message names them all.
     """
     problems: list[str] = list(_problems_of_graph(root))
-    order = _CallOrder(root)
     plans: dict[tuple[int, Side], HookPlan] = {}
     for path, on_path in by_path(patches).items():
         try:
@@ -126,58 +128,34 @@ def hook_plans(
         if found:
             continue
         side: Side = "output" if target.node.kind == "output" else "inputs"
-        module = target.frame.module
+        calls = _calls(root, target.frame.module, side)
         plan = plans.setdefault(
-            (id(module), side), HookPlan(str(module_source(root.module, target.frame)), side, order.count(module))
+            (id(target.frame.module), side), HookPlan(str(module_source(root, target.frame, model)), side, len(calls))
         )
-        plan.calls.setdefault(order.index(target.frame, side), []).append(edit)
+        plan.calls.setdefault(calls.index(target.frame), []).append(edit)
     if problems:
         more = "the graphpatch form can do it" if len(problems) == 1 else "the graphpatch form can do them all"
         raise ExportError(f"hooks cannot do this: {'; '.join(problems)} ({more})")
     return list(plans.values())
 
 
-def module_source(root: Module, frame: Frame) -> str | None:
-    """Returns what leads from the model, as source, to the module of a frame; `None` where nothing does.
-
-    `{model}` stands for the model in it.
-    """
-    if frame.module is root:
-        return "{model}"
-    registered = [path for path, module in registered_modules(root) if module is frame.module]
+def module_source(root: Frame, frame: Frame, model: str) -> str | None:
+    """Returns what leads from the variable `model` to the module of a frame; `None` where nothing does."""
+    if frame.module is root.module:
+        return model
+    registered = [path for path, module in registered_modules(root.module) if module is frame.module]
     for path in (frame.attribute_path_from_root, *registered):
-        if _submodule(root, path) is frame.module:
-            return f"{{model}}.get_submodule({_escaped(path)})"
+        with suppress(AttributeError):
+            if root.module.get_submodule(path) is frame.module:
+                return f"{model}.get_submodule({text_literal(path)})"
     # `get_submodule` looks attributes up, and finds methods first.
-    named = next((path for path, module in root.named_modules() if module is frame.module), None)
-    return None if named is None else f"dict({{model}}.named_modules())[{_escaped(named)}]"
+    named = next((path for path, module in root.module.named_modules() if module is frame.module), None)
+    return None if named is None else f"dict({model}.named_modules())[{text_literal(named)}]"
 
 
-def _escaped(path: str) -> str:
-    return text_literal(path).replace("{", "{{").replace("}", "}}")
-
-
-def _submodule(root: Module, path: str) -> Module | None:
-    try:
-        return root.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-class _CallOrder:
-    """In which order the frames of a module begin, and end: a module may call itself."""
-
-    def __init__(self, root: Frame) -> None:
-        self._frames: dict[Side, list[Frame]] = {"inputs": list(root.walk()), "output": list(_ends(root))}
-
-    def _of(self, module: Module, side: Side) -> list[Frame]:
-        return [frame for frame in self._frames[side] if frame.module is module]
-
-    def count(self, module: Module) -> int:
-        return len(self._of(module, "inputs"))
-
-    def index(self, frame: Frame, side: Side) -> int:
-        return next(i for i, other in enumerate(self._of(frame.module, side)) if other is frame)
+def _calls(root: Frame, module: Module, side: Side) -> list[Frame]:
+    """Returns the calls of a module in the order in which they begin, or end: a module may call itself."""
+    return [frame for frame in (root.walk() if side == "inputs" else _ends(root)) if frame.module is module]
 
 
 def _ends(frame: Frame) -> Iterator[Frame]:
@@ -243,12 +221,12 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
         yield f"{title} has steps or positions, which a hook does not know: choose a part with a slice instead"
     if node.kind == "op":
         kind = f"an operation ({node.op}) inside of {type(frame.module).__name__}, which hooks do not see"
-        yield f"{title} is {kind}; nearest: {_nearest_boundary(target)!r}"
+        yield f"{title} is {kind}; nearest: {_nearest_boundary(target, root)!r}"
     elif node.kind not in ("input", "output"):
         near = _boundary_paths(frame, frame.output_node)
         instead = f"; what is made of it is in {near[0]!r}" if near else ""
         yield f"{title} is a {node.kind}, and hooks see inputs and outputs only{instead}"
-    if module_source(root.module, frame) is None:
+    if module_source(root, frame, "model") is None:
         yield f"{title}: this {type(frame.module).__name__} is no registered submodule: a hook cannot be put on it"
     elif isinstance(frame.module, torch.jit.ScriptModule):
         yield f"{title}: this is a TorchScript module, which takes no hooks"
@@ -286,46 +264,22 @@ def _fused_layer(frame: Frame | None) -> Frame | None:
     return frame
 
 
-def _nearest_boundary(target: Target) -> str:
+def _nearest_boundary(target: Target, root: Frame) -> str:
     """Returns a path at the boundary of a module where the value of an op is, or else what becomes of it."""
-    frame, node = target.frame, target.node
-    for dig in _places_of(node, frame.output):
-        return format_path((*frame.path, frame.output_node.name), map(key_text, dig))
-    for call in frame.calls():
-        if call.frame is None:
-            continue
-        for dig in _places_of(node, (call.args, call.kwargs)):
-            if (name := _input_name(call.frame, dig)) is not None:
-                return format_path((*call.frame.path, name))
-    return next(iter(_boundary_paths(frame, frame.output_node)), format_path((*frame.path, "output")))
+    frame = target.frame
+    outputs = _boundary_paths(frame, frame.output_node)
+    for path in outputs:
+        if _is_value_of(target.node, at_keys(frame.output, resolve(root, path).dig)):
+            return path
+    for called in (call.frame for call in frame.calls() if call.frame is not None):
+        for name, given in bound_arguments(called).items():
+            if _is_value_of(target.node, given):
+                return format_path((*called.path, name))
+    return next(iter(outputs), format_path((*frame.path, "output")))
 
 
-def _input_name(frame: Frame, place: tuple[Any, ...]) -> str | None:
-    """Returns the input of a frame that takes what stands at `place` in (args, kwargs) as a whole."""
-    if len(place) != 2:
-        return None
-    _, key = place
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    plain = [parameter.name for parameter in frame.parameters if parameter.kind not in variadic]
-    if isinstance(key, int):
-        return plain[key] if key < len(plain) else None
-    return key if key in plain else None
-
-
-def _places_of(node: Node, value: Any) -> Iterator[tuple[Any, ...]]:
-    """Yields the keys that lead to the whole value of `node`, in a structure over `Ref`s."""
-    if isinstance(value, Ref):
-        if value.node is node and not value.dig:
-            yield ()
-    elif isinstance(value, Structure):
-        for key, child in value.children:
-            yield from ((key, *rest) for rest in _places_of(node, child))
-    elif isinstance(value, (tuple, list)):
-        for index, child in enumerate(value):
-            yield from ((index, *rest) for rest in _places_of(node, child))
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            yield from ((key, *rest) for rest in _places_of(node, child))
+def _is_value_of(node: Node, given: Any) -> bool:
+    return isinstance(given, Ref) and given.node is node and not given.dig
 
 
 def _boundary_paths(frame: Frame, node: Node) -> list[str]:

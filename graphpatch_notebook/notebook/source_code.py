@@ -1,14 +1,17 @@
-"""Python source that knows how to show itself: plain where it is printed or piped, coloured where that can be seen."""
+"""Python source: how its statements are written, and how it shows itself (coloured where that can be seen)."""
 
 from __future__ import annotations
 
 import html
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from graphpatch_notebook.tree_texts import css_colour, is_colour_terminal
 
+WIDTH = 88
+_INDENT = "    "
 _COLOURS = {
     "Token.Comment": "#808080",
     "Token.Keyword": "#2c7fb8",
@@ -75,3 +78,46 @@ def _span(text: str, kind: str) -> str:
     escaped = html.escape(text)
     colour = next((colour for start, colour in _COLOURS.items() if kind.startswith(start)), None)
     return f'<span style="{css_colour(colour)}">{escaped}</span>' if colour and text.strip() else escaped
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Statements, as texts without a line break at their end
+
+
+def bracketed(opening: str, items: Sequence[str], closing: str, width: int = WIDTH) -> str:
+    """Returns items between brackets: on one line where that fits, else one item a line.
+
+    Example:
+        >>> print(bracketed("f(", ["one", "two"], ")", width=8))
+        f(
+            one,
+            two,
+        )
+    """
+    flat = f"{opening}{', '.join(items)}{closing}"
+    if not items or (len(flat) <= width and "\n" not in flat):
+        return flat
+    return "\n".join([opening, *(indented(f"{item},") for item in items), closing])
+
+
+def block(head: str, body: Iterable[str]) -> str:
+    """Returns a compound statement with its body."""
+    return "\n".join([head, *map(indented, body)])
+
+
+def indented(statement: str) -> str:
+    """Returns a statement one step further to the right."""
+    # Not by `textwrap`, for which a text breaks at characters where Python goes on.
+    return _INDENT + statement.replace("\n", f"\n{_INDENT}")
+
+
+def text_literal(text: str) -> str:
+    """Returns a string literal for `text`: in double quotes, unless single ones save backslashes.
+
+    Example:
+        >>> print(text_literal("it's"), text_literal('output|"a.b"'))
+        "it's" 'output|"a.b"'
+    """
+    body = "".join(letter if letter in "'\"" else repr(letter)[1:-1] for letter in text)
+    quote = "'" if text.count('"') > text.count("'") else '"'
+    return quote + body.replace(quote, "\\" + quote) + quote

@@ -6,13 +6,14 @@ import ast
 import builtins
 import keyword
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.expressions import free_names
+from graphpatch_notebook.notebook.expressions import as_argument, free_names, is_argument
 from graphpatch_notebook.notebook.origin import Origin
+from graphpatch_notebook.notebook.syntax_trees import parsed
 from graphpatch_notebook.paths import numbered, parse_path
 
 _LONGEST = 40
@@ -78,54 +79,44 @@ def in_order(expression: str) -> list[str]:
     return [name for name in dict.fromkeys(node.id for node in nodes) if name in free]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Needs:
     """What must be there where the code runs.
 
     Attributes:
         names: The names, in the order in which a reader meets them.
-        imports: The modules among them that the code imports itself.
+        imports_torch: Whether the code imports torch itself.
     """
 
-    names: list[str] = field(default_factory=list)
-    imports: list[str] = field(default_factory=list)
+    names: tuple[str, ...]
+    imports_torch: bool
 
     def comment(self) -> list[str]:
         """Returns the line that says so, if anything is needed."""
         return [f"# Needs: {', '.join(self.names)}"] if self.names else []
 
 
-def needs(first: Iterable[str], expressions: Iterable[str], slice_names: Iterable[str]) -> Needs:
-    """Returns what code needs.
-
-    Args:
-        first: Names that are needed in any case.
-        expressions: The expressions in it.
-        slice_names: The variables in its slices.
-    """
-    texts = list(expressions)
+def needs(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Sequence[str]) -> Needs:
+    """Returns what the code needs: the names in `first`, what `expressions` use, and what the patches do."""
+    slice_names = [name for patch in patches if patch.index is not None for name in patch.index.names]
+    # A variable as a function is called, also where it is a builtin.
+    values = [f"({p.value}\n)()" if p.kind == "custom" else p.value for p in patches if p.value is not None]
+    texts = [*expressions, *values]
     used = [*first, *(name for text in texts for name in in_order(text)), *slice_names]
-    meant = {name for text in texts for name in _misleading_builtins(text)} | {*first, *slice_names}
-    imports = ["torch"] if "torch" in used and "torch" not in meant and all(map(_is_module, texts)) else []
-    names = [
-        name for name in dict.fromkeys(used) if name not in imports and (name in meant or not hasattr(builtins, name))
+    trees = [ast.parse(f"(\n{text}\n)") for text in texts]
+    uses = [
+        (n, by) for tree in trees for by in ast.walk(tree) for n in ast.iter_child_nodes(by) if isinstance(n, ast.Name)
     ]
-    return Needs(names, imports)
-
-
-def _is_module(expression: str) -> bool:
-    """Whether `torch` is used in an expression as one uses a module: `torch.ones`, never `torch + 1`."""
-    tree = ast.parse(f"(\n{expression}\n)")
-    attributes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return all(id(n) in attributes for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "torch")
-
-
-def _misleading_builtins(expression: str) -> list[str]:
-    """Returns the builtin functions that an expression uses like a variable: somebody's tensor is called `input`."""
-    tree = ast.parse(f"(\n{expression}\n)")
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    plain = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and id(n) not in called]
-    return [name for name in plain if hasattr(builtins, name) and not isinstance(getattr(builtins, name), type)]
+    # Of builtin functions that are not called, somebody means a variable: a tensor called `input`.
+    not_called = {
+        n.id for n, by in uses if not isinstance(getattr(builtins, n.id, int), type) and n is not getattr(by, "func", 0)
+    }
+    meant = {*first, *slice_names, *not_called}
+    # A module is used as `torch.ones`, never as `torch + 1`.
+    is_module = all(isinstance(by, ast.Attribute) for n, by in uses if n.id == "torch")
+    imports_torch = "torch" in used and "torch" not in meant and is_module
+    names = [n for n in dict.fromkeys(used) if n in meant or not hasattr(builtins, n)]
+    return Needs(tuple(n for n in names if n != "torch" or not imports_torch), imports_torch)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -169,34 +160,37 @@ def parse_arguments(text: str, *, with_options: bool = False) -> Arguments:
         call = None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "_":
         raise ExportError(f"the example inputs {text!r} are no arguments of a call")
-    given: list[tuple[int, int, str, str | None]] = [
-        (arg.lineno, arg.col_offset, _one_line(source, arg), None) for arg in call.args
-    ]
-    has_star = any(isinstance(arg, ast.Starred) for arg in call.args)
-    for word in call.keywords:
-        if word.arg == "extraction_options" and not with_options:
-            continue
-        value = _one_line(source, word.value)
-        written = f"**{value}" if word.arg is None else f"{word.arg}={value}"
-        given.append((word.value.lineno, word.value.col_offset, written, word.arg))
-        has_star |= word.arg is None
-    given.sort(key=lambda item: item[:2])
-    names = frozenset(word for *_, word in given if word is not None)
-    return Arguments(tuple(item[2] for item in given), None if has_star else len(call.args), names)
+
+    def written(node: ast.expr) -> str:
+        return as_source(ast.get_source_segment(source, node) or "\n", "an example input", node)
+
+    keywords = [word for word in call.keywords if with_options or word.arg != "extraction_options"]
+    names = [word.arg for word in keywords]
+    sources = [f"*{written(a.value)}" if isinstance(a, ast.Starred) else written(a) for a in call.args]
+    sources += [f"{'**' if word.arg is None else f'{word.arg}='}{written(word.value)}" for word in keywords]
+    has_star = None in names or any(isinstance(arg, ast.Starred) for arg in call.args)
+    return Arguments(tuple(sources), None if has_star else len(call.args), frozenset(filter(None, names)))
 
 
-def _one_line(source: str, node: ast.expr) -> str:
-    segment = ast.get_source_segment(source, node)
-    is_plain = segment is not None and not {"\n", "\r", "#"} & set(segment)
-    if not is_plain:
-        return ast.unparse(node)
-    # A segment leaves the parentheses around it out, which belong to what is a generator, a tuple, or a conditional.
+def as_source(expression: str, what: str, node: ast.expr | None = None) -> str:
+    """Returns an expression as source that can stand anywhere in a line, unchanged where that is possible.
+
+    Args:
+        expression: The expression.
+        what: What it is, for the message.
+        node: What Python reads in it, where it stands in a longer text.
+
+    Raises:
+        ExportError: It cannot be written on one line.
+    """
     try:
-        call = ast.parse(f"_({segment}, _)", mode="eval").body
-    except SyntaxError:
-        return ast.unparse(node)
-    is_same = isinstance(call, ast.Call) and len(call.args) == 2 and ast.dump(call.args[0]) == ast.dump(node)
-    return str(segment) if is_same else ast.unparse(node)
+        node = parsed(expression) if node is None else node
+        written = as_argument(expression, node)
+        if not {"\n", "\r"} & set(written) and is_argument(written, node):
+            return written
+    except (ValueError, RecursionError, MemoryError):
+        pass
+    raise ExportError(f"{what} cannot be written on one line; put it in a variable, and name that")
 
 
 def user_names(patches: Iterable[ChosenPatch], origin: Origin) -> set[str]:

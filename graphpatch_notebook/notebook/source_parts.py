@@ -6,30 +6,26 @@ import ast
 import inspect
 import keyword
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node
-from graphpatch_notebook.errors import ExportError
-from graphpatch_notebook.notebook.chosen import ChosenPatch, ChosenPatches
-from graphpatch_notebook.notebook.expressions import as_argument
+from graphpatch_notebook.notebook.chosen import OBSERVING, ChosenPatch
 from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.source_code import SourceCode
-from graphpatch_notebook.notebook.source_layout import WIDTH, Group, columns, lines, text_literal
-from graphpatch_notebook.notebook.source_names import Arguments, Names, Needs, is_reserved, needs, parse_arguments
-from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec
+from graphpatch_notebook.notebook.slices import SliceText
+from graphpatch_notebook.notebook.source_code import text_literal
+from graphpatch_notebook.notebook.source_names import (
+    Arguments,
+    Names,
+    as_name,
+    as_source,
+    is_reserved,
+    last_words,
+    parse_arguments,
+)
+from graphpatch_notebook.notebook.syntax_trees import parsed
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, UnknownSpec, is_same_plain
 
 _EMPTY = inspect.Parameter.empty
-
-
-def enabled_of(chosen: ChosenPatches) -> tuple[ChosenPatch, ...]:
-    """Returns the patches that are exported.
-
-    Raises:
-        ExportError: There are none.
-    """
-    if not chosen.enabled:
-        there = f"; all {len(chosen.patches)} are switched off: switch one on" if chosen.patches else ": choose one"
-        raise ExportError(f"there is no patch to export{there} first")
-    return chosen.enabled
 
 
 def by_path(patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
@@ -38,35 +34,6 @@ def by_path(patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
     for patch in patches:
         found.setdefault(patch.path, []).append(patch)
     return found
-
-
-def as_value(patch: ChosenPatch) -> str:
-    """Returns the value of a patch as source that can stand anywhere in a line.
-
-    Raises:
-        ExportError: It cannot be written on one line.
-    """
-    return as_source(str(patch.value), f"#{patch.number} {patch.path!r}: its value")
-
-
-def as_source(expression: str, what: str) -> str:
-    """Returns an expression as source that can stand anywhere in a line, unchanged where that is possible.
-
-    Raises:
-        ExportError: It cannot be written on one line; `what` says in the message what it is.
-    """
-    try:
-        # For Python, a carriage return ends a line, too.
-        written = as_argument(expression) if "\r" not in expression else ast.unparse(_parsed(expression))
-        if not {"\n", "\r"} & set(written) and ast.dump(_parsed(written)) == ast.dump(_parsed(expression)):
-            return written
-    except (ValueError, RecursionError, MemoryError):
-        pass
-    raise ExportError(f"{what} cannot be written on one line; put it in a variable, and name that")
-
-
-def _parsed(expression: str) -> ast.Expression:
-    return ast.parse(expression, mode="eval")
 
 
 def is_name(text: str | None) -> bool:
@@ -81,28 +48,6 @@ def name_of_model(patches: Sequence[ChosenPatch], origin: Origin, names: Names) 
     # Values such as `model.lm_head.weight[3]` mean the very same model.
     is_free = origin.graph != "model" and all(patch.name != "model" for patch in patches)
     return "model" if is_free else names.free("model")
-
-
-def is_plain(expression: str) -> bool:
-    """Whether an expression is a variable, a number or a function, so that it does not matter when it is evaluated."""
-    body = ast.parse(expression, mode="eval").body
-    if isinstance(body, ast.UnaryOp) and isinstance(body.operand, ast.Constant):
-        body = body.operand
-    if isinstance(body, ast.Lambda):  # its defaults are evaluated where it stands
-        return all(isinstance(d, ast.Constant) for d in (*body.args.defaults, *body.args.kw_defaults) if d is not None)
-    return isinstance(body, (ast.Name, ast.Constant))
-
-
-def needed_by(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Sequence[str]) -> Needs:
-    """Returns what the code needs: `first`, what `expressions` use, and what the patches do."""
-    values: list[str] = []
-    for patch in patches:
-        if patch.value is not None and not (patch.kind == "custom" and is_name(patch.value)):
-            values.append(patch.value)
-        elif patch.value is not None:
-            values.append(f"{patch.value}()")  # a function, also where it is a builtin
-    slices = [name for patch in patches if patch.index is not None for name in patch.index.names]
-    return needs(first, [*expressions, *values], slices)
 
 
 def left_out(count: int) -> list[str]:
@@ -121,45 +66,116 @@ def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices
     Args:
         patches: The patches.
         kept: For each that keeps something, by its number, the source of that.
-        slices: The variables that hold slices, where they had to be looked up before.
+        slices: What goes between the brackets behind it.
     """
-    pairs = [
-        (str(patch.name), _part(patch, kept[patch.number], slices.get(patch.number)))
-        for patch in patches
-        if patch.number in kept
-    ]
-    assigned: set[str | None] = set()
+    found: list[str] = []
     for patch in patches:
-        if patch.number in kept:
-            if patch.index is not None and patch.number not in slices and assigned & set(patch.index.names):
-                # A slice means the variable as it was before: all are looked up before any is assigned.
-                targets = ", ".join(name for name, _ in pairs)
-                return lines(Group(f"{targets} = (", tuple(source for _, source in pairs), ")"))
-            assigned.add(patch.name)
-    return [line for name, source in pairs for line in _assigned(name, source)]
+        if patch.number not in kept:
+            continue
+        part = kept[patch.number]
+        if patch.index is not None and patch.kind == "probe":
+            # Where the probe did not fire, which a warning says, this raises.
+            part = f"{part}[{slices[patch.number]}]"
+        elif patch.index is not None:
+            index = slices[patch.number]
+            item = Names([*patch.index.names, index]).free("a", "activation")
+            part = f"[{item}[{index}] for {item} in {part}]"
+        found.append(f"{patch.name} = {part}")
+    return found
 
 
-def _part(patch: ChosenPatch, kept: str, held: str | None) -> str:
-    if patch.index is None:
-        return kept
-    index = held or str(patch.slice)
-    if patch.kind == "probe":
-        # Where the probe did not fire, of which a warning tells, there is nothing to take a part of: that raises.
-        return f"{kept}[{index}]"
-    item = Names([*patch.index.names, index]).free("a", "activation")
-    return f"[{item}[{index}] for {item} in {kept}]"
+# --------------------------------------------------------------------------------------------------------------------
+# Values and slices
 
 
-def _assigned(name: str, source: str) -> list[str]:
-    flat = f"{name} = {source}"
-    if columns(flat) <= WIDTH or not source.startswith("["):
-        return [flat]
-    return [f"{name} = [", f"    {source[1:-1]}", "]"]
+@dataclass(slots=True)
+class Lookups:
+    """Where the code takes values and slices from, by the numbers of the patches.
+
+    Attributes:
+        values: The source of each value: the expression itself, or a variable that holds it.
+        slices: The same for each slice.
+        lines: The statements that assign the variables.
+    """
+
+    values: dict[int, str]
+    slices: dict[int, str]
+    lines: list[str] = field(default_factory=list)
 
 
-def joined(blocks: Sequence[Sequence[str]]) -> SourceCode:
-    """Returns blocks of lines with an empty line between each two."""
-    return SourceCode("\n\n".join("\n".join(block) for block in blocks if block) + "\n")
+def looked_up(patches: Sequence[ChosenPatch], arguments: Arguments, names: Names, *, in_hooks: bool) -> Lookups:
+    """Returns the source of the values and slices.
+
+    The session evaluates them patch by patch, before anything runs. The code writes them where they are used if it
+    makes no difference; else it evaluates all of them first, in the same order.
+
+    Args:
+        patches: The patches.
+        arguments: The arguments of the call.
+        names: The names of the code.
+        in_hooks: Whether they are used in hooks, while the model runs, with its own modes of autograd and autocast.
+
+    Raises:
+        ExportError: A value cannot be written on one line.
+    """
+    found = Lookups(
+        {p.number: as_source(p.value, f"#{p.number} {p.path!r}: its value") for p in patches if p.value is not None},
+        {p.number: _slice_source(p, p.index, in_hooks) for p in patches if p.index is not None},
+    )
+    values = {number: value for number, value in found.values.items() if not _is_fixed(value)}
+    slices = {p.number: p.index for p in patches if p.index is not None and p.index.names}
+    used_in_slices = {name for index in slices.values() for name in index.names}
+    if (
+        sum(not is_name(value) for value in values.values()) > (0 if in_hooks else 1)
+        or any(map(_may_assign, [arguments.expression, *found.values.values()]))
+        or any(p.kind == "custom" and p.number in values and len(values) + len(slices) > 1 for p in patches)
+        or any(p.name in used_in_slices for p in patches)
+    ):
+        for patch in patches:
+            start = last_words(patch.path)
+            if patch.number in slices:
+                source = slices[patch.number].source(is_bracketed=in_hooks or patch.kind in OBSERVING)
+                name = found.slices[patch.number] = names.free(as_name(*start, "slice"))
+                found.lines.append(f"{name} = {source}")
+            if patch.number in values:
+                name = found.values[patch.number] = names.free(as_name(*start, "value"))
+                found.lines.append(f"{name} = {values[patch.number]}")
+    return found
+
+
+def _slice_source(patch: ChosenPatch, index: SliceText, in_hooks: bool) -> str:
+    if in_hooks or patch.kind in OBSERVING:
+        return str(index)
+    # What is zeroed is the same with a new dimension, and without.
+    return index.source(is_bracketed=patch.kind == "zero")
+
+
+def _is_fixed(value: str) -> bool:
+    """Whether a value is the same whenever it is evaluated: a literal, a function of torch, or a lambda."""
+    node = parsed(value)
+    if isinstance(node, ast.Lambda):  # its defaults are evaluated where it is written
+        defaults = [*node.args.defaults, *node.args.kw_defaults]
+        return all(isinstance(default, (ast.Constant, type(None))) for default in defaults)
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _owner(node) == "torch"
+    return True
+
+
+def _may_assign(expression: str) -> bool:
+    """Whether an expression assigns a variable, or calls what may: more than torch and methods of its own arguments."""
+    nodes = list(ast.walk(parsed(expression)))
+    harmless = {"torch", "dict", *(node.arg for node in nodes if isinstance(node, ast.arg))}
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    return any(isinstance(node, ast.NamedExpr) for node in nodes) or any(_owner(c.func) not in harmless for c in calls)
+
+
+def _owner(function: ast.expr) -> str | None:
+    """Returns the variable at the start of `torch.nn.functional.relu`; `None` for what does not look like that."""
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return function.id if isinstance(function, ast.Name) else None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -189,14 +205,12 @@ def call_arguments(origin: Origin, root: Frame, avoided: Container[str]) -> Argu
 
 
 def _was_given(parameter: InputParameter, node: Node) -> bool:
-    spec = node.spec
-    if isinstance(spec, ContainerSpec):
-        return bool(spec.children) or parameter.default is _EMPTY
-    if isinstance(spec, (TensorSpec, ObjectSpec)):
-        return parameter.default is _EMPTY or parameter.default is None
-    if isinstance(spec, ScalarSpec) and parameter.default is not _EMPTY:
-        return type(spec.value) is not type(parameter.default) or bool(spec.value != parameter.default)
-    return True
+    spec, default = node.spec, parameter.default
+    if default is _EMPTY:
+        return True
+    if isinstance(spec, ScalarSpec):
+        return not is_same_plain(spec.value, default)
+    return bool(spec.children) if isinstance(spec, ContainerSpec) else default is None or isinstance(spec, UnknownSpec)
 
 
 def _argument(
@@ -210,14 +224,10 @@ def _argument(
         return [f"*{variable(name)}"]
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         keys = [text for text, *_ in spec.children] if isinstance(spec, ContainerSpec) else []
-        return [f"{k}={variable(k)}" for k in keys] if all(map(_is_keyword, keys)) else [f"**{variable(name)}"]
+        are_names = all(key.isidentifier() and not keyword.iskeyword(key) for key in keys)
+        return [f"{key}={variable(key)}" for key in keys] if are_names else [f"**{variable(name)}"]
     if isinstance(spec, ScalarSpec) and type(spec.value) in (bool, int, str, type(None)):
         value = text_literal(spec.value) if isinstance(spec.value, str) else repr(spec.value)
     else:
         value = variable(name)
     return [value if is_positional else f"{name}={value}"]
-
-
-def _is_keyword(name: str) -> bool:
-    """Whether an argument can be given by this name."""
-    return is_name(name) and not keyword.iskeyword(name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ from graphpatch_notebook.notebook.chosen import ChosenPatch
 from graphpatch_notebook.notebook.codegen import export
 from graphpatch_notebook.notebook.origin import Origin
 from graphpatch_notebook.notebook.session import Session
+from tests.notebook.test_codegen import is_clean
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -69,16 +68,6 @@ def session(pg: PatchableGraph) -> Session:
     return Session(pg, Origin("pg", "model", "x"))
 
 
-def is_as_formatted(source: str) -> bool:
-    """Whether ruff would leave the source as it is, and finds nothing in it but names from outside."""
-    ruff = [sys.executable, "-m", "ruff"]
-    rules = ["--select", "E,F,I,W,UP,B,C4,SIM,RET", "--ignore", "F821,E501"]
-    for command in (["format", "--diff", "--isolated"], ["check", "--isolated", *rules]):
-        done = subprocess.run([*ruff, *command, "-"], input=source, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return True
-
-
 def run(source: str, model: nn.Module, **variables: Any) -> dict[str, Any]:
     namespace = {"model": model, "x": X, **variables}
     exec(compile(source, "<exported>", "exec"), namespace)
@@ -94,7 +83,7 @@ def equals_session(session: Session, **variables: Any) -> str:
     found = run(source, model, **variables)
     same_values(found["output"], patched)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert is_as_formatted(source)
+    assert is_clean(source)
     return source
 
 
@@ -139,9 +128,7 @@ def zero_blocks_0_linear(module, args, output):
 hooks = []
 try:
     hooks.append(
-        model.get_submodule("blocks.0.linear").register_forward_hook(
-            zero_blocks_0_linear,
-        )
+        model.get_submodule("blocks.0.linear").register_forward_hook(zero_blocks_0_linear),
     )
     output = model(x)
 finally:
@@ -166,6 +153,7 @@ def test_calls_of_a_module_are_counted(session: Session) -> None:
 from collections import Counter
 
 cell_0_input_value = 0.5 * steering
+cell_2_input_value = steering
 calls = Counter()
 kept = {}
 
@@ -179,7 +167,7 @@ def patch_cell_inputs(module, args):
     if calls["patch_cell_inputs"] == 3:
         kept["last"] = args[0]
         input_2 = args[0].clone()
-        input_2[...] = steering
+        input_2[...] = cell_2_input_value
         args = (input_2, *args[1:])
     return args
 
@@ -187,7 +175,7 @@ def patch_cell_inputs(module, args):
 hooks = []
 try:
     hooks.append(
-        model.get_submodule("cell").register_forward_pre_hook(patch_cell_inputs)
+        model.get_submodule("cell").register_forward_pre_hook(patch_cell_inputs),
     )
     output = model(x)
 finally:
@@ -415,6 +403,22 @@ def refusal(pg: PatchableGraph, path: str) -> str:
         export(session, "hooks")
     assert export(session)
     return str(raised.value)
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.cos()
+        return self.linear(given).sin() + given
+
+
+def test_an_operation_is_near_the_input_that_it_is_given_to() -> None:
+    pg = captured(Between(), X)
+    assert "nearest: 'linear.input' (" in refusal(pg, "given")
+    assert "nearest: 'output' (" in refusal(pg, "sin")
 
 
 class Hidden(nn.Module):
