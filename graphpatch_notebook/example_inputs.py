@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.torch_compat import without_torch_functions
+from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import key_text, readable_children
 
 _MOST = 10_000
@@ -74,7 +74,7 @@ class ExampleInputs:
 def _marks_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     if isinstance(value, Tensor):
         with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
-            mark = ("tensor", id(value), _version(value), str(tuple(value.shape)), value.requires_grad)
+            mark = ("tensor", id(value), version_of(value), str(tuple(value.shape)), value.requires_grad)
         yield where, mark
         return
     if isinstance(value, _PLAIN):
@@ -90,13 +90,6 @@ def _marks_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, tup
         inside = list(getattr(value, "__dict__", {}).items())
     for key, child in inside:
         yield from _marks_of(f"{where}.{key_text(key)}", child, seen)
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors do not count
-        return 0
 
 
 def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:

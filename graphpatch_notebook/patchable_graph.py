@@ -469,6 +469,7 @@ class PatchableGraph(ModuleDelegate):
         progress: bool = True,
         backward: bool = False,
         checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_key: str = "",
         executor: Any = None,
         recipe: Any = None,
         **input_kwargs: Any,
@@ -490,6 +491,7 @@ class PatchableGraph(ModuleDelegate):
             progress: Whether to show how far it is, and how long it will take.
             backward: Whether to call `backward()` of each cell's metric, inside its patch context.
             checkpoint: The name of a file in which what is done is kept; the same call goes on from there.
+            checkpoint_key: A text that tells what your functions (patches, metric) do, which is not looked at.
             executor: What runs chunks of cells: an executor as in `concurrent.futures`, or Dask's.
             recipe: How other processes build or load the graph: a function, or a file that `save` wrote.
             **input_kwargs: What the model runs on, by keyword.
@@ -514,7 +516,7 @@ class PatchableGraph(ModuleDelegate):
 
         return sweep(
             self, axes, make_patches, Inputs(inputs, input_kwargs), metric=metric, batch=batch, progress=progress,
-            backward=backward, checkpoint=checkpoint, executor=executor, recipe=recipe,
+            backward=backward, checkpoint=checkpoint, checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
         )  # fmt: skip
 
     def _notice_replaced_modules(self) -> None:

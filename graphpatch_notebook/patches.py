@@ -17,6 +17,7 @@ from torch import Tensor
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.selections import Numbers, Steps, selection
 from graphpatch_notebook.tensor_indices import TensorIndex, as_index, index_problem, selection_problem, takes_nothing
+from graphpatch_notebook.torch_compat import version_of
 
 T = TypeVar("T")
 Scalar: TypeAlias = "bool | int | float | complex"
@@ -308,10 +309,7 @@ class ProbePatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         self._kept = original_output
-        try:  # as `_version` does: a whole model may be probed, and each call counts
-            self._version = original_output._version
-        except (AttributeError, RuntimeError):
-            self._version = None
+        self._version = version_of(original_output)
         return original_output
 
     @property
@@ -349,7 +347,7 @@ class RecordPatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         self._kept.append(original_output)
-        self._versions[id(original_output)] = _version(original_output)
+        self._versions[id(original_output)] = version_of(original_output)
         return original_output
 
     @property
@@ -368,14 +366,6 @@ class RecordPatch(Patch[Any]):
         for value in values:
             _check_unchanged(value, self._versions.get(id(value)))
         return values
-
-
-def _version(value: Any) -> int | None:
-    """Returns how often a tensor was written into; `None` where torch does not count that."""
-    try:
-        return value._version  # type: ignore[no-any-return]
-    except (AttributeError, RuntimeError):  # no tensor; an inference tensor
-        return None
 
 
 def _check_unchanged(value: Any, version: int | None) -> None:

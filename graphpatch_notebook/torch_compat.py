@@ -284,6 +284,17 @@ def parts_of(structure: Any) -> list[Any]:
     return list(children() if callable(children) else structure.children_specs)
 
 
+def version_of(value: Any) -> int | None:
+    """Returns how often a tensor was written into; `None` where torch does not count that.
+
+    `Tensor._version`: torch 2.4 to 2.13. Told by: tests/test_patches.py.
+    """
+    try:
+        return value._version  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):  # no tensor; an inference tensor
+        return None
+
+
 leaves_of = torch.utils._pytree.tree_leaves
 """Returns the leaves of a value, as torch's containers tell: graphs call it.
 

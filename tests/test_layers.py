@@ -21,6 +21,7 @@ LAYERS = [
     "errors",
     "interrupts",
     "warning_places",
+    "whole_files",
     "torch_compat",
     "delegation",
     "paths",

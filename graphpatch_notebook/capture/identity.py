@@ -25,7 +25,7 @@ def memory_of(value: Any) -> int | None:
         return None
     try:
         return value.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, or not initialised yet
+    except Exception:  # sparse, not initialised yet, some subclasses
         return None
 
 

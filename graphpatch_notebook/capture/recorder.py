@@ -27,7 +27,7 @@ from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
-from graphpatch_notebook.torch_compat import function_mode_depth, is_overload
+from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
 from graphpatch_notebook.values import describe, readable_children, replaced
 
 _AROUND_CALLS = ("torch.nn.modules", "torch.distributed.fsdp")
@@ -152,7 +152,7 @@ class Recorder(TorchFunctionMode):
             self._fail(frame, failure)
         # Operators of the user's own may write into any argument, whatever they are called.
         watched = (*args, *kwargs.values()) if is_overload(func) else args[:1]
-        before = [(value, _version(value)) for value in watched if isinstance(value, Tensor)]
+        before = [(value, version_of(value)) for value in watched if isinstance(value, Tensor)]
         result = self.run_op(func, name, args, kwargs, (site, occurrence))
         if refs is None or occurrence is None:
             return result
@@ -191,7 +191,7 @@ class Recorder(TorchFunctionMode):
         target: object = args[0] if args else None
         if isinstance(target, Tensor) and writes_in_place(name, kwargs):
             return [target]
-        return [tensor for tensor, version in before if version is not None and _version(tensor) != version]
+        return [tensor for tensor, version in before if version is not None and version_of(tensor) != version]
 
     def _fail(self, frame: FrameRecorder, failure: BaseException) -> None:
         if frame.record.opaque_reason is None:
@@ -359,12 +359,3 @@ def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
         if told is not child:
             output = replaced(output, key, told)
     return output
-
-
-def _version(value: Any) -> int | None:
-    if not isinstance(value, Tensor):
-        return None
-    try:
-        return value._version
-    except RuntimeError:  # inference tensors do not count their versions
-        return None

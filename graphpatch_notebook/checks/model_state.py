@@ -36,10 +36,11 @@ from graphpatch_notebook.capture.held_values import (
     is_own_generator,
     state_attributes,
 )
+from graphpatch_notebook.capture.identity import memory_of
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.outer_values import outer_objects
-from graphpatch_notebook.torch_compat import without_torch_functions
+from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
 
 LARGE = 64 * 2**20
@@ -397,8 +398,8 @@ class ModuleState:
         Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
         """
         held = [*self._walk.tensors, *Walk([self._root]).tensors]
-        kept = {_memory(tensor) for tensor, _, _ in held if not isinstance(tensor, Parameter)} - {None}
-        return copied_output(value) if any(_memory(tensor) in kept for tensor in tensors_in(value)) else value
+        kept = {memory_of(tensor) for tensor, _, _ in held if not isinstance(tensor, Parameter)} - {None}
+        return copied_output(value) if any(memory_of(tensor) in kept for tensor in tensors_in(value)) else value
 
 
 class Fingerprint:
@@ -446,14 +447,6 @@ class Fingerprint:
 
 def _hook_registries(modules: Iterable[Module]) -> set[int]:
     return {id(value) for module in modules for name, value in module.__dict__.items() if "_hooks" in name}
-
-
-def version_of(tensor: Tensor) -> int:
-    """Returns how often a tensor was written into."""
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors do not count
-        return 0
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -525,9 +518,10 @@ def _copies(walk: Walk) -> list[Tensor | None]:
     """Returns a copy of each tensor, to put back later; `None` for weights, and what cannot be written as a whole."""
     state = [not (isinstance(tensor, Parameter) or name.startswith("_parameters.")) for tensor, _, name in walk.tensors]
     pairs = list(zip(walk.tensors, state, strict=True))
-    weights = {_memory(tensor) for (tensor, _, _), is_state in pairs if not is_state} - {None} if any(state) else set()
+    others = [tensor for (tensor, _, _), is_state in pairs if not is_state] if any(state) else []
+    weights = {memory_of(tensor) for tensor in others} - {None}
     return [
-        _copy_of_state(tensor) if is_state and _memory(tensor) not in weights else None
+        _copy_of_state(tensor) if is_state and memory_of(tensor) not in weights else None
         for (tensor, _, _), is_state in pairs
     ]
 
@@ -553,11 +547,3 @@ def _write(tensor: Tensor, content: Tensor, counts_writes: bool) -> None:
             (tensor if counts_writes else tensor.data).copy_(content)
         else:
             tensor.data = content.clone()
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """Returns where the memory of a tensor begins; `None` where it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except Exception:  # some layouts and subclasses
-        return None

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from graphpatch_notebook.capture.forward_swap import original_forward
-from graphpatch_notebook.checks.model_state import version_of
+from graphpatch_notebook.capture.identity import memory_of
+from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import readable_children
 
 PLAIN = (
@@ -36,7 +37,7 @@ class GivenValues:
     """What a frame was given."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.tensors: list[tuple[Tensor, int]] = []
+        self.tensors: list[tuple[Tensor, int | None]] = []
         self._containers: list[tuple[Any, list[tuple[Any, Any]]]] = []
         self.unknown: str | None = None
         for value in (*args, *kwargs.values()):  # the tuple and the dict are made anew for each call
@@ -122,10 +123,7 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 def storage_of(tensor: Tensor) -> Any:
     """Returns what tells the memory of a tensor from that of others."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, some subclasses
-        return id(tensor)
+    return memory_of(tensor) or id(tensor)
 
 
 def holds_one_of(module: Module, hooked: Sequence[Module]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.checks.model_state import ModuleState, version_of
+from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution.frame_effects import (
     GivenValues,
     all_modules,
@@ -25,7 +25,7 @@ from graphpatch_notebook.execution.frame_results import (
     own_tensors,
     tensors_in,
 )
-from graphpatch_notebook.torch_compat import without_torch_functions
+from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import with_own_containers
 
 
@@ -67,8 +67,8 @@ class Recording:
         self._flow = flow
         self._state = state
         self._stack = FrameStack(tree)
-        self._kept: list[tuple[FrameNode, list[tuple[Tensor, int]]]] = []
-        self._given: list[tuple[FrameNode, Tensor, int]] = []
+        self._kept: list[tuple[FrameNode, list[tuple[Tensor, int | None]]]] = []
+        self._given: list[tuple[FrameNode, Tensor, int | None]] = []
         self.state_change: str | None = None
 
     def begin(self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

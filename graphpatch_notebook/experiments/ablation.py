@@ -42,6 +42,7 @@ def ablate(
     batch: int | str | None = "auto",
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_key: str = "",
     executor: Any = None,
     recipe: Any = None,
     **input_kwargs: Any,
@@ -71,6 +72,7 @@ def ablate(
         batch: As for `pg.sweep`.
         progress: As for `pg.sweep`.
         checkpoint: As for `pg.sweep`.
+        checkpoint_key: As for `pg.sweep`.
         executor: As for `pg.sweep`.
         recipe: As for `pg.sweep`.
         **input_kwargs: What the model runs on, by keyword.
@@ -123,7 +125,7 @@ def ablate(
     ablation = _Ablation(list(axes), values, instead, dims, places)
     result = sweep(
         pg, axes, ablation, given, metric=metric, batch=batch, progress=progress, checkpoint=checkpoint,
-        executor=executor, recipe=recipe,
+        checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
     )  # fmt: skip
     result.attrs["method"] = method
     return result

@@ -11,84 +11,75 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.cells import Cell, CellResult
-from graphpatch_notebook.experiments.digests import Digester
+from graphpatch_notebook.experiments.digests import Digester, weights_digest
 from graphpatch_notebook.experiments.inputs import Inputs
 from graphpatch_notebook.experiments.labels import metric_name, plain_label
 from graphpatch_notebook.experiments.measurements import Measurement
-from graphpatch_notebook.experiments.whole_files import write_whole
 from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.whole_files import whole_file
 
 _FORMAT = "graphpatch sweep"
-_VERSION = 1
+_VERSION = 2
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What a sweep is: files of another one are refused.
+def identity(
+    axes: Mapping[str, Sequence[Any]],
+    key: str,
+    metric: Callable[[Any], Any],
+    baseline: Measurement,
+    inputs: Inputs,
+    module: Module,
+    cells: Sequence[Cell],
+) -> dict[str, Any]:
+    """Returns what tells a sweep from others, as JSON; the baseline bit for bit, much else as digests.
 
-    Attributes:
-        axes: The values of each axis.
-        metric: The name of the metric, and a digest of it.
-        baseline: What the metric gives without patches, bit for bit: tells other weights.
-        inputs: A digest of what the model runs on.
-        patches: A digest of the patch map of each cell. See `Digester` for what digests do not see.
+    Raises:
+        ExperimentError: There is code in it that only a key can tell, and none was given.
     """
+    digester = Digester(key)
+    name = metric_name(metric)
+    maps = [({str(path): patch for path, patch in cell.patches.items()}, f"the patches of {cell}") for cell in cells]
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "axes": {name: [_label(value) for value in values] for name, values in axes.items()},
+        "key": key,
+        "metric": [name, digester.digest(metric, f"the metric {name}")],
+        "inputs": digester.digest((inputs.args, inputs.kwargs), "the inputs"),
+        "weights": weights_digest(module),
+        "baseline": baseline.to_json(),
+        "patches": [digester.digest(*patches) for patches in maps],
+    }
 
-    axes: dict[str, list[Any]]
-    metric: list[str]
-    baseline: Any
-    inputs: str
-    patches: list[str]
 
-    @classmethod
-    def of(
-        cls,
-        axes: Mapping[str, Sequence[Any]],
-        cells: Sequence[Cell],
-        metric: Callable[[Any], Any],
-        inputs: Inputs,
-        baseline: Measurement,
-    ) -> Identity:
-        """Returns the identity of a sweep."""
-        digester = Digester()
-        patches = [digester.digest({str(path): patch for path, patch in cell.patches.items()}) for cell in cells]
-        return cls(
-            {name: [_label(value) for value in values] for name, values in axes.items()},
-            [metric_name(metric), digester.digest(metric)],
-            baseline.to_json(),
-            digester.digest((inputs.args, inputs.kwargs)),
-            patches,
-        )
-
-    def differences(self, other: Identity, cells: Sequence[Cell]) -> Iterator[str]:
-        """Yields, in words, what is otherwise in `other`, which a file holds."""
-        if list(self.axes) != list(other.axes):
-            yield f"its axes are {list(other.axes)}, not {list(self.axes)}"
-            return
-        for name, values in self.axes.items():
-            if (theirs := other.axes[name]) != values:
-                yield f"the values of its axis {name!r} are {_shown(theirs)}, not {_shown(values)}"
-        if self.metric[0] != other.metric[0]:
-            yield f"its metric is {other.metric[0]}, not {self.metric[0]}"
-        elif self.metric != other.metric:
-            yield f"its metric {self.metric[0]} has other code, or uses other values"
-        if self.inputs != other.inputs:
-            yield "its inputs are others"
-        if self.baseline != other.baseline:
-            yield (
-                f"without patches its metric is {_shown(other.baseline['values'])}, not "
-                f"{_shown(self.baseline['values'])}: other weights, inputs or machine"
-            )
-        if self.axes == other.axes and self.patches != other.patches:
-            pairs = zip(cells, self.patches, other.patches, strict=True)
-            differing = [cell for cell, mine, theirs in pairs if mine != theirs]
-            yield f"its patches are others in {len(differing)} of {len(cells)} cells, the first being {differing[0]}"
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequence[Cell]) -> Iterator[str]:
+    """Yields, in words, what is otherwise in the identity that a file holds."""
+    if list(mine["axes"]) != list(theirs["axes"]):
+        yield f"its axes are {list(theirs['axes'])}, not {list(mine['axes'])}"
+        return
+    for name, values in mine["axes"].items():
+        if theirs["axes"][name] != values:
+            yield f"the values of its axis {name!r} are {_shown(theirs['axes'][name])}, not {_shown(values)}"
+    if mine["key"] != theirs["key"]:
+        yield f"its checkpoint_key is {theirs['key']!r}, not {mine['key']!r}"
+    if mine["metric"] != theirs["metric"]:
+        other = "another " if mine["metric"][0] == theirs["metric"][0] else ""
+        yield f"its metric is {other}{theirs['metric'][0]}, not {mine['metric'][0]}"
+    yield from (f"its {what} are others" for what in ("inputs", "weights") if mine[what] != theirs[what])
+    if mine["baseline"] != theirs["baseline"]:
+        before, now = (_shown(one["baseline"]["values"]) for one in (theirs, mine))
+        yield f"without patches its metric is {before}, not {now}: other weights, inputs or machine"
+    if mine["axes"] == theirs["axes"] and mine["patches"] != theirs["patches"]:
+        pairs = zip(cells, mine["patches"], theirs["patches"], strict=True)
+        differing = [cell for cell, one, other in pairs if one != other]
+        yield f"its patches are others in {len(differing)} of {len(cells)} cells, the first being {differing[0]}"
 
 
 def _label(value: Any) -> Any:
@@ -106,7 +97,7 @@ class Checkpoint:
 
     Args:
         file: Its name; it need not exist.
-        identity: Of the sweep.
+        own: What `identity` returns for the sweep.
         cells: The cells of the sweep.
 
     Attributes:
@@ -116,30 +107,35 @@ class Checkpoint:
         ExperimentError: The file holds another sweep, or something else, or cannot be written: it is left as it is.
     """
 
-    def __init__(self, file: str | os.PathLike[str], identity: Identity, cells: Sequence[Cell]) -> None:
+    def __init__(self, file: str | os.PathLike[str], own: Mapping[str, Any], cells: Sequence[Cell]) -> None:
         self.file = Path(file).expanduser()
         self.done: dict[int, CellResult] = {}
         self._is_writable = True
         try:
             if not self.file.exists() or not self.file.stat().st_size:
-                write_whole(self.file, _line({"format": _FORMAT, "version": _VERSION, **asdict(identity)}))
+                with whole_file(self.file) as written:
+                    written.write_bytes(_line(own))
             else:
-                self._take_up(identity, cells)
+                self._take_up(own, cells)
             with self.file.open("ab"):
                 pass
         except OSError as error:
             raise ExperimentError(f"checkpoint={str(self.file)!r} cannot be used: {error.strerror or error}") from error
 
-    def _take_up(self, identity: Identity, cells: Sequence[Cell]) -> None:
+    def _take_up(self, own: Mapping[str, Any], cells: Sequence[Cell]) -> None:
         with self.file.open("rb") as stream:
             header, sizes = stream.readline(), [stream.tell()]
-            found = _identity(header)
-            if found is None:
+            try:
+                found = json.loads(header)
+            except ValueError:
+                found = None
+            is_ours = isinstance(found, dict) and found.keys() == own.keys()
+            if not is_ours or any(found[name] != own[name] for name in ("format", "version")):
                 raise ExperimentError(
-                    f"checkpoint={str(self.file)!r} is a file that no sweep has written; it is left as it is: give "
-                    "another name"
+                    f"checkpoint={str(self.file)!r} is a file that no sweep has written, or none of this version; it "
+                    "is left as it is: give another name"
                 )
-            if differences := list(identity.differences(found, cells)):
+            if differences := list(_differences(own, found, cells)):
                 raise ExperimentError(
                     f"checkpoint={str(self.file)!r} holds another sweep: {'; '.join(differences)}. Give another name, "
                     "or delete the file to begin anew"
@@ -174,16 +170,6 @@ class Checkpoint:
 
 def _line(data: Any) -> bytes:
     return json.dumps(data, allow_nan=False).encode() + b"\n"
-
-
-def _identity(line: bytes) -> Identity | None:
-    try:
-        data = json.loads(line)
-        if data.pop("format") == _FORMAT and data.pop("version") == _VERSION:
-            return Identity(**data)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        pass
-    return None
 
 
 def _written(result: CellResult) -> list[Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.experiments.scored_nodes import ScoredNode
+from graphpatch_notebook.torch_compat import version_of
 
 
 @dataclass(slots=True, eq=False)

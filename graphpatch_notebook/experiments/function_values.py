@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.held_values import MANY
-from graphpatch_notebook.checks.model_state import version_of
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.torch_compat import version_of
 
 _DEEPEST = 3
 _MOST = 5000
@@ -86,7 +86,11 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
-        return _referred(value)
+        return [
+            *(part for _, part in referred(value)),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        ]
     if isinstance(value, MethodType):
         return [*_parts(value.__func__), *_named(value.__self__, value.__func__)]
     if callable(value) and isinstance(type(value).__call__, FunctionType):
@@ -99,13 +103,13 @@ def _parts(value: Any) -> Iterable[Any]:
     return value if is_container else getattr(value, "__dict__", {}).values()
 
 
-def _referred(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
+def referred(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of the variables outside of a function that it may read."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # of a variable without a value
-            yield cell.cell_contents
+            yield name, cell.cell_contents
     for name in _names(function.__code__):
-        yield function.__globals__.get(name)
-    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        yield name, function.__globals__.get(name)
 
 
 def _named(owner: Any, function: Any) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import pickle
@@ -14,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.digests import global_names
 from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.function_values import referred
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 RECIPE = """\
@@ -112,9 +111,4 @@ def _variable(held: Any, module: Module) -> str | None:
     function = getattr(held, "__func__", held)
     if not isinstance(function, types.FunctionType):
         return None
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not set yet
-            if cell.cell_contents is module:
-                return name
-    names = global_names(function.__code__)
-    return next((name for name in names if function.__globals__.get(name) is module), None)
+    return next((name for name, value in referred(function) if value is module), None)

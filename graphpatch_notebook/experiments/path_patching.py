@@ -69,7 +69,8 @@ def path_patch(
         heads: Let each of so many heads of the senders through by itself; these are then values in which heads are
             apart (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
         normalize: Return (value - corrupted) / (clean - corrupted).
-        **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `executor`, `recipe`.
+        **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `checkpoint_key`,
+            `executor`, `recipe`.
 
     Returns:
         An array with dimensions `sender`, `head` (with `heads`) and `receiver`; of senders and receivers there is one

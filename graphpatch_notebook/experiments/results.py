@@ -13,7 +13,7 @@ import numpy as np
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.plain_data import decoded, decoded_array, encoded, encoded_array
-from graphpatch_notebook.experiments.whole_files import write_whole
+from graphpatch_notebook.whole_files import whole_file
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -58,7 +58,8 @@ def save_result(result: DataArray, file: str | os.PathLike[str]) -> None:
     else:
         data = _parquet(result, document)
     try:
-        write_whole(target, data)
+        with whole_file(target) as written:
+            written.write_bytes(data)
     except OSError as error:
         raise ExperimentError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
 

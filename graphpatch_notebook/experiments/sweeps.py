@@ -15,7 +15,7 @@ from graphpatch_notebook.experiments.call_checks import (
     check_no_inputs,
 )
 from graphpatch_notebook.experiments.cells import CellResult, Cells, PatchMap, axes_of
-from graphpatch_notebook.experiments.checkpoint import Checkpoint, Identity
+from graphpatch_notebook.experiments.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.data_arrays import data_array, metric_dims
 from graphpatch_notebook.experiments.executors import Dispatch, check_executor, task_maker
 from graphpatch_notebook.experiments.extras import extra
@@ -46,6 +46,7 @@ def sweep(
     progress: bool = True,
     backward: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_key: str = "",
     executor: Any = None,
     recipe: Any = None,
     **input_kwargs: Any,
@@ -77,11 +78,14 @@ def sweep(
             `checkpoint` nor with `executor`, which do not keep gradients.
         checkpoint: The name of a file in which each chunk of cells is kept when it is done. The same call goes on from
             it, after an interrupt, a crash or a power cut: cells that are done are not run again, cells that failed
-            are. The file of another sweep (axes, patches, metric, inputs, or weights, by the metric without patches)
-            is refused and left as it is; `Digester` says what it cannot see. Numbers are those of an uninterrupted
-            sweep, bit for bit, in the same environment. All patch maps are made before any cell runs, as with
-            `executor`: functions that use what others left behind do not find what cells left that ran earlier, or
-            elsewhere.
+            are. The file of another sweep (axes, patches, metric, inputs, weights, the metric without patches, or
+            `checkpoint_key`) is refused and left as it is. Numbers are those of an uninterrupted sweep, bit for bit,
+            in the same environment. All patch maps are made before any cell runs, as with `executor`: functions that
+            use what others left behind do not find what cells left that ran earlier, or elsewhere.
+        checkpoint_key: What else tells this sweep from another, say the version of what your functions do: change it
+            when they change. Code is not looked at, so a key is needed with `checkpoint` unless patches are
+            `ZeroPatch`, `AddPatch` and `ReplacePatch`, the metric is one of the package's, or of torch's such as
+            `torch.sum`, and the inputs are plain data.
         executor: What runs the chunks: an executor as in `concurrent.futures`, with a method `submit` that returns a
             future. Threads share this process's graph. Other executors (processes, `joblib`'s, a Dask `Client` or its
             `get_executor()`) need a `recipe`, and no weights go through them. Where a worker is lost, its chunk is
@@ -115,11 +119,13 @@ def sweep(
     check_graph(pg)
     check_metric(metric)
     given = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], Inputs) else Inputs(inputs, input_kwargs)
-    check_no_inputs(batch=batch, progress=progress, backward=backward, checkpoint=checkpoint)
+    check_no_inputs(
+        batch=batch, progress=progress, backward=backward, checkpoint=checkpoint, checkpoint_key=checkpoint_key
+    )
     check_input_names(pg, given.kwargs, sweep)
     check_inputs(pg, given)
     extra("xarray", "the result of a sweep")
-    _check_options(batch, backward, checkpoint, executor)
+    _check_options(batch, backward, checkpoint, checkpoint_key, executor)
     if executor is not None:
         check_executor(executor, recipe, pg)
     values = axes_of(axes)
@@ -131,7 +137,8 @@ def sweep(
     metric_dims(runner.baseline, values)  # refuses names before anything is run
     file = None
     if checkpoint is not None:
-        file = Checkpoint(checkpoint, Identity.of(values, plan.made, metric, given, runner.baseline), cells)
+        own = identity(values, checkpoint_key, metric, runner.baseline, given, pg._module, plan.made)
+        file = Checkpoint(checkpoint, own, cells)
     results = dict(file.done) if file is not None else {}
     chunks = list(remaining([*runner.chunks(plan.shared, plan.entries), *([cell] for cell in plan.alone)], results))
     dispatch = None
@@ -181,9 +188,11 @@ def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_sho
     return True
 
 
-def _check_options(batch: Any, backward: bool, checkpoint: Any, executor: Any) -> None:
+def _check_options(batch: Any, backward: bool, checkpoint: Any, checkpoint_key: Any, executor: Any) -> None:
     if batch is not None and batch != "auto" and (type(batch) is not int or batch < 1):
         raise ExperimentError(f'batch must be "auto", a number of cells, or None, not {batch!r}')
+    if not isinstance(checkpoint_key, str):
+        raise ExperimentError(f"checkpoint_key must be a text, not {checkpoint_key!r}")
     if backward and checkpoint is not None:
         raise ExperimentError(
             "backward=True accumulates gradients, which checkpoint= does not keep: they would lack the cells that were "

@@ -142,7 +142,8 @@ def causal_trace(
         normalize: Return (value - corrupted) / (clean - corrupted): 0 where nothing is restored, 1 where all is.
         position_dim: Which dimension of the values runs along the sequence. Only needed for models without `input_ids`
             or `inputs_embeds`, and where it cannot be told: the error says so. One for all, or a dict by path.
-        **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `executor`, `recipe`.
+        **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `checkpoint_key`,
+            `executor`, `recipe`.
 
     Returns:
         An array with dimensions `path`, `head` (with `heads`) and `position` (counted from the start). Its `attrs` have

@@ -20,6 +20,7 @@ from graphpatch_notebook.notebook.chosen import ChosenPatch, ChosenPatches, name
 from graphpatch_notebook.notebook.session import ResolvedPatches
 from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace
 from graphpatch_notebook.patches import Patch, RecordPatch
+from graphpatch_notebook.torch_compat import version_of
 
 
 class CellResults:
@@ -150,11 +151,7 @@ class _Given:
     @classmethod
     def of(cls, part: Any, whole: Any) -> _Given:
         is_shared = part is whole or (isinstance(part, Tensor) and part._is_view())
-        try:
-            version = whole._version if is_shared else None
-        except (AttributeError, RuntimeError):  # no tensor; an inference tensor
-            version = None
-        return cls(part, whole, version)
+        return cls(part, whole, version_of(whole) if is_shared else None)
 
     def is_changed(self) -> bool:
         # A parameter is the model's state: an optimizer's step is no news.

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from graphpatch_notebook.errors import SessionFileError
-from graphpatch_notebook.experiments.whole_files import write_whole
+from graphpatch_notebook.whole_files import whole_file
 
 _WRITABLE = 0o222
 
@@ -67,4 +67,5 @@ def replace_text(target: Path, text: str) -> None:
         # It has other names, under which it is to be found changed, too.
         target.write_text(text, encoding="utf8", newline="\n")
         return
-    write_whole(target, text.encode())
+    with whole_file(target) as written:
+        written.write_bytes(text.encode())

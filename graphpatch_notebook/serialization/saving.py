@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesErr
 from graphpatch_notebook.serialization.value_reads import has_only_reads
 from graphpatch_notebook.serialization.values import UnstorableError
 from graphpatch_notebook.values import ObjectSpec
+from graphpatch_notebook.whole_files import whole_file
 
 
 @dataclass(frozen=True)
@@ -337,12 +337,5 @@ def _write(file: Path | IO[bytes], found: Document) -> None:
     if not isinstance(file, Path):
         file.write(save(tensors, metadata))
         return
-    handle, name = tempfile.mkstemp(prefix=file.name, suffix=".part", dir=file.parent)
-    os.close(handle)
-    try:
-        save_file(tensors, name, metadata=metadata)
-        # In one step: what was loaded from the old file, or reads it now, is not disturbed.
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole_file(file) as written:
+        save_file(tensors, written, metadata=metadata)

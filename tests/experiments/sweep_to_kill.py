@@ -43,6 +43,7 @@ def main(folder: Path) -> None:
         batch=None,
         progress=False,
         checkpoint=folder / "sweep.jsonl",
+        checkpoint_key="halved",
     )
     (folder / "result.bin").write_bytes(result.values.tobytes())
 

@@ -27,24 +27,12 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
 from graphpatch_notebook.experiments.digests import Digester
 from tests.experiments import sweep_to_kill
 
 SCRIPT = Path(sweep_to_kill.__file__)
 CELLS = 15
-
-
-class Count:
-    """A metric that counts its calls."""
-
-    name = "sum"
-
-    def __init__(self) -> None:
-        self.__dict__["calls"] = [0]
-
-    def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
-        return output.sum()
 
 
 @pytest.fixture
@@ -64,15 +52,15 @@ def zeros(path: str, unit: int) -> dict[str, ZeroPatch]:
 
 def swept(pg: PatchableGraph, file: Path | None, runs: list[Any] | None = None, **options: Any) -> Any:
     """A sweep whose cells say in `runs` that they were run."""
-    options = {"axes": AXES, "make_patches": zeros, "inputs": X, "metric": torch.sum, "batch": None} | options
+    options = {"axes": AXES, "make_patches": zeros, "inputs": X, "metric": torch.sum, "key": "1"} | options
 
     def patches(path: str, unit: int) -> dict[str, Any]:
         told = CustomPatch(custom_op=Told(path, unit, runs if runs is not None else []))
         return {path: [told, *options["make_patches"](path, unit).values()]}
 
     return pg.sweep(
-        options["axes"], patches, options["inputs"], metric=options["metric"], batch=options["batch"], checkpoint=file,
-        progress=False,
+        options["axes"], patches, options["inputs"], metric=options["metric"], batch=None, checkpoint=file,
+        checkpoint_key=options["key"], progress=False,
     )  # fmt: skip
 
 
@@ -80,13 +68,10 @@ def swept(pg: PatchableGraph, file: Path | None, runs: list[Any] | None = None, 
 class Told:
     path: str
     unit: int
-    runs: dataclasses.InitVar[list[Any]]
-
-    def __post_init__(self, runs: list[Any]) -> None:
-        self.told = runs  # no field: no part of what the sweep is
+    runs: list[Any]
 
     def __call__(self, value: Any) -> Any:
-        self.told.append((self.path, self.unit))
+        self.runs.append((self.path, self.unit))
         return value
 
 
@@ -202,7 +187,8 @@ def replaced(path: str, unit: int) -> dict[str, ReplacePatch]:
 OTHERS = {
     "axis": ({"axes": {"path": AXES["path"], "unit": range(2)}}, r"axis 'unit' are \[0, 1, 2\], not \[0, 1\]"),
     "metric": ({"metric": torch.mean}, "its metric is sum, not mean.*without patches its metric is "),
-    "code": ({"metric": Count()}, "its metric sum has other code"),
+    "key": ({"key": "2"}, "its checkpoint_key is '1', not '2'"),
+    "metric's values": ({"metric": Probability(1, None)}, r"its metric is sum, not Probability\(token=1"),
     "inputs": ({"inputs": X + 1}, "its inputs are others; without patches its metric is "),
     "patches": (
         {"make_patches": lambda path, unit: replaced(path, unit) if unit == 1 else zeros(path, unit)},
@@ -227,7 +213,8 @@ def test_other_weights_are_refused(pg: PatchableGraph, tmp_path: Path) -> None:
     swept(pg, file)
     with torch.no_grad():
         pg.get_parameter("2.bias")[0] += 1e-6
-    with pytest.raises(ExperimentError, match="without patches its metric is .* other weights, inputs or machine"):
+    message = "its weights are others; without patches its metric is .* other weights, inputs or machine"
+    with pytest.raises(ExperimentError, match=message):
         swept(pg, file)
 
 
@@ -273,11 +260,7 @@ def test_gradients_are_not_kept(pg: PatchableGraph, tmp_path: Path) -> None:
 
 
 def digest(value: Any) -> str:
-    return Digester().digest(value)
-
-
-def scaled(factor: float) -> CustomPatch:
-    return CustomPatch(custom_op=lambda value: value * factor)
+    return Digester("").digest(value, "what is tested")
 
 
 def test_digests_see_what_patches_do() -> None:
@@ -301,14 +284,15 @@ def test_digests_see_what_patches_do() -> None:
         ReplacePatch(value=tensor.bfloat16()),
         ReplacePatch(value=torch.tensor(float("nan"))),
         ReplacePatch(value=torch.ones(0, 3)),
-        scaled(2.0),
-        scaled(3.0),
-        CustomPatch(custom_op=lambda value: value + 2.0),
-        CustomPatch(custom_op=torch.neg),
-        CustomPatch(custom_op=lambda value, n=1: value),
-        CustomPatch(custom_op=lambda value, n=2: value),
-        CustomPatch(custom_op=lambda value: sum(value for _ in range(2))),
-        CustomPatch(custom_op=lambda value: sum(value for _ in range(3))),
+        Probability(1),
+        Probability(2),
+        LogProbability(1),
+        Loss(torch.tensor([[0, 1]])),
+        Loss(torch.tensor([[0, 2]])),
+        KLDivergence(tensor, None),
+        KLDivergence(tensor * 2, None),
+        torch.sum,
+        torch.mean,
     ]
     digests = list(map(digest, different))
     assert len(set(digests)) == len(different)
@@ -316,54 +300,64 @@ def test_digests_see_what_patches_do() -> None:
 
 def test_digests_of_equal_things_are_equal() -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
-    probe = ProbePatch()
-    fresh = digest([probe, scaled(2.0), {"a": ReplacePatch(value=tensor)}])
-    probe.op(tensor)
-    assert fresh == digest([probe, scaled(2.0), {"a": ReplacePatch(value=tensor.clone())}])
+    assert digest({"a": ReplacePatch(value=tensor)}) == digest({"a": ReplacePatch(value=tensor.clone())})
     assert digest({"b", "a", "c"}) == digest({"c", "b", "a"})
     assert digest(tensor.T) == digest(tensor.T.contiguous())
     assert digest(np.arange(3)) == digest(np.arange(6)[:3])
+    assert digest(torch.ones(2, dtype=torch.cfloat).conj()) == digest(torch.ones(2, dtype=torch.cfloat).conj_physical())
 
 
-def test_digests_see_the_code_of_classes() -> None:
-    patch = """
-@dataclasses.dataclass(kw_only=True)
-class Scale(Patch):
-    factor: float
-    def op(self, value):
-        return value {} self.factor
-"""
-    metric = """
-class Mean:
-    def __call__(self, output):
-        return self.inner(output)
-    def inner(self, output):
-        return output.mean() {} 1
-"""
+def test_with_a_key_other_objects_are_seen_as_far_as_they_are_data() -> None:
+    def told(value: Any) -> str:
+        return Digester("key").digest(value, "what is tested")
 
-    def made(source: str, **fields: Any) -> Any:
-        names: dict[str, Any] = {"dataclasses": dataclasses, "Patch": Patch, "__name__": "own"}
-        exec(compile(source, "own", "exec", dont_inherit=True), names)
-        return next(kind for name, kind in names.items() if name in ("Scale", "Mean"))(**fields)
-
-    for source, fields in ((patch, {"factor": 2.0}), (metric, {})):
-        plus, again, times = (digest(made(source.format(sign), **fields)) for sign in "++*")
-        assert plus == again != times
+    probe, used = ProbePatch(), ProbePatch()
+    used.op(torch.ones(2))
+    assert told(probe) == told(used)
+    assert told(CustomPatch(custom_op=torch.neg, slice=0)) != told(CustomPatch(custom_op=torch.neg, slice=1))
+    assert told(CustomPatch(custom_op=lambda t: t)) == told(CustomPatch(custom_op=lambda t: -t))
 
 
-def test_digests_see_globals() -> None:
-    def compiled(factor: float) -> Any:
-        names: dict[str, Any] = {"factor": factor}
-        exec("def inner(x): return x * factor\ndef outer(x): return inner(x)", names)
-        return names["outer"]
+def test_code_needs_a_key(pg: PatchableGraph, tmp_path: Path) -> None:
+    """Code is not looked at: without a key nobody could tell that it was changed meanwhile."""
 
-    assert digest(compiled(2.0)) == digest(compiled(2.0))
-    assert digest(compiled(2.0)) != digest(compiled(3.0))
+    class Own(LogProbability):
+        def __call__(self, output: Any) -> torch.Tensor:
+            return output.sum()
+
+    def custom(path: str, unit: int) -> dict[str, Patch[Any]]:
+        return {path: CustomPatch(custom_op=torch.neg, slice=unit)} if unit == 1 else zeros(path, unit)
+
+    file, settings = tmp_path / "sweep.jsonl", {"checkpoint": tmp_path / "sweep.jsonl", "progress": False}
+    place = r"the patches of path='sub_0.output', unit=1"
+    with pytest.raises(ExperimentError, match=rf'what a CustomPatch does \({place}\): .* checkpoint_key="version 1"'):
+        pg.sweep(AXES, custom, X, metric=torch.sum, **settings)
+    for metric, shown in (
+        (lambda output: output.sum(), r"function does \(the metric <lambda>\)"),
+        (torch.ones(2).dot, r"builtin_function_or_method does \(the metric dot\)"),
+        (Own(1, None), r"Own does \(the metric Own"),
+    ):
+        with pytest.raises(ExperimentError, match=shown):
+            pg.sweep(AXES, zeros, (X[0] if "dot" in shown else X), metric=metric, **settings)
+    assert not file.exists()
+    for metric in (torch.sum, Probability(1, position=None)):
+        pg.sweep(AXES, zeros, X, metric=metric, **settings)
+        file.unlink()
+    with pytest.raises(ExperimentError, match="checkpoint_key must be a text, not 1"):
+        pg.sweep(AXES, zeros, X, metric=torch.sum, checkpoint_key=1, **settings)
 
 
-def test_digests_of_what_holds_itself_end() -> None:
-    ring: list[Any] = [1]
-    ring.append(ring)
-    other: list[Any] = [2]
-    other.append(other)
-    assert digest(ring) != digest(other)
+def test_other_weights_are_seen_without_the_metric(pg: PatchableGraph, tmp_path: Path) -> None:
+    settings = {"metric": Probability(0, position=None), "checkpoint": tmp_path / "sweep", "progress": False}
+    axes = {"unit": range(2)}
+
+    def without(unit: int) -> dict[str, ZeroPatch]:
+        return {"sub_0.output": ZeroPatch(slice=(..., unit))}
+
+    with torch.no_grad():
+        pg.get_parameter("2.weight").zero_()
+    pg.sweep(axes, without, X, **settings)
+    with torch.no_grad():
+        pg.get_parameter("0.weight").mul_(2)
+    with pytest.raises(ExperimentError, match=r"holds another sweep: its weights are others\. Give"):
+        pg.sweep(axes, without, X, **settings)

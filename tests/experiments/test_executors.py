@@ -63,6 +63,8 @@ def doubled(layer: int, unit: int) -> dict[str, CustomPatch]:
 
 def swept(pg: PatchableGraph, make_patches: Callable[..., Any] = doubled, **options: Any) -> Any:
     options = {"metric": lambda output: output.exp().sum(), "batch": None, "progress": False} | options
+    if "checkpoint" in options:
+        options["checkpoint_key"] = "doubled"
     return pg.sweep(AXES, make_patches, options.pop("inputs", X), **options)
 
 
@@ -402,12 +404,13 @@ def test_other_experiments_go_out_too(pg: PatchableGraph, processes: ProcessPool
 
     paths, options = ["sub_0.output", "sub_2.output"], {"progress": False, "position_dim": 1}
     away = {"executor": processes, "recipe": build, "checkpoint": tmp_path / "trace.jsonl"}
+    away["checkpoint_key"] = "five"
     for corrupted in (X + 1, Noise("sub_0.output", samples=2, scale=0.5)):
         here = causal_trace(pg, X, corrupted, paths, range(4), metric, **options)
         there = causal_trace(pg, X, corrupted, paths, range(4), metric, **options, **away)
         assert there.values.tobytes() == here.values.tobytes()
         away["checkpoint"] = tmp_path / "noise.jsonl"
-    del away["checkpoint"]
+    del away["checkpoint"], away["checkpoint_key"]
     here = ablate(pg, paths, X, metric=metric, progress=False)
     assert ablate(pg, paths, X, metric=metric, progress=False, **away).values.tobytes() == here.values.tobytes()
 

@@ -80,7 +80,14 @@ def test_after_an_interrupt_the_same_call_goes_on(pg: PatchableGraph, tmp_path: 
 
     def call() -> Any:
         return pg.sweep(
-            {"unit": range(6)}, At(4, act), X, metric=torch.sum, batch=None, progress=False, checkpoint=file
+            {"unit": range(6)},
+            At(4, act),
+            X,
+            metric=torch.sum,
+            batch=None,
+            progress=False,
+            checkpoint=file,
+            checkpoint_key="1",
         )
 
     with pytest.raises(SweepInterrupted, match=r"the same call goes on from .*sweep\.jsonl"):
@@ -142,7 +149,16 @@ def test_no_moment_of_keeping_is_bad_for_an_interrupt(pg: PatchableGraph, tmp_pa
     sys.settrace(trace)
     try:
         with pytest.raises(SweepInterrupted) as caught:
-            pg.sweep({"unit": range(3)}, halved, X, metric=torch.sum, batch=None, progress=False, checkpoint=file)
+            pg.sweep(
+                {"unit": range(3)},
+                halved,
+                X,
+                metric=torch.sum,
+                batch=None,
+                progress=False,
+                checkpoint=file,
+                checkpoint_key="1",
+            )
     finally:
         sys.settrace(None)
     kept = len(file.read_bytes().splitlines()) - 1
@@ -201,10 +217,12 @@ def test_progress_counts_what_was_done_before(
     pg: PatchableGraph, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "sweep.jsonl"
-    pg.sweep({"unit": range(3)}, halved, X, metric=torch.sum, batch=None, checkpoint=file, progress=False)
+    pg.sweep(
+        {"unit": range(3)}, halved, X, metric=torch.sum, batch=None, checkpoint=file, checkpoint_key="1", progress=False
+    )
     assert capsys.readouterr().err == ""
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
-    pg.sweep({"unit": range(3)}, halved, X, metric=torch.sum, batch=None, checkpoint=file)
+    pg.sweep({"unit": range(3)}, halved, X, metric=torch.sum, batch=None, checkpoint=file, checkpoint_key="1")
     assert re.search(r"sweep: +67%.* 2/3 ", capsys.readouterr().err)
 
 

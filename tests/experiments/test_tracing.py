@@ -445,7 +445,12 @@ def test_a_trace_goes_on_from_its_file(pg: PatchableGraph, tmp_path: Any) -> Non
             calls += 1
             return METRIC(output)
 
-    settings: dict[str, Any] = {"progress": False, "batch": None, "checkpoint": tmp_path / "trace"}
+    settings: dict[str, Any] = {
+        "progress": False,
+        "batch": None,
+        "checkpoint": tmp_path / "trace",
+        "checkpoint_key": "1",
+    }
     first = causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, Counted(), **settings)
     calls, before = 0, calls
     again = causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, Counted(), **settings)

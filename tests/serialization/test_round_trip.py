@@ -192,6 +192,18 @@ def test_old_files_are_replaced_in_one_step(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["graph.safetensors"]
 
 
+def test_links_and_modes_stay_when_a_file_is_replaced(tmp_path: Path) -> None:
+    file, link = tmp_path / "graph.pg", tmp_path / "link.pg"
+    file.write_bytes(b"old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    PatchableGraph(Mlp(), x()).save(link)
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert PatchableGraph.load(file).graph is not None
+    assert sorted(tmp_path.iterdir()) == [file, link]
+
+
 def test_open_files_are_written_and_read_as_torch_save_does(tmp_path: Path) -> None:
     pg = PatchableGraph(Mlp(), x())
     buffer = io.BytesIO()

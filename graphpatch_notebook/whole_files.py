@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(file: Path, data: bytes) -> None:
-    """Puts a file with these contents and the same mode in the place of `file`; links stay, and lead to it.
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """Gives a name to write to; what is there afterwards takes the place, and the mode, of `file`.
+
+    Links stay, and lead to it. What was loaded from the old file, or reads it now, is not disturbed.
 
     Raises:
         OSError: It cannot be written; what was there stays.
@@ -17,9 +22,8 @@ def write_whole(file: Path, data: bytes) -> None:
     target = Path(os.path.realpath(file))
     written = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
-        with written.open("xb") as stream:
-            stream.write(data)
-            stream.flush()
+        yield written
+        with written.open("rb+") as stream:
             os.fsync(stream.fileno())
         if target.exists():
             shutil.copymode(target, written)
