@@ -36,7 +36,7 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 6
 # Their insides are not for others to write into: the program shares them, or other libraries keep account in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
-_CLOSED_PACKAGES = ("torch.fx", "torch.distributed", "logging", "threading", "asyncio", "concurrent")
+_CLOSED_PACKAGES = ("torch.fx", "torch.distributed", "bitsandbytes", "logging", "threading", "asyncio", "concurrent")
 _ways: dict[type, _Way] = dict.fromkeys([*PLAIN_VALUES, bytes, torch.dtype, torch.device, torch.Size], _Way.NOTHING)
 
 

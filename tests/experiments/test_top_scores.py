@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook import PatchableGraph, ProbePatch
+from graphpatch_notebook import ExperimentWarning, PatchableGraph, ProbePatch
 from graphpatch_notebook.experiments import (
     LogitDifference,
     attribute,
@@ -84,7 +84,8 @@ def test_what_a_norm_is_given_of_the_stream_stays_apart_from_the_stream() -> Non
 
 def test_scores_by_position_stay_apart() -> None:
     pg = PatchableGraph(gpt2(), CLEAN)
-    scores = attribute(pg, METRIC, CLEAN, CORRUPTED, positions=True)
+    with pytest.warns(ExperimentWarning, match=r"24 values have no scores by position .*\n.*of its shape \(7, 16\)"):
+        scores = attribute(pg, METRIC, CLEAN, CORRUPTED, positions=True)
     top = top_scores(scores, 2000)
     assert top.index.names == ["path", "position"]
     assert not top.index.duplicated().any()

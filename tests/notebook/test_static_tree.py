@@ -79,7 +79,7 @@ def test_patches_are_listed() -> None:
 
 def test_hostile_names_are_text() -> None:
     pg = hostile_graph()
-    patch = ChosenPatch('output|"<img src=x onerror=alert(1)>"', "add", value="'</code><script>alert(1)</script>'")
+    patch = ChosenPatch('output|"<img src=x onerror=alert(1)>"', "custom", value="'</code><script>alert(1)</script>'")
     reader = read(tree_of(pg, patch))
     assert reader.tags == {"div", "p", "strong", "ul", "li", "details", "summary", "code", "em"} & reader.tags
     assert reader.attributes == {("class", "gp-static gp-static-abc"), ("open", None)}
