@@ -100,13 +100,8 @@ class Watch:
     def on(self, page: Page) -> None:
         page.on("request", self._look_at)
         page.on("websocket", lambda socket: self._look_at_address(socket.url))
-        page.on("pageerror", self._note_error)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.dismiss()))
-
-    def _note_error(self, error: Error) -> None:
-        # So JupyterLab ends, now and then, what waits for the answer of a kernel that restarts.
-        if not error.message.startswith("Canceled future"):
-            self.errors.append(str(error))
 
     def _look_at(self, request: Request) -> None:
         self._look_at_address(request.url)
