@@ -16,7 +16,7 @@ from pathlib import Path
 
 from graphpatch_notebook.errors import GraphError
 
-_STATIC = Path(__file__).parents[1] / "static"
+_STATIC = Path(__file__).parents[2] / "static"
 
 
 def for_anywidget() -> tuple[Path | str, Path | str]:

@@ -25,7 +25,7 @@ from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _TYPED = "<%graphpatch wrap>"  # stands for the file name of the typed line
 _MAKE = "<graphpatch>"  # no name that a user could have
 
