@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.nodes import NodeMeta
+from graphpatch_notebook.inspection.nodes import NodeMeta
 from tests.laws.captures import Capture
 from tests.zoo import CASES, Case
 
