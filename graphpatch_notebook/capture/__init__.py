@@ -77,7 +77,8 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         pop_function_modes(modes)
         swaps.let_go()
         eager.let_go()
-        _settle(module, recorder)
+        if recorder.has_kept_values():
+            _settle(module, recorder)
 
     try:
         try:

@@ -18,7 +18,7 @@ from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
-from graphpatch_notebook.capture.identity import alias, memory_of, weak
+from graphpatch_notebook.capture.identity import alias, memory_of, still_used, weak
 from graphpatch_notebook.capture.quantization.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure, ValueRead
 from graphpatch_notebook.capture.sizes import Size
@@ -43,12 +43,14 @@ class FrameStack(Protocol):
         owners: The nodes whose values lie in the same memory, by its address: of what lies there now.
         freed_later: The addresses of weights that are gathered for a call only.
         held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
+        kept_sizes: Sizes that were still in use when their frame was over.
     """
 
     stack: list[FrameRecorder]
     owners: dict[int, list[Node]]
     freed_later: set[int]
     held: dict[int, tuple[Tensor, Tensor]]
+    kept_sizes: list[Size]
 
     def original(self, value: Any) -> Any: ...
 
@@ -77,6 +79,7 @@ class FrameRecorder:
     def close(self) -> None:
         """Forgets the values; sizes that the model keeps somewhere turn into plain numbers."""
         self._values.clear()
+        self.recorder.kept_sizes += still_used(self._sizes)
         for size in self._sizes:
             size.release()
         self._sizes.clear()
@@ -97,7 +100,7 @@ class FrameRecorder:
         result, original = alias(value), self.recorder.original(value)
         node = self.node_of(value)
         # The model may put the alias where it had the tensor: `self.table = self.table.to(device)`. Both live anyway.
-        if (node is not None and node.kind in _OF_THE_MODEL) or original is not value:
+        if result is not value and ((node is not None and node.kind in _OF_THE_MODEL) or original is not value):
             self.recorder.held[id(result)] = (result, original)
         return result
 

@@ -20,10 +20,12 @@ from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.frame_count import frame_count
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.identity import still_used
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
+from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
@@ -55,6 +57,7 @@ class Recorder(TorchFunctionMode):
         self.unopened: dict[tuple[str, str], Frame] = {}
         self.failures: list[tuple[Frame, BaseException]] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kept_sizes: list[Size] = []
         self.muted = 0
         self.depth = 0
         self.count = frame_count.get()
@@ -68,6 +71,10 @@ class Recorder(TorchFunctionMode):
         """Returns the tensor of the model that `value` is an alias of, or else `value` itself."""
         known = self.held.get(id(value))
         return known[1] if known is not None and known[0] is value else value
+
+    def has_kept_values(self) -> bool:
+        """Whether sizes or aliases of this capture are still in use after the run: the model may hold them."""
+        return bool(still_used(self.kept_sizes) or still_used([alias for alias, _ in self.held.values()], holders=2))
 
     @contextmanager
     def mute(self) -> Iterator[None]:
