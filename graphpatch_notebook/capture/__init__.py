@@ -52,7 +52,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     options.check()
     recorder = Recorder(module, options)
     root = record(recorder, args, kwargs)
-    root.options = options
+    root.capture.options = options
     _report_failures(recorder)
     _report_unopened(recorder)
     _check_unused(root, options)

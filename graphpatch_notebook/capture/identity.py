@@ -48,5 +48,5 @@ def still_used(values: list[T], holders: int = 1) -> list[T]:
         holders: How many references of the caller each of them has, the list included.
     """
     counts = [sys.getrefcount(value) for value in values]
-    own = [sys.getrefcount(value) for value in [object()]][0] + holders - 1
+    own = next(sys.getrefcount(value) for value in [object()]) + holders - 1
     return [value for value, count in zip(values, counts, strict=True) if count > own]
