@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, unflatten
 
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import installed
 
 pytestmark = [
@@ -433,7 +434,7 @@ def test_parameters_equal_an_edited_copy(case: Case) -> None:
 
 
 def _full_name(pg: PatchableGraph, path: str) -> str:
-    frame = pg._root_frame
+    frame = captured(pg).root
     *calls, last = path.split(".")
     prefix = []
     for call in calls:
