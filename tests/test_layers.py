@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 import graphpatch_notebook
-from graphpatch_notebook.doubts import Reason
+from graphpatch_notebook.capture.doubts import Reason
 
 ROOT = Path(graphpatch_notebook.__file__).parent
 FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts)
 
-# From the lowest to the highest: what stands in one may import what stands before it, and its own insides.
+# From the lowest to the highest: a file imports what is in its own layer, and in layers before it.
 LAYERS = [
+    "_version",
     "errors",
     "interrupts",
     "warning_places",
@@ -27,38 +28,44 @@ LAYERS = [
     "delegation",
     "paths",
     "values",
-    "doubts",
-    "example_inputs",
-    "selections",
-    "tensor_indices",
     "patches",
     "options",
     "capture",
     "checks",
-    "other_names",
-    "resolution",
-    "nodes",
-    "tree",
-    "tree_texts",
-    "places",
-    "source_text",
-    "failures",
-    "graph_modules",
-    "node_path",
-    "serialization",  # knows records and graphs only: what `PatchableGraph.save` and `load` are a thin cover of
+    "inspection",
+    "graphs",
+    "serialization",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
     "execution",
-    "integrations",  # the facade offers what they make
     "patchable_graph",
+    "experiments/extras",
+    "experiments/signatures",
+    "experiments/metrics",
+    "experiments/engine",
+    "experiments/results",
+    "experiments/executors",
+    "experiments/methods",
+    "experiments/attribution",
+    "experiments/plotting",
     "experiments",
+    "notebook/display",
+    "notebook/search",
+    "notebook/session",
+    "notebook/export",
+    "notebook/run",
+    "notebook/browser",
+    "notebook/magics",
+    "notebook/completion",
+    "notebook/extension",
     "notebook",
     "__init__",
 ]
-# What is offered of a higher layer, by functions that import it when called, and their file: `pg.browse()`,
-# `pg.sweep()`, `show_heatmap()`.
+SPLIT = ("experiments", "notebook")  # packages whose folders are layers of their own
+# Functions of a lower layer that import a higher one when they are called, and their file: `pg.browse()`, `pg.sweep()`,
+# `show_heatmap()`.
 DOORS = {
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
-    ("experiments", "notebook"): "experiments/plots.py",
+    ("experiments", "notebook"): "experiments/plotting/plots.py",
 }
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
@@ -74,7 +81,15 @@ def name_of(file: Path) -> str:
 
 
 def layer_of(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+    parts = [part.removesuffix(".py") for part in file.relative_to(ROOT).parts if part != "__init__.py"]
+    return layer_of_name(parts)
+
+
+def layer_of_name(parts: list[str]) -> str:
+    """Returns the layer of a module, from its name without that of the package."""
+    if not parts:
+        return "__init__"
+    return "/".join(parts[: 2 if parts[0] in SPLIT else 1])
 
 
 def module_name(file: Path) -> str:
@@ -143,11 +158,15 @@ def test_imports_go_down() -> None:
 def imported_from_above(file: Path) -> set[str]:
     """Returns the layers above that of a file that it imports, but for its doors."""
     own = layer_of(file)
-    inside = {
-        name.split(".")[1] for name in imported_names(ast.walk(parse(file)), file) if name.startswith(f"{ROOT.name}.")
-    }
+    inside = set()
+    for name in imported_names(ast.walk(parse(file)), file):
+        package, *parts = name.split(".")
+        if package == ROOT.name:
+            layer = layer_of_name(parts)
+            inside.add(layer if layer in LAYERS else parts[0])  # what is taken from the `__init__` of a package
     above = {layer for layer in inside - {own} if LAYERS.index(layer) > LAYERS.index(own)}
-    return above - {layer for layer in above if DOORS.get((own, layer)) == name_of(file)}
+    doors = {way for way, opened in DOORS.items() if opened == name_of(file)}
+    return {layer for layer in above if (own.split("/")[0], layer.split("/")[0]) not in doors}
 
 
 @pytest.mark.parametrize(("own", "layer"), sorted(DOORS))
@@ -171,14 +190,14 @@ def test_widgets_have_one_base() -> None:
         for name in imported_names(ast.walk(parse(file)), file)
         if name.split(".")[0] in ("anywidget", "ipywidgets")
     }
-    assert with_widgets == {"notebook/displayed_widget.py"}
+    assert with_widgets == {"notebook/display/displayed_widget.py"}
 
 
 def test_notebook_packages_stay_in_notebook() -> None:
     found = {}
     for file in FILES:
         packages = {name.split(".")[0] for name in imported_names(ast.walk(parse(file)), file)}
-        if layer_of(file) != "notebook" and packages & NOTEBOOK_PACKAGES:
+        if layer_of(file).split("/")[0] != "notebook" and packages & NOTEBOOK_PACKAGES:
             found[name_of(file)] = packages & NOTEBOOK_PACKAGES
     assert found == {}
 
@@ -213,9 +232,9 @@ fx.graph._z
 ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
-    "experiments/purity.py",
-    "experiments/runner.py",
-    "notebook/run_state.py",
+    "experiments/engine/purity.py",
+    "experiments/engine/runner.py",
+    "notebook/run/run_state.py",
     "serialization/reattaching.py",
 }
 
@@ -223,7 +242,7 @@ COMPARE_TENSORS = {
 def test_calls_and_runs_are_compared_in_checks_only() -> None:
     found, comparing = {}, set()
     for file in FILES:
-        if layer_of(file) in ("checks", "notebook") or name_of(file) == SEES_SWITCHES:  # *Run* hands settings on
+        if layer_of(file).split("/")[0] in ("checks", "notebook") or name_of(file) == SEES_SWITCHES:
             continue
         asked = {node.attr for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute)}
         imported = imported_names(ast.walk(parse(file)), file)
@@ -240,7 +259,7 @@ def test_texts_of_doubts_are_made_in_one_place() -> None:
     texts = {
         (name_of(file), node.value)
         for file in FILES
-        if layer_of(file) != "doubts"
+        if name_of(file) != "capture/doubts.py"
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

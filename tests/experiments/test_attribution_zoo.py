@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import attribute
-from graphpatch_notebook.experiments.inputs import Inputs
+from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
 from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, some_cases

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from graphpatch_notebook import AddPatch, GraphPatchWarning
-from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.runs import Runs
-from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.session import Session
 from tests.laws.captures import Capture, outcome, some_cases
 from tests.zoo import Case, seed_all
 from tests.zoo.values import bit_equal, same_state, snapshot
