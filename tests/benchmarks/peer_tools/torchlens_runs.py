@@ -22,7 +22,7 @@ RERUN = "`trace.run(fast=True)`, which refuses a model that returns a cache: wit
 class Runs(Tool):
     packages: ClassVar = ("torchlens",)
     notes: ClassVar = {
-        "construct": "the trace of one output and three bindings: each set of outputs is a trace of its own, made once and run often",
+        "construct": "the trace of one output and three bindings: each set of outputs is a trace of its own",
         "forward": "the plain model",
         "record": RERUN,
         "record_modules": RERUN,
