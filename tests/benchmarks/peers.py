@@ -1,4 +1,4 @@
-"""This package next to plain hooks, nnsight, TransformerLens and pyvene: `python -m tests.benchmarks.peers [--quick]`.
+"""This package next to plain hooks and to other tools: `python -m tests.benchmarks.peers [--quick]`.
 
 Each tool is installed from PyPI in an environment of its own, with the torch that CI tests against, and runs in a
 process of its own, on one thread, on the same models with random weights. What it returns has to equal what plain
