@@ -23,6 +23,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.patchable_graph import captured
+from tests.laws.captures import capture_of
 from tests.zoo import TRANSFORMERS, Case
 
 
@@ -256,10 +257,8 @@ def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was(
 
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
-    call = case.example()
-    options = ExtractionOptions(error_on_compilation_failure=True, allow_unused_submodules=True)
-    pg = PatchableGraph(case.build(), options, *call.args, **call.kwargs)
-    assert [frame.path for frame in captured(pg).root.walk() if frame.opaque_reason] == []
+    frames = captured(capture_of(case).pg).root.walk()
+    assert [frame.path for frame in frames if frame.opaque_reason] == []
 
 
 def test_things_that_are_no_module_are_refused() -> None:
