@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any as _Any
 
+from graphpatch_notebook._version import __version__ as __version__
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     CaptureError,
@@ -51,18 +52,18 @@ from graphpatch_notebook.errors import (
     UnstoredFrameWarning,
     UnverifiedGraphWarning,
 )
-from graphpatch_notebook.graph_modules import (
+from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphInterpreter,
     MultiplyInvokedModule,
     OpaqueGraphModule,
     UnusedModule,
 )
-from graphpatch_notebook.node_path import NodePath
-from graphpatch_notebook.nodes import NodeMeta
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.nodes import NodeMeta
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
-from graphpatch_notebook.patches import (
+from graphpatch_notebook.patches.kinds import (
     AddPatch,
     CustomPatch,
     Patch,
@@ -71,8 +72,6 @@ from graphpatch_notebook.patches import (
     ReplacePatch,
     ZeroPatch,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AddPatch",

@@ -14,40 +14,40 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
+from graphpatch_notebook.capture.example_inputs import ExampleInputs
 from graphpatch_notebook.capture.inputs import signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
-from graphpatch_notebook.example_inputs import ExampleInputs
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import ActiveContext, Prepared
 from graphpatch_notebook.execution.derived import Derived
+from graphpatch_notebook.execution.generation_config import NAME as GENERATION_CONFIG
+from graphpatch_notebook.execution.generation_config import compiling_nothing, copied_config, generating_with
 from graphpatch_notebook.execution.patch_context import PatchContext
 from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
 from graphpatch_notebook.execution.plain_fx import verified_fx_module
-from graphpatch_notebook.graph_modules import (
+from graphpatch_notebook.graphs import (
     CompiledGraphModule,
     GraphInterpreter,
     GraphModule,
     build_hierarchy,
     own_graphs,
 )
-from graphpatch_notebook.graph_modules.copies import copied_frame
-from graphpatch_notebook.graph_modules.postprocessing import postprocess
-from graphpatch_notebook.graph_modules.verification import VerificationReport, verify
-from graphpatch_notebook.integrations.generation_config import NAME as GENERATION_CONFIG
-from graphpatch_notebook.integrations.generation_config import compiling_nothing, copied_config, generating_with
-from graphpatch_notebook.node_path import NodePath
-from graphpatch_notebook.nodes import NodeMap
+from graphpatch_notebook.graphs.copies import copied_frame
+from graphpatch_notebook.graphs.postprocessing import postprocess
+from graphpatch_notebook.graphs.verification import VerificationReport, verify
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.nodes import NodeMap
 from graphpatch_notebook.options import ExtractionOptions, options_among
-from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.patches.kinds import Patch
 
 if TYPE_CHECKING:
     from xarray import DataArray
 
-    from graphpatch_notebook.notebook.widget import Browser
+    from graphpatch_notebook.notebook.browser.widget import Browser
 
 _OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored _examples".split())
 _OWN |= {"_has_custom_graphs", "_generation_config", "_drawn"}
@@ -145,7 +145,7 @@ class PatchableGraph(ModuleDelegate):
             ...     print(pg(torch.ones(1, 2)).tolist())
             [[0.0, 0.0, 0.0]]
         """
-        from graphpatch_notebook.integrations.exported import unflattened_program
+        from graphpatch_notebook.graphs.exported import unflattened_program
 
         return cls._of(*unflattened_program(program, flat_args_adapter), ExtractionOptions())
 
@@ -205,7 +205,7 @@ class PatchableGraph(ModuleDelegate):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
-        from graphpatch_notebook.notebook.browsing import browser_of, workspace_of_user
+        from graphpatch_notebook.notebook.browser.browsing import browser_of, workspace_of_user
 
         workspace = workspace_of_user(sys._getframe(1).f_globals)
         return browser_of(self, workspace, str(path), inputs=inputs, tokenizer=tokenizer)
@@ -511,8 +511,8 @@ class PatchableGraph(ModuleDelegate):
             >>> zeros.dims, zeros.values
             (('unit',), array([1., 1.]))
         """
-        from graphpatch_notebook.experiments.inputs import Inputs
-        from graphpatch_notebook.experiments.sweeps import sweep
+        from graphpatch_notebook.experiments.engine.inputs import Inputs
+        from graphpatch_notebook.experiments.methods.sweeps import sweep
 
         return sweep(
             self, axes, make_patches, Inputs(inputs, input_kwargs), metric=metric, batch=batch, progress=progress,

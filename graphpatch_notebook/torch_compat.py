@@ -31,7 +31,7 @@ def is_overload(func: object) -> bool:
     """Whether `func` is an operator of `torch.ops`, which prints as such.
 
     `torch._ops.OpOverload`, `OpOverloadPacket`, `HigherOrderOperator`: torch 2.4 to 2.13. Told by:
-    tests/graph_modules/test_code.py (torch.ops).
+    tests/graphs/test_code.py (torch.ops).
     """
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
 
@@ -39,7 +39,7 @@ def is_overload(func: object) -> bool:
 def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
     """Returns how `graph` prints its code: there is `set_codegen`, but nothing to ask it by.
 
-    `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Told by: tests/graph_modules/test_weaving.py.
+    `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Told by: tests/graphs/test_weaving.py.
     """
     return graph._codegen
 
@@ -47,7 +47,7 @@ def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
 def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
     """Returns the forward pre-hooks of a module in order: id, hook, and whether it takes keyword arguments.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graph_modules/test_postprocessing.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graphs/test_postprocessing.py.
     """
     with_kwargs = module._forward_pre_hooks_with_kwargs
     return [(key, hook, key in with_kwargs) for key, hook in module._forward_pre_hooks.items()]
@@ -56,7 +56,7 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., 
 def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
     """Returns the forward hooks of a module, as `forward_pre_hooks` does.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graph_modules/test_postprocessing.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graphs/test_postprocessing.py.
     """
     with_kwargs = module._forward_hooks_with_kwargs
     return [(key, hook, key in with_kwargs) for key, hook in module._forward_hooks.items()]
@@ -109,7 +109,7 @@ without_torch_functions = torch._C.DisableTorchFunction
 def is_tracing() -> bool:
     """Whether a `torch.jit.trace` is under way.
 
-    `torch._C._get_tracing_state`: torch 2.4 to 2.13. Told by: tests/graph_modules/test_laziness.py (torch.jit.trace).
+    `torch._C._get_tracing_state`: torch 2.4 to 2.13. Told by: tests/graphs/test_laziness.py (torch.jit.trace).
     """
     return torch._C._get_tracing_state() is not None
 
@@ -287,7 +287,7 @@ def parts_of(structure: Any) -> list[Any]:
 def version_of(value: Any) -> int | None:
     """Returns how often a tensor was written into; `None` where torch does not count that.
 
-    `Tensor._version`: torch 2.4 to 2.13. Told by: tests/test_patches.py.
+    `Tensor._version`: torch 2.4 to 2.13. Told by: tests/patches/test_kinds.py.
     """
     try:
         return value._version  # type: ignore[no-any-return]
@@ -342,7 +342,7 @@ def native_namespaces() -> dict[str, object]:
     """Returns the namespaces that hold torch's own operators: nothing else is in them. By names for them.
 
     `torch._C._VariableFunctions`, `torch._C._nn`, ...: torch 2.0 to 2.13. Told by:
-    tests/serialization/test_functions.py.
+    tests/serialization/codecs/test_functions.py.
     """
     names = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
     found: dict[str, object] = {"torch": torch._C._VariableFunctions}
@@ -352,14 +352,14 @@ def native_namespaces() -> dict[str, object]:
 set_grad_enabled = torch._C._set_grad_enabled
 """What `torch.no_grad()` and the like call, and function modes see.
 
-`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Told by: tests/serialization/test_functions.py.
+`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Told by: tests/serialization/codecs/test_functions.py.
 """
 
 
 assert_that = torch._assert
 """What code that is to be traced calls in place of `assert`.
 
-`torch._assert`: torch 2.0 to 2.13. Told by: tests/serialization/test_functions.py.
+`torch._assert`: torch 2.0 to 2.13. Told by: tests/serialization/codecs/test_functions.py.
 """
 
 
@@ -367,6 +367,6 @@ def overload_path(func: object) -> str | None:
     """Returns the path in `torch.ops` of an operator (`aten.add.Tensor`); `None` where it is none.
 
     `torch._ops.OpOverload`, `OpOverloadPacket`, of which `str` gives that path: torch 2.4 to 2.13. Told by:
-    tests/serialization/test_functions.py.
+    tests/serialization/codecs/test_functions.py.
     """
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None

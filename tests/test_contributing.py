@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from graphpatch_notebook import PatchMapError
-from graphpatch_notebook.capture import decompositions, packed_weights
+from graphpatch_notebook.capture import decompositions
+from graphpatch_notebook.capture.quantization import packed_weights
 from test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ def test_imports_go_down_the_map() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    names = re.findall(r"`((?:graphpatch_notebook|js|tests|execution|integrations|capture)/[\w/.]*)`", GUIDE)
+    names = re.findall(r"`((?:graphpatch_notebook|js|tests|execution|inspection|capture)/[\w/.]*)`", GUIDE)
     assert len(names) > 20
     missing = [n for n in names if not (ROOT / n).exists() and not (ROOT / "graphpatch_notebook" / n).exists()]
     assert not missing
@@ -55,7 +56,7 @@ def test_the_files_of_a_patch_kind_are_those_that_name_one() -> None:
     listed = set(re.findall(r"`((?:graphpatch_notebook|js)/[\w/.]+)`", GUIDE.split("follow `")[1].split("Tests:")[0]))
     files = [*(ROOT / "graphpatch_notebook").rglob("*.py"), *(ROOT / "js/src").rglob("*.ts")]
     naming = {file.relative_to(ROOT).as_posix() for file in files if '"replace"' in file.read_text("utf8")}
-    assert listed == naming | {"graphpatch_notebook/patches.py", "graphpatch_notebook/__init__.py"}
+    assert listed == naming | {"graphpatch_notebook/patches/kinds.py", "graphpatch_notebook/__init__.py"}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ from pathlib import Path
 import pytest
 
 import graphpatch_notebook
-from graphpatch_notebook.doubts import Reason
+from graphpatch_notebook.capture.doubts import Reason
 
 ROOT = Path(graphpatch_notebook.__file__).parent
 FILES = sorted(file for file in ROOT.rglob("*.py") if "_alias" not in file.parts)
 
-# From the lowest to the highest: what stands in one may import what stands before it, and its own insides.
+# From the lowest to the highest: a file imports what is in its own layer, and in layers before it.
 LAYERS = [
+    "_version",
     "errors",
     "interrupts",
     "warning_places",
@@ -26,51 +28,68 @@ LAYERS = [
     "delegation",
     "paths",
     "values",
-    "doubts",
-    "example_inputs",
-    "selections",
-    "tensor_indices",
     "patches",
     "options",
     "capture",
     "checks",
-    "other_names",
-    "resolution",
-    "nodes",
-    "tree",
-    "tree_texts",
-    "places",
-    "source_text",
-    "failures",
-    "graph_modules",
-    "node_path",
-    "serialization",  # knows records and graphs only: what `PatchableGraph.save` and `load` are a thin cover of
+    "inspection",
+    "graphs",
+    "serialization",  # knows records and graphs only: `PatchableGraph.save` and `load` call it
     "execution",
-    "integrations",  # the facade offers what they make
     "patchable_graph",
+    "experiments/extras",
+    "experiments/signatures",
+    "experiments/metrics",
+    "experiments/engine",
+    "experiments/results",
+    "experiments/executors",
+    "experiments/methods",
+    "experiments/attribution",
+    "experiments/plotting",
     "experiments",
+    "notebook/display",
+    "notebook/search",
+    "notebook/session",
+    "notebook/export",
+    "notebook/run",
+    "notebook/browser",
+    "notebook/magics",
+    "notebook/completion",
+    "notebook/extension",
     "notebook",
     "__init__",
 ]
-# What is offered of a higher layer, by functions that import it when called, and their file: `pg.browse()`,
-# `pg.sweep()`, `show_heatmap()`.
+SPLIT = ("experiments", "notebook")  # packages whose folders are layers of their own
+# Functions of a lower layer that import a higher one when they are called, and their file: `pg.browse()`, `pg.sweep()`,
+# `show_heatmap()`.
 DOORS = {
     ("patchable_graph", "notebook"): "patchable_graph.py",
     ("patchable_graph", "experiments"): "patchable_graph.py",
-    ("experiments", "notebook"): "experiments/plots.py",
+    ("experiments", "notebook"): "experiments/plotting/plots.py",
 }
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
 
-each_file = pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
 
-
+@functools.cache
 def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf8"))
 
 
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
 def layer_of(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+    parts = [part.removesuffix(".py") for part in file.relative_to(ROOT).parts if part != "__init__.py"]
+    return layer_of_name(parts)
+
+
+def layer_of_name(parts: list[str]) -> str:
+    """Returns the layer of a module, from its name without that of the package."""
+    if not parts:
+        return "__init__"
+    return "/".join(parts[: 2 if parts[0] in SPLIT else 1])
 
 
 def module_name(file: Path) -> str:
@@ -128,20 +147,26 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-@each_file
-def test_file_stands_in_a_layer(file: Path) -> None:
-    assert layer_of(file) in LAYERS, "give the new module its place in LAYERS"
+def test_files_stand_in_layers() -> None:
+    assert {layer_of(file) for file in FILES} <= set(LAYERS), "give the new module its place in LAYERS"
 
 
-@each_file
-def test_imports_go_down(file: Path) -> None:
+def test_imports_go_down() -> None:
+    assert {name_of(file): above for file in FILES if (above := imported_from_above(file))} == {}
+
+
+def imported_from_above(file: Path) -> set[str]:
+    """Returns the layers above that of a file that it imports, but for its doors."""
     own = layer_of(file)
-    inside = {
-        name.split(".")[1] for name in imported_names(ast.walk(parse(file)), file) if name.startswith(f"{ROOT.name}.")
-    }
+    inside = set()
+    for name in imported_names(ast.walk(parse(file)), file):
+        package, *parts = name.split(".")
+        if package == ROOT.name:
+            layer = layer_of_name(parts)
+            inside.add(layer if layer in LAYERS else parts[0])  # what is taken from the `__init__` of a package
     above = {layer for layer in inside - {own} if LAYERS.index(layer) > LAYERS.index(own)}
-    above -= {layer for layer in above if DOORS.get((own, layer)) == file.relative_to(ROOT).as_posix()}
-    assert not above, f"{own} stands below {above}"
+    doors = {way for way, opened in DOORS.items() if opened == name_of(file)}
+    return {layer for layer in above if (own.split("/")[0], layer.split("/")[0]) not in doors}
 
 
 @pytest.mark.parametrize(("own", "layer"), sorted(DOORS))
@@ -160,27 +185,26 @@ def test_doors_are_opened_by_functions(own: str, layer: str) -> None:
 
 def test_widgets_have_one_base() -> None:
     with_widgets = {
-        file.relative_to(ROOT).as_posix()
+        name_of(file)
         for file in FILES
         for name in imported_names(ast.walk(parse(file)), file)
         if name.split(".")[0] in ("anywidget", "ipywidgets")
     }
-    assert with_widgets == {"notebook/displayed_widget.py"}
+    assert with_widgets == {"notebook/display/displayed_widget.py"}
 
 
-@each_file
-def test_notebook_packages_stay_in_notebook(file: Path) -> None:
-    if layer_of(file) == "notebook":
-        return
-    packages = {name.split(".")[0] for name in imported_names(ast.walk(parse(file)), file)}
-    assert not packages & NOTEBOOK_PACKAGES
+def test_notebook_packages_stay_in_notebook() -> None:
+    found = {}
+    for file in FILES:
+        packages = {name.split(".")[0] for name in imported_names(ast.walk(parse(file)), file)}
+        if layer_of(file).split("/")[0] != "notebook" and packages & NOTEBOOK_PACKAGES:
+            found[name_of(file)] = packages & NOTEBOOK_PACKAGES
+    assert found == {}
 
 
-@each_file
-def test_private_torch_names_stay_in_one_file(file: Path) -> None:
-    if file == ROOT / FILE_FOR_PRIVATE_TORCH_NAMES:
-        return
-    assert not {name for name in torch_names(parse(file)) if is_private(name)}
+def test_private_torch_names_stay_in_one_file() -> None:
+    private = {(name_of(file), name) for file in FILES for name in torch_names(parse(file)) if is_private(name)}
+    assert {(file, name) for file, name in private if file != FILE_FOR_PRIVATE_TORCH_NAMES} == set()
 
 
 def test_private_torch_names_are_recognised() -> None:
@@ -208,32 +232,38 @@ fx.graph._z
 ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_change", "IncomparableError"}
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
-    "experiments/purity.py",
-    "experiments/runner.py",
-    "notebook/run_state.py",
+    "experiments/engine/purity.py",
+    "experiments/engine/runner.py",
+    "notebook/run/run_state.py",
     "serialization/reattaching.py",
 }
 
 
-@each_file
-def test_calls_and_runs_are_compared_in_checks_only(file: Path) -> None:
-    name = file.relative_to(ROOT).as_posix()
-    if layer_of(file) in ("checks", "notebook") or name == SEES_SWITCHES:  # *Run* hands settings to its thread
-        return
-    tree = parse(file)
-    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imported = imported_names(ast.walk(tree), file)
-    assert not ANSWERS & (asked | {full.rpartition(".")[2] for full in imported})
-    assert f"{ROOT.name}.checks.equality.difference" not in imported or name in COMPARE_TENSORS
+def test_calls_and_runs_are_compared_in_checks_only() -> None:
+    found, comparing = {}, set()
+    for file in FILES:
+        if layer_of(file).split("/")[0] in ("checks", "notebook") or name_of(file) == SEES_SWITCHES:
+            continue
+        asked = {node.attr for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute)}
+        imported = imported_names(ast.walk(parse(file)), file)
+        if answers := ANSWERS & (asked | {full.rpartition(".")[2] for full in imported}):
+            found[name_of(file)] = answers
+        if f"{ROOT.name}.checks.equality.difference" in imported:
+            comparing.add(name_of(file))
+    assert found == {}
+    assert comparing <= COMPARE_TENSORS
 
 
-@each_file
-def test_texts_of_doubts_are_made_in_one_place(file: Path) -> None:
-    if layer_of(file) == "doubts":
-        return
+def test_texts_of_doubts_are_made_in_one_place() -> None:
     beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
-    texts = [node.value for node in ast.walk(parse(file)) if isinstance(node, ast.Constant)]
-    assert not [text for text in texts if isinstance(text, str) and text.startswith(beginnings)]
+    texts = {
+        (name_of(file), node.value)
+        for file in FILES
+        if name_of(file) != "capture/doubts.py"
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert {(name, text) for name, text in texts if text.startswith(beginnings)} == set()
 
 
 FILES_FOR_RECORDED_SIZES = ("checks/dimensions.py", "checks/meta_runs.py")
@@ -262,11 +292,10 @@ def single_sizes(tree: ast.Module) -> list[str]:
     return found
 
 
-@each_file
-def test_which_dimension_is_which_is_decided_in_one_place(file: Path) -> None:
+def test_which_dimension_is_which_is_decided_in_one_place() -> None:
     """Nobody else compares the sizes of a captured value with others to find out what its dimensions are."""
-    found = single_sizes(parse(file))
-    assert bool(found) == (file.relative_to(ROOT).as_posix() in FILES_FOR_RECORDED_SIZES), found
+    found = {name_of(file): sizes for file in FILES if (sizes := single_sizes(parse(file)))}
+    assert found.keys() == set(FILES_FOR_RECORDED_SIZES), found
 
 
 def test_looking_at_recorded_sizes_is_recognised() -> None:
@@ -304,17 +333,23 @@ MODEL_STATE = "checks/model_state.py"
 COPY_ATTRIBUTES = {"capture/held_values.py", "execution/stand_in.py"}
 
 
-@each_file
-def test_one_answer_to_whether_the_model_has_changed(file: Path) -> None:
+COPY = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
+
+
+def test_one_answer_to_whether_the_model_has_changed() -> None:
+    assert {name_of(file): found for file in FILES if (found := other_answers(file))} == {}
+
+
+def other_answers(file: Path) -> set[str]:
+    """Returns what a file defines, reads or calls that only the one answer may."""
     nodes = list(ast.walk(parse(file)))
-    name = file.relative_to(ROOT).as_posix()
-    defined = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    assert not defined & FORMER_STATES
+    name = name_of(file)
+    found = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))} & FORMER_STATES
     if name == MODEL_STATE:
-        return
+        return found
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    assert not read & {"get_rng_state", "get_rng_state_all", "getstate"}
+    found |= read & {"get_rng_state", "get_rng_state_all", "getstate"}
     if name not in COPY_ATTRIBUTES:
         calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
-        pattern = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
-        assert not [text for text in calls if pattern.match(text)]
+        found |= {text for text in calls if COPY.match(text)}
+    return found

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zoo import CASES, Call, Case, case_by_name, seed_all
+from tests.zoo import CASES, OF_EACH_KIND, TRANSFORMERS, Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, close, copy_call, flatten, same_state, scalar_loss, snapshot
 
 
@@ -74,6 +74,7 @@ def test_names_are_unique() -> None:
     assert case_by_name("gpt2-eager").name == "gpt2-eager"
     with pytest.raises(KeyError):
         case_by_name("no-such-model")
+    assert {case.name for case in TRANSFORMERS} > OF_EACH_KIND
 
 
 def test_import_is_light() -> None:

@@ -1,15 +1,9 @@
-"""Capture: a model and example inputs in, a hierarchy of frames out.
+"""Capture: one eager run of a model on example inputs becomes a hierarchy of frames with named nodes.
 
-recorder.py         the run: a function mode (torch calls) over swapped forwards (module calls: forward_swap.py)
-frame_recorder.py   one frame: which value belongs to which node; frame_count.py: how many are done, to be shown
-records.py          what is kept: frames, nodes, call sites
-decompositions.py   the steps of composite functions, for those that the options say to open
-call_sites.py       which op is which; bytecode.py: the variable that holds it; naming.py: what it is called
-held_values.py      what modules hold, in attributes, containers and plain objects: one walk
-sizes.py            integers that stay symbolic; inputs.py: the arguments of forward
-value_sizes.py      tensors that are as long as values say; data_loops.py: loops that run as often
-custom_graphs.py    graphs of custom extraction functions
-packed_weights.py   weights that modules hold quantized, and what they stand for; bitsandbytes_weights.py: those kinds
+`recorder` runs the model under a function mode (torch calls) with swapped forwards (module calls, `forward_swap`);
+`frame_recorder` files what one module call does as `records`. Names come from the bytecode of the user's code
+(`call_sites`, `bytecode`, `naming`), and sizes stay symbolic (`sizes`). The other files each answer one question about
+what was seen: `held_values` (what modules hold), `data_loops`, `decompositions`, `custom_graphs`, `doubts`.
 """
 
 from __future__ import annotations

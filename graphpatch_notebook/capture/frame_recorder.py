@@ -16,14 +16,14 @@ from torch.nn import Module
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
 from graphpatch_notebook.capture.identity import alias, memory_of, weak
-from graphpatch_notebook.capture.packed_weights import held_by
+from graphpatch_notebook.capture.quantization.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure, ValueRead
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
 from graphpatch_notebook.capture.value_sizes import part_count_by_values
-from graphpatch_notebook.doubts import Doubt, Reason
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
 

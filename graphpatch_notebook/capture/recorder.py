@@ -16,15 +16,15 @@ from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import Decomposition, chosen
+from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.frame_count import frame_count
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
-from graphpatch_notebook.capture.packed_weights import packing_of
+from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
-from graphpatch_notebook.doubts import Reason
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of

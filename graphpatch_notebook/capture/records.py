@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.nn import Module
 
-from graphpatch_notebook.doubts import Doubt
+from graphpatch_notebook.capture.doubts import Doubt
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.values import Key, ScalarSpec, ValueSpec
 

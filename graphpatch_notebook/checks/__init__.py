@@ -8,5 +8,5 @@ equality         are two values equal, bit for bit?
 sharding         is the model sharded over several processes?
 outer_values     what the code of a module reads from outside of it
 
-Why a graph may not do what its module does is a `Doubt`, which capture notes too: see `graphpatch_notebook.doubts`.
+Why a graph may differ from its module is a `Doubt`: see `graphpatch_notebook.capture.doubts`.
 """

@@ -26,7 +26,7 @@ from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.forward_swap import innermost_forward
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.capture.inputs import call_like
-from graphpatch_notebook.capture.packed_weights import packing_of
+from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site, ValueRead
 from graphpatch_notebook.capture.tensor_sources import reachable_modules

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node
-from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch
+from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import TensorSpec, leaves
 

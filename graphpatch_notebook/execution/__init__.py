@@ -1,13 +1,7 @@
 """Execution: patched runs of the user's own model.
 
-patch_map.py      a patch map, checked whole before anything runs
-plan.py           the same, laid out by frame
-context.py        what is active where: entering, leaving, calling
-live.py           a run: module calls, their inputs, parameters and outputs
-live_mode.py      the operations inside them
-steps.py          which step of a generation runs; `positions.py`: where a patch for some of them has its effect
-apply.py          patches on a value, if it is still the value that was captured
-stand_in.py       a module with other parameters; `module_hooks.py`, `python_stack.py`: who called, and what follows
-repetitions.py    what is told of calls beyond those of the example, and of turns of loops over data
-tracebacks.py     which node raised an error
+`patch_map` checks the patches before anything runs, `plan` sorts them by frame, and `context` says what is active
+where. `live` runs module calls and patches their boundaries (`module_hooks`); `live_mode` patches the operations
+inside; `apply` patches one value, after it has checked that the value is the one that was captured. `steps` and
+`positions` limit a patch to parts of a generation. `replay/` reuses recorded results in sweeps.
 """

@@ -17,9 +17,9 @@ from graphpatch_notebook.errors import (
 )
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.steps import Steps
-from graphpatch_notebook.patches import AddPatch, Patch, ReplacePatch, ZeroPatch
-from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.tensor_indices import index_text
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch, ZeroPatch
+from graphpatch_notebook.patches.slices import index_text
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
 

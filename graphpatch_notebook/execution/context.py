@@ -29,17 +29,17 @@ from graphpatch_notebook.errors import (
     PatchNotFiredWarning,
     SharedGradientWarning,
 )
-from graphpatch_notebook.execution.frame_results import new_run
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
 from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
 from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
 from graphpatch_notebook.execution.repetitions import Repetitions, paths_by_data_loop
+from graphpatch_notebook.execution.replay.frame_results import new_run
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.unfired import unfired_entries
 from graphpatch_notebook.execution.with_blocks import WithBlock
-from graphpatch_notebook.graph_modules import CompiledGraphModule
+from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.torch_compat import (
     EagerCode,
     function_mode_depth,

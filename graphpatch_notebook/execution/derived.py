@@ -9,9 +9,9 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.execution import context as contexts
 from graphpatch_notebook.execution.context import Prepared
 from graphpatch_notebook.execution.plan import Callers, Entry
-from graphpatch_notebook.graph_modules import CompiledGraphModule
-from graphpatch_notebook.nodes import NodeMap
-from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.graphs import CompiledGraphModule
+from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.resolution import Target
 
 
 class Derived:

@@ -16,8 +16,8 @@ from graphpatch_notebook.checks.sharding import REPAIR, sharding, sharding_probl
 from graphpatch_notebook.errors import PatchMapError, ShardedValueWarning, UnknownPathError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import restriction_of
-from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
-from graphpatch_notebook.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.values import TensorSpec
 from graphpatch_notebook.warning_places import level_of_caller, warn
 

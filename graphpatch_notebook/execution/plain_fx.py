@@ -11,10 +11,10 @@ from torch import fx
 from graphpatch_notebook.checks.comparison import compared
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.graph_modules import GraphModule
-from graphpatch_notebook.graph_modules.plain_fx import listed_doubts, plain_fx_module
+from graphpatch_notebook.graphs import GraphModule
+from graphpatch_notebook.graphs.plain_fx import listed_doubts, plain_fx_module
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.patches.kinds import Patch
 
 
 def verified_fx_module(

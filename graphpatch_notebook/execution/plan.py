@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.packed_weights import held_by
+from graphpatch_notebook.capture.quantization.packed_weights import held_by
 from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
 from graphpatch_notebook.errors import PatchMapError
 from graphpatch_notebook.execution.positions import Restriction
-from graphpatch_notebook.graph_modules import CompiledGraphModule
-from graphpatch_notebook.patches import Patch, ProbePatch, RecordPatch
+from graphpatch_notebook.graphs import CompiledGraphModule
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.patches.kinds import Patch, ProbePatch, RecordPatch
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.resolution import Target
 from graphpatch_notebook.torch_compat import has_compiled_parts
 from graphpatch_notebook.values import TensorSpec
 

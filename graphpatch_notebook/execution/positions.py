@@ -14,9 +14,9 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
-from graphpatch_notebook.patches import Patch
-from graphpatch_notebook.resolution import Target
-from graphpatch_notebook.selections import Selection, selection
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.patches.selections import Selection, selection
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
 TOKENS = ("input_ids", "inputs_embeds")

@@ -20,7 +20,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import PatchShapeError, PatchValueError
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import DECODER_TOKENS, TOKENS, Restriction, token_inputs
-from graphpatch_notebook.resolution import Target
+from graphpatch_notebook.inspection.resolution import Target
 
 _CACHES = (
     "past_key_values", "past_key_value", "cache_params", "layer_past", "past", "past_buckets_states", "mems", "state",

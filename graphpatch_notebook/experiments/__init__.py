@@ -14,14 +14,20 @@ draw them, `show_heatmap` in a notebook, `save_result` and `load_result` keep th
 from __future__ import annotations
 
 from graphpatch_notebook.errors import SweepInterrupted
-from graphpatch_notebook.experiments.ablation import ablate
-from graphpatch_notebook.experiments.attribution import attribute, top_scores
+from graphpatch_notebook.experiments.attribution.attribute import attribute, top_scores
+from graphpatch_notebook.experiments.methods.ablation import ablate
+from graphpatch_notebook.experiments.methods.causal_tracing import Noise, causal_trace
+from graphpatch_notebook.experiments.methods.path_patching import path_patch
+from graphpatch_notebook.experiments.methods.sweeps import sweep
 from graphpatch_notebook.experiments.metrics import KLDivergence, LogitDifference, LogProbability, Loss, Probability
-from graphpatch_notebook.experiments.path_patching import path_patch
-from graphpatch_notebook.experiments.plots import plot_heads, plot_heatmap, plot_scores, save_figure, show_heatmap
-from graphpatch_notebook.experiments.results import load_result, save_result
-from graphpatch_notebook.experiments.sweeps import sweep
-from graphpatch_notebook.experiments.tracing import Noise, causal_trace
+from graphpatch_notebook.experiments.plotting.plots import (
+    plot_heads,
+    plot_heatmap,
+    plot_scores,
+    save_figure,
+    show_heatmap,
+)
+from graphpatch_notebook.experiments.results.files import load_result, save_result
 
 __all__ = [
     "KLDivergence",

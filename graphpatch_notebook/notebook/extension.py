@@ -6,11 +6,11 @@ import weakref
 from typing import Any
 
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.cell import CellTransformer, mark_cell
-from graphpatch_notebook.notebook.cell_run import leave_what_is_left
-from graphpatch_notebook.notebook.completion import PathCompleter
-from graphpatch_notebook.notebook.magics import GraphPatchMagic
-from graphpatch_notebook.notebook.workspace import ActiveGraph, Workspace
+from graphpatch_notebook.notebook.completion.completion import PathCompleter
+from graphpatch_notebook.notebook.magics.cell import CellTransformer, mark_cell
+from graphpatch_notebook.notebook.magics.cell_run import leave_what_is_left
+from graphpatch_notebook.notebook.magics.magics import GraphPatchMagic
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, forget_workspace, workspace_of
 
 _NAME = "graphpatch"
 _NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # of the extension
@@ -25,7 +25,7 @@ class Extension:
 
     def __init__(self, shell: Any) -> None:
         proxy = weakref.proxy(shell)  # the extensions of all shells are kept: they must not keep their shells
-        self.magic = GraphPatchMagic(proxy)
+        self.magic = GraphPatchMagic(proxy, workspace_of(shell))
         self._transformer = CellTransformer(lambda: str(proxy.ast_node_interactivity))
         tables = shell.magics_manager.magics
         self._before = {kind: tables[kind][_NAME] for kind in tables if _NAME in tables[kind]}
@@ -74,14 +74,6 @@ def unload(shell: Any) -> None:
     if len(_NAMES & shell.extension_manager.loaded) > 1:  # the name that is being unloaded is still among them
         return
     extension = _extensions.pop(shell, None)
+    forget_workspace(shell)
     if extension is not None:
         extension.remove(shell)
-
-
-def workspace_of(shell: Any) -> Workspace:
-    """Returns the variables of a shell, as the magics have them if they are loaded."""
-    extension = _extensions.get(shell)
-    if extension is not None:
-        return extension.magic.workspace
-    proxy = weakref.proxy(shell)
-    return Workspace(lambda: proxy.user_ns, proxy.set_next_input)

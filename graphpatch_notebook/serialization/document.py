@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook._version import __version__
 from graphpatch_notebook.capture.decompositions import chosen
+from graphpatch_notebook.capture.doubts import listed
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.doubts import listed
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graph_modules import GraphModule, own_graphs
-from graphpatch_notebook.graph_modules.build import BuiltGraph, build
+from graphpatch_notebook.graphs import GraphModule, own_graphs
+from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.serialization.codecs.tensors import TensorTable
+from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
+from graphpatch_notebook.serialization.codecs.values import UnstorableError, encoded
 from graphpatch_notebook.serialization.forms import Form, encoded_form
 from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
 from graphpatch_notebook.serialization.graphs import OwnPaths, encoded_graph
 from graphpatch_notebook.serialization.module_table import ModuleTable
 from graphpatch_notebook.serialization.modules import LoadedRoot, own_tensor_attribute
-from graphpatch_notebook.serialization.tensors import TensorTable
-from graphpatch_notebook.serialization.value_reads import has_only_reads
-from graphpatch_notebook.serialization.values import UnstorableError, encoded
 
 SCHEMA = 1
 """The version of the form that documents have. Raised whenever an older reader would misread a newer document."""
@@ -163,15 +164,13 @@ def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
 
 def document(root: Frame, builds: Builds, options: ExtractionOptions, reasons: Reasons) -> Document:
     """Returns the document of a graph, as yet without the form of its calls."""
-    import graphpatch_notebook
-
     frames = list(root.walk())
     numbers = {id(frame): number for number, frame in enumerate(frames)}
     tensors, lines = TensorTable(), LineTable()
     modules = ModuleTable(root.module, (frame.module for frame in frames), tensors)
     content: dict[str, Any] = {
         "schema": SCHEMA,
-        "written_by": graphpatch_notebook.__version__,
+        "written_by": __version__,
         "torch": str(torch.__version__),
         "options": encoded_options(options),
         "form": None,

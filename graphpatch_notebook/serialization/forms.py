@@ -25,8 +25,8 @@ from graphpatch_notebook.checks.call_signature import (
     TensorForm,
     tensor_leaves,
 )
-from graphpatch_notebook.serialization.reading import Item
-from graphpatch_notebook.serialization.values import dtype_of, name_of_dtype
+from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.values import dtype_of, name_of_dtype
 from graphpatch_notebook.values import ValueSpec
 
 _EMPTY = inspect.Parameter.empty

@@ -8,11 +8,11 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, Node, SourceLine
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.serialization.codecs.names import Allowed
+from graphpatch_notebook.serialization.codecs.reading import Item
 from graphpatch_notebook.serialization.frames import check_nodes, check_repeats, decoded_nodes, decoded_parameters
 from graphpatch_notebook.serialization.graphs import decoded_graph
 from graphpatch_notebook.serialization.modules import LoadedModule, StoredForward
-from graphpatch_notebook.serialization.names import Allowed
-from graphpatch_notebook.serialization.reading import Item
 
 _DEEPEST = 100
 _FIELDS = ("module", "attribute_path", "training", "unstored", "parameters", "nodes")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node, Site, SourceLine
+from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.specs import decoded_spec, encoded_spec
+from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.serialization.graphs import is_identifier
-from graphpatch_notebook.serialization.reading import Item
-from graphpatch_notebook.serialization.specs import decoded_spec, encoded_spec
-from graphpatch_notebook.serialization.values import UnstorableError, decoded, encoded
 
 _FLAGS = ("is_plumbing", "is_live", "is_in_place", "is_mutated_later", "is_view_filled_later")
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")

@@ -14,13 +14,17 @@ from torch import Tensor, fx
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
-from graphpatch_notebook.graph_modules.build import BuiltGraph, ForwardCodeGen
-from graphpatch_notebook.serialization.functions import (
+from graphpatch_notebook.graphs.build import BuiltGraph, ForwardCodeGen
+from graphpatch_notebook.serialization.codecs.functions import (
     check_attribute,
     check_method,
     decoded_function,
     encoded_function,
 )
+from graphpatch_notebook.serialization.codecs.names import Allowed
+from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.value_reads import read_value, unchanged
+from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.serialization.module_table import ModuleTable
 from graphpatch_notebook.serialization.modules import (
     ALIAS,
@@ -30,10 +34,6 @@ from graphpatch_notebook.serialization.modules import (
     own_tensor_attribute,
     tensor_at,
 )
-from graphpatch_notebook.serialization.names import Allowed
-from graphpatch_notebook.serialization.reading import Item
-from graphpatch_notebook.serialization.value_reads import read_value, unchanged
-from graphpatch_notebook.serialization.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.values import TensorSpec
 
 _OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")

@@ -18,17 +18,17 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.serialization.codecs.names import Allowed
+from graphpatch_notebook.serialization.codecs.reading import Item, parsed
+from graphpatch_notebook.serialization.codecs.tensors import StoredTensor, made_tensors
+from graphpatch_notebook.serialization.codecs.values import decoded
 from graphpatch_notebook.serialization.document import SCHEMA
 from graphpatch_notebook.serialization.forms import Guard, decoded_form
 from graphpatch_notebook.serialization.frame_reader import FrameReader
 from graphpatch_notebook.serialization.frames import decoded_lines
 from graphpatch_notebook.serialization.module_reader import ModuleReader
 from graphpatch_notebook.serialization.modules import LoadedRoot
-from graphpatch_notebook.serialization.names import Allowed
-from graphpatch_notebook.serialization.reading import Item, parsed
 from graphpatch_notebook.serialization.reattaching import check_weights, originals_of
-from graphpatch_notebook.serialization.tensors import StoredTensor, made_tensors
-from graphpatch_notebook.serialization.values import decoded
 
 METADATA_KEY = "graphpatch_notebook"
 """The key in the metadata of a safetensors file under which the document is."""

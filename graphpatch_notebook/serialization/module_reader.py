@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from graphpatch_notebook.serialization.codecs.reading import Item
 from graphpatch_notebook.serialization.modules import (
     ALIAS,
     CONTAINERS,
@@ -16,7 +17,6 @@ from graphpatch_notebook.serialization.modules import (
     new_module,
     tensor_at,
 )
-from graphpatch_notebook.serialization.reading import Item
 
 _DEEPEST = 200
 _FIELDS = (

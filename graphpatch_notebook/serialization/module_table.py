@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from graphpatch_notebook.serialization.codecs.tensors import TensorTable
+from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.modules import ALIAS, CONTAINERS, LoadedModule, is_writable, module_at
-from graphpatch_notebook.serialization.tensors import TensorTable
-from graphpatch_notebook.serialization.values import UnstorableError
 
 
 class ModuleTable:

@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.errors import SerializationError
-from graphpatch_notebook.serialization.reading import Item
+from graphpatch_notebook.serialization.codecs.reading import Item
 
 
 def check_weights(

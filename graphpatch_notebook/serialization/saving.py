@@ -14,17 +14,19 @@ from typing import IO, Any
 import torch
 from torch.nn import Module
 
+from graphpatch_notebook.capture.doubts import Reason, listed
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.checks.model_state import copied
-from graphpatch_notebook.doubts import Reason, listed
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
-from graphpatch_notebook.graph_modules import GraphModule
-from graphpatch_notebook.graph_modules.verification import verify
+from graphpatch_notebook.graphs import GraphModule
+from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization import sizes
+from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
+from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.document import (
     Builds,
     Document,
@@ -37,8 +39,6 @@ from graphpatch_notebook.serialization.document import (
 from graphpatch_notebook.serialization.forms import Form, given_values
 from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of, name_of
 from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
-from graphpatch_notebook.serialization.value_reads import has_only_reads
-from graphpatch_notebook.serialization.values import UnstorableError
 from graphpatch_notebook.values import ObjectSpec
 from graphpatch_notebook.whole_files import whole_file
 

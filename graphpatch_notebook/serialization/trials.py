@@ -17,7 +17,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.inputs import UnknownInputError, call_like
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.comparison import compared, first_line
-from graphpatch_notebook.serialization.values import UnstorableError
+from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.values import TensorSpec
 
 Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"

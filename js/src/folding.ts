@@ -1,6 +1,6 @@
 /**
  * Runs of siblings that look the same but for the numbers in their names: `h_0 ... h_79`, also where a group of them
- * repeats (layers with the ops between them). As `_folded_runs` of `graphpatch_notebook/tree.py` finds them.
+ * repeats (layers with the ops between them). As `_folded_runs` of `graphpatch_notebook/inspection/tree.py` finds them.
  */
 
 import { FLAG, KINDS } from "./protocol";

@@ -1,5 +1,5 @@
 /**
- * What kernel and front end say to each other. The other half is `graphpatch_notebook/notebook/widget.py`.
+ * What kernel and front end say to each other. The other half is `graphpatch_notebook/notebook/browser/widget.py`.
  *
  * Three ways:
  * - traits: what every view must have, and what is saved in the notebook (`Traits`);

@@ -1,5 +1,5 @@
 /**
- * The search grammar: from the text of a query to its terms. The same as `graphpatch_notebook/notebook/query.py`, whose
+ * The search grammar: from the text of a query to its terms. The same as `graphpatch_notebook/notebook/search/query.py`, whose
  * docstring explains it; tests/notebook/test_search_parity.py sees to that.
  */
 

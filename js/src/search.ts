@@ -1,4 +1,4 @@
-/** Finds rows by a query, as `graphpatch_notebook/notebook/search.py` finds nodes. */
+/** Finds rows by a query, as `graphpatch_notebook/notebook/search/search.py` finds nodes. */
 
 import { FLAG, KINDS } from "./protocol";
 import { isShape, type Term } from "./query";

@@ -4,7 +4,7 @@
 const UNSEEN = /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu;
 const NAMED: Record<string, string> = { "\n": "\\n", "\r": "\\r", "\t": "\\t" };
 
-/** On one line, as `graphpatch_notebook/notebook/labels.py` writes it: a direction override as `\u202e`. */
+/** On one line, as `graphpatch_notebook/notebook/display/labels.py` writes it: a direction override as `\u202e`. */
 export function visible(text: string): string {
   return text.replace(UNSEEN, escaped);
 }

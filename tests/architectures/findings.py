@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.graph_modules.verification import VerificationReport
+from graphpatch_notebook.graphs.verification import VerificationReport
 from tests.architectures.building import NotSmall, case_of
 from tests.architectures.families import Architecture
 from tests.architectures.law_table import LAWS, broken_laws, changes_the_model, interrupts_change_the_model, is_random

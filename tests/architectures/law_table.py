@@ -17,7 +17,7 @@ from torch import nn
 
 import graphpatch_notebook
 from graphpatch_notebook import GraphPatchWarning
-from tests.graph_modules import test_zoo_graphs as law_04
+from tests.graphs import test_zoo_graphs as law_04
 from tests.laws import test_law_01_unpatched as law_01
 from tests.laws import test_law_02_identity as law_02
 from tests.laws import test_law_03_edits as law_03

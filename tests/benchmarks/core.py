@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.graph_modules import code_generations
+from graphpatch_notebook.graphs import code_generations
 from tests.benchmarks.memory import peak_bytes
 from tests.benchmarks.models import ALL, GPT2_124M, GPT2_SMALL, Benchmarked, gpt2, llama
 from tests.benchmarks.ratios import median_times

@@ -18,14 +18,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.nodes import NodeMap
-from graphpatch_notebook.notebook.completion import PathCompleter
-from graphpatch_notebook.notebook.search import NodeIndex, find, index_of
-from graphpatch_notebook.notebook.session import session_of
-from graphpatch_notebook.notebook.skeleton import Skeleton, skeleton_of
-from graphpatch_notebook.notebook.static_tree import StaticTree
-from graphpatch_notebook.notebook.workspace import ActiveGraph
-from graphpatch_notebook.places import Place
+from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
+from graphpatch_notebook.notebook.browser.static_tree import StaticTree
+from graphpatch_notebook.notebook.completion.completion import PathCompleter
+from graphpatch_notebook.notebook.search.search import NodeIndex, find, index_of
+from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph
 from tests.benchmarks.models import llama
 from tests.benchmarks.report import Row, report, row
 

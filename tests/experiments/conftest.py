@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphpatch_notebook.experiments import changed_positions
+from graphpatch_notebook.experiments.engine import changed_positions
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from graphpatch_notebook.experiments.path_labels import are_paths, path_labels
-from graphpatch_notebook.experiments.tick_texts import any_glyph, tick_texts
+from graphpatch_notebook.experiments.plotting.tick_texts import any_glyph, tick_texts
+from graphpatch_notebook.experiments.results.path_labels import are_paths, path_labels
 
 
 def short(texts: list[str]) -> list[str]:

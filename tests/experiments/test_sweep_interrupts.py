@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphpatch_notebook.experiments import position_flow
+from graphpatch_notebook.experiments.engine import position_flow
 from tests.experiments.loops import TOLERANCE, disagreement, looped, swept
 from tests.experiments.test_sweep_state import X, assert_nothing_is_left, captured, cells, total
 from tests.laws.test_law_05_interrupts import interrupted

@@ -28,8 +28,8 @@ from graphpatch_notebook import (
     UnknownPathError,
     ZeroPatch,
 )
-from graphpatch_notebook.experiments.inputs import Inputs
-from graphpatch_notebook.experiments.recordings import record
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.methods.recordings import record
 from tests.experiments.awkward_prefixes import Layers
 from tests.experiments.loops import TOLERANCE
 from tests.zoo.case import floats, seeded

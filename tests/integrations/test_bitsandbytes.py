@@ -27,7 +27,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.checks.dimensions import dimensions_of
-from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.patches.kinds import Patch
 from tests.integrations.quantized import KINDS, FloatTensors, Quantized, dequantized, quantized
 
 X = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1))

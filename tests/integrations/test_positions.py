@@ -20,7 +20,7 @@ from graphpatch_notebook import (
     RecordPatch,
     ZeroPatch,
 )
-from graphpatch_notebook.resolution import resolve
+from graphpatch_notebook.inspection.resolution import resolve
 from tests.zoo import CASES
 from tests.zoo.case import tokens
 from tests.zoo.values import bit_equal

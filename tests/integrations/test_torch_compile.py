@@ -27,7 +27,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.patches import Patch
+from graphpatch_notebook.patches.kinds import Patch
 from tests.experiments.hooked import GPT2_OUTPUT
 from tests.zoo import AWKWARD, Case, installed
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.experiments import ablate, attribute, causal_trace, path_patch
-from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.runs import Runs
-from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.session import Session
 from tests.zoo import Call, Case, case_by_name, seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::graphpatch_notebook.GraphPatchWarning")

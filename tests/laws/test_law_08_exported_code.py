@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from graphpatch_notebook import GraphPatchWarning, PatchableGraph, PatchNotFiredWarning, RepeatedCallWarning
 from graphpatch_notebook.errors import ChosenPatchError, ExportError, SessionError
-from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.codegen import export
-from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session
 from tests.laws.exports import TENSORS, Outcome, Worker, arguments_of, captured, digest, inputs_of, namespace_of
 from tests.zoo import seed_all
 

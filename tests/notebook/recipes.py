@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook import session_file
-from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.session import session_file
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.session import Session
 from tests.zoo import Call, case_by_name
 
 FOLDER = Path(__file__).parent / "recipes"

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook import activation
-from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.runs import Runs
-from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.run import activation
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session
 from tests.zoo import case_by_name
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook.notebook.expansion import expanded
-from graphpatch_notebook.notebook.session import session_of
+from graphpatch_notebook.notebook.magics.expansion import expanded
+from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.shells import Shell
 
 

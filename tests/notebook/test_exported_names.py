@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.codegen import Form, export
-from graphpatch_notebook.notebook.origin import Origin
-from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.export.patch_code import Form, export
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session
 
 FORMS: tuple[Form, ...] = ("graphpatch", "hooks")
 # Functions of the user's that assign their variables, or attributes of their objects.

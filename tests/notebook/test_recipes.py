@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, UnknownPathError, UnresolvedPatchWarning, ZeroPatch
 from graphpatch_notebook.errors import SessionFileError
-from graphpatch_notebook.notebook import session_file
-from graphpatch_notebook.notebook.chosen import ChosenPatch
-from graphpatch_notebook.notebook.session import Session
+from graphpatch_notebook.notebook.session import session_file
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.session import Session
 from tests.notebook import recipes
 
 NEAREST = re.compile(r"nearest: ('[^']+'), ('[^']+'), ('[^']+')")

@@ -1,0 +1,97 @@
+"""Weights that a module keeps packed (quantized): what they stand for, and the module's forward with another weight.
+
+    module.weight        what the module holds: packed integers, which mean nothing by themselves
+    Packing.spec         what is known of the weight that they stand for, without unpacking it
+    Packing.unpacked     that weight: what the node `weight` holds, made when somebody patches or probes it
+    Packing.bound        a forward that uses a patched one in place of the module's own kernel
+
+Modules are told by the names of their classes, so that no library is imported that the model does not use.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.errors import PatchValueError
+from graphpatch_notebook.values import TensorSpec
+
+
+class Packing(ABC):
+    """How the modules of a class keep their weight.
+
+    Args:
+        forward: The library's own forward of the class: the one that `run` can stand in for.
+    """
+
+    attribute = "weight"
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    @abstractmethod
+    def spec(self, module: Module) -> TensorSpec:
+        """Returns what is known of the unpacked weight of `module`, without unpacking it."""
+
+    @abstractmethod
+    def unpacked(self, module: Module) -> Tensor:
+        """Returns the weight that `module` holds packed: a tensor of its own, or the parameter if it is not packed."""
+
+    @abstractmethod
+    def run(self, module: Module, weight: Tensor, value: Tensor) -> Tensor:
+        """Returns what `module` makes of `value` with this weight, of the dtype that its own forward returns."""
+
+    def bound(self, module: Module, weight: Tensor, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what runs in place of `forward`, which is that of `module`.
+
+        Raises:
+            PatchValueError: The forward is not the library's: what it does with the weight is not known.
+        """
+        if getattr(forward, "__func__", None) is self._forward:
+            return functools.partial(self.run, module, weight)
+        raise PatchValueError(
+            f"the weight of this {type(module).__name__} can be probed but not patched: it is quantized, and its "
+            f"forward, {forward!r}, is not that of its library, so how it would use another weight is not known; patch "
+            "its inputs or its output"
+        )
+
+
+_packings: WeakKeyDictionary[type[Module], Packing | None] = WeakKeyDictionary()
+
+
+def packing_of(module: Module) -> Packing | None:
+    """Returns how `module` keeps its weight, or `None` if it just holds it."""
+    kind = type(module)
+    try:
+        return _packings[kind]
+    except KeyError:
+        found = _packings[kind] = _packing_of(kind)
+        return found
+
+
+def _packing_of(kind: type[Module]) -> Packing | None:
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "bitsandbytes":
+            from graphpatch_notebook.capture.quantization.bitsandbytes_weights import packing
+
+            if (found := packing(base)) is not None:
+                return found
+    return None
+
+
+def held_by(module: Module, path: str) -> tuple[Packing, Module] | None:
+    """Returns the module that holds a packed weight at this attribute path from `module`, and how; else `None`."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        child = module._modules.get(parent)
+        if child is None:
+            return None
+        module = child
+    packing = packing_of(module)
+    return (packing, module) if packing is not None and name == packing.attribute else None

@@ -1,0 +1,1 @@
+"""Scores for all values of a model by gradients."""

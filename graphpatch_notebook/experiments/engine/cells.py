@@ -1,0 +1,102 @@
+"""The cells of a sweep: one patch map for each combination of the values of the axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from graphpatch_notebook.errors import ExperimentError, add_note
+from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.patches.kinds import Patch
+
+PatchMap: TypeAlias = "Mapping[Any, Patch[Any] | Sequence[Patch[Any]]]"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One intervention of a sweep.
+
+    Attributes:
+        number: Where it stands in the sweep, counted from zero, the last axis fastest.
+        labels: The value of each axis.
+        patches: Its patch map; empty where it is not made yet.
+    """
+
+    number: int
+    labels: Mapping[str, Any]
+    patches: PatchMap
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.labels.items()) or "the only cell"
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell.
+
+    Attributes:
+        number: The number of the cell.
+        measurement: What the metric gave; `None` for a cell that failed.
+        error: Why it failed, in words.
+    """
+
+    number: int
+    measurement: Measurement | None
+    error: str | None = None
+
+
+def axes_of(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the values of each axis, in order.
+
+    Raises:
+        ExperimentError: An axis has no values, or a name that none can have.
+    """
+    if not isinstance(axes, Mapping):
+        raise ExperimentError(f'axes are a dict from names to values, {{"layer": paths}}, not {type(axes).__name__}')
+    found: dict[str, list[Any]] = {}
+    for name, values in axes.items():
+        if isinstance(values, (str, bytes)):
+            raise ExperimentError(f"the values of axis {name!r} must be several, in a list: [{values!r}]")
+        try:
+            found[str(name)] = list(values.tolist() if hasattr(values, "tolist") else values)
+        except TypeError:
+            raise ExperimentError(f"the values of axis {name!r} must be several, not {values!r}") from None
+        if not found[str(name)]:
+            raise ExperimentError(f"axis {name!r} has no values")
+    return found
+
+
+class Cells:
+    """The cells of a sweep, whose patch maps are made one by one, in order, each once.
+
+    Args:
+        axes: The values of each axis.
+        make_patches: From a value of each axis to a patch map.
+
+    Attributes:
+        unmade: The cells without their patch maps.
+    """
+
+    def __init__(self, axes: Mapping[str, Sequence[Any]], make_patches: Callable[..., PatchMap]) -> None:
+        self._make_patches = make_patches
+        combinations = enumerate(itertools.product(*axes.values()))
+        self.unmade = [Cell(number, dict(zip(axes, values, strict=True)), {}) for number, values in combinations]
+
+    def made(self, number: int) -> Cell:
+        """Returns a cell with its patch map, as `make_patches` returns it.
+
+        Raises:
+            ExperimentError: `make_patches` gave no patch map.
+            Exception: Whatever `make_patches` raises, with a note that names the cell.
+        """
+        cell = self.unmade[number]
+        try:
+            patches = self._make_patches(*cell.labels.values())
+        except Exception as error:
+            add_note(error, f"raised by make_patches for {cell}")
+            raise
+        if not isinstance(patches, Mapping):
+            raise ExperimentError(f"make_patches gave {type(patches).__name__} for {cell}; give a patch map, a dict")
+        return Cell(number, cell.labels, patches)

@@ -1,0 +1,158 @@
+"""Which cells of a sweep share work, and which run as in a plain loop: decided once, before any of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState, SharedRandomState
+from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
+from graphpatch_notebook.execution.patch_map import entries_of
+from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.experiments.engine.cells import Cell, Cells
+from graphpatch_notebook.experiments.engine.function_values import ReferredValues
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.purity import ImpureError, PrivateCopies, PurePatches
+from graphpatch_notebook.experiments.engine.random_draws import change_by
+from graphpatch_notebook.experiments.engine.shared_setup import why_plain
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+_MOST_SHOWN = 10
+_EACH = 64
+"""After so many cells, what metrics refer to is looked at after some only: a look takes as long as to make a patch."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the cells of a sweep are run.
+
+    Attributes:
+        made: The cells that are made already, in order.
+        later: The numbers of those that are made just before they run, one after the other.
+        why: Why cells do not share work, in words; `None` where all may.
+        entries: The entries of the cells that are made already, by number.
+    """
+
+    made: Sequence[Cell]
+    later: range
+    why: str | None
+    entries: Mapping[int, list[Entry]]
+
+    @property
+    def shared(self) -> list[Cell]:
+        """Pure cells, with private copies of their patch maps: in which order they run, and how, does not matter."""
+        return [cell for cell in self.made if isinstance(cell.patches, PurePatches)]
+
+    @property
+    def alone(self) -> list[Cell]:
+        """Others that are made already. Each runs as in a plain loop, after the pure ones."""
+        return [cell for cell in self.made if not isinstance(cell.patches, PurePatches)]
+
+    @property
+    def paths(self) -> list[str]:
+        """All paths that pure cells patch."""
+        return list(dict.fromkeys(str(path) for cell in self.shared for path in cell.patches))
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is to be known of the cells that do not share work, in words."""
+        count = len(self.alone) + len(self.later)
+        total = len(self.shared) + count
+        return [f"{count:,} of {total:,} cells ran one by one, each as a whole: {self.why}"] if count else []
+
+
+def planned(
+    pg: PatchableGraph, cells: Cells, inputs: Inputs, metric: Callable[[Any], Any], *, is_all: bool, backward: bool
+) -> Plan:
+    """Makes pure cells, up to the first that is not (if not `is_all`), and returns how all are run.
+
+    Raises:
+        UnknownPathError, PatchMapError: Patch maps that are made are refused: one error with all that is wrong.
+        ExperimentError: `make_patches` changes what runs look at besides patches.
+    """
+    count = len(cells.unmade)
+    copies = PrivateCopies(keeps_gradients=backward)
+    reason, why = why_plain(pg), None
+    model, random_state = ModuleState(pg._module, is_look=True), SharedRandomState()
+    referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
+    made: list[Cell] = []
+    is_metric_same = is_given_same = True
+    while len(made) < count and (is_all or why is None):
+        cell = cells.made(len(made))
+        if _is_looked_at(len(made), count):  # what is changed now and then may be as it was at the end
+            is_metric_same = is_metric_same and referred == ReferredValues(metric)
+            is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
+        if cell.number == 0 and reason is None and not is_all:
+            if not is_metric_same:
+                reason = "make_patches changes what the metric refers to, or that holds an iterator"
+            elif random_state.differing(SharedRandomState()) and _draws(pg, inputs):
+                reason = "make_patches and the model draw random numbers in turn"
+        try:
+            if reason is not None:
+                raise ImpureError(reason)
+            cell = Cell(cell.number, cell.labels, copies.of(cell.patches))
+        except ImpureError as impurity:
+            why = why or str(impurity)
+        made.append(cell)
+    copies.check_given()
+    what = [
+        *(["the model"] if _is_changed(pg, model) else []),
+        *(["what the model runs on"] if not is_given_same else []),
+        *(["what the metric refers to"] if not is_metric_same else []),
+    ]
+    if what and isinstance(made[0].patches, PurePatches):
+        raise ExperimentError(
+            f"make_patches changes {' and '.join(what)}, and is called for some cells before earlier ones run: leave "
+            "that to the patches, or write the loop: with pg.patch(make_patches(...)): ..."
+        )
+    return Plan(made, range(len(made), count), why, _entries(pg, made))
+
+
+def _is_looked_at(number: int, count: int) -> bool:
+    return number < _EACH or number & (number + 1) == 0 or number == count - 1
+
+
+def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
+    """Whether a model is another one now; that other threads patch it meanwhile does not count."""
+    return state.change_in(None) is not None or why_plain(pg) is not None
+
+
+def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
+    """Whether the model draws random numbers; leaves all as it was."""
+    state = ModuleState(pg._module)
+    with afterwards(state.restore), torch.no_grad():
+        inputs.run(pg)
+        change = change_by(lambda: inputs.run(pg), pg._module, state)
+    return change is not None and change.kind is ChangeKind.RANDOM
+
+
+def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:
+    """Returns the entries of each cell, by its number; raises one error with all that is wrong with patch maps."""
+    targets = pg._current().targets
+    found: dict[int, list[Entry]] = {}
+    errors: list[tuple[Cell, PatchMapError]] = []
+    for cell in cells:
+        entries = _entries_or_error(pg._root_frame, cell, targets)
+        if isinstance(entries, PatchMapError):
+            errors.append((cell, entries))
+        else:
+            found[cell.number] = entries
+    if errors:
+        kind = UnknownPathError if any(isinstance(error, UnknownPathError) for _, error in errors) else PatchMapError
+        first = [f"{cell}: {error}" for cell, error in errors[:_MOST_SHOWN]]
+        more = [f"... and {len(errors) - _MOST_SHOWN} more cells"] if len(errors) > _MOST_SHOWN else []
+        raise kind("\n".join([*first, *more]))
+    return found
+
+
+def _entries_or_error(root: Frame, cell: Cell, targets: dict[str, Target]) -> list[Entry] | PatchMapError:
+    try:
+        return entries_of(root, cell.patches, targets)
+    except PatchMapError as error:
+        return error

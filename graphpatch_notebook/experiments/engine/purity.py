@@ -1,0 +1,141 @@
+"""Which patch maps do the same whenever and wherever they are applied, and copies of them that nobody else can change.
+
+Only these share forwards with others, and run from recorded results. This is decided by inspection: the patches are
+`ZeroPatch`, `AddPatch` and `ReplacePatch` themselves (no subclasses), and all that they hold is plain data or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch, ZeroPatch
+
+_KINDS = frozenset({ZeroPatch, AddPatch, ReplacePatch})
+_FIELDS = frozenset(field.name for kind in _KINDS for field in fields(kind))
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({bool, int, float, complex, str, type(None), type(Ellipsis), range})
+_SEVERAL = frozenset({list, tuple, set, frozenset})
+_FEW_BYTES = 4096
+
+
+class ImpureError(Exception):
+    """A patch map may do something else each time that it is applied, for the reason given (caught in the package)."""
+
+
+class PurePatches(dict[Any, Any]):
+    """A patch map that does the same whenever and wherever it is applied."""
+
+
+class PrivateCopies:
+    """Copies patch maps, so that what is done to the patches, tensors and lists in them later does not matter.
+
+    A large tensor that cells share (a value at many places) is copied once, as long as its contents stay the same.
+
+    Args:
+        keeps_gradients: Whether tensors with gradients are not copied, so that they get theirs.
+    """
+
+    def __init__(self, *, keeps_gradients: bool = False) -> None:
+        self._keeps_gradients = keeps_gradients
+        self._large: dict[Hashable, Tensor] = {}
+        self._given: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, patch_map: Any) -> PurePatches:
+        """Returns a copy of a patch map.
+
+        Raises:
+            ImpureError: It may do something else each time that it is applied.
+
+        Example:
+            >>> value = torch.ones(2)
+            >>> copy = PrivateCopies().of({"output": AddPatch(value=value)})
+            >>> _ = value.zero_()
+            >>> copy["output"].value
+            tensor([1., 1.])
+        """
+        if type(patch_map) is not dict:
+            raise ImpureError(f"a patch map is a {type(patch_map).__name__}, not a dict")
+        copied = PurePatches()
+        # Entering a mode takes longer than to copy a patch.
+        with torch.inference_mode(False):
+            for path, given in patch_map.items():
+                is_one = type(given) not in (list, tuple)
+                copied[str(path)] = self._patch(given) if is_one else [self._patch(patch) for patch in given]
+        return copied
+
+    def _patch(self, patch: Any) -> Patch[Any]:
+        kind = type(patch)
+        if kind not in _KINDS:
+            raise ImpureError(f"a {kind.__name__} may do something else each time")
+        if not _FIELDS.issuperset(patch.__dict__):
+            raise ImpureError(f"a {kind.__name__} has an attribute of its own")
+        copied: Patch[Any] = object.__new__(kind)
+        copied.__dict__.update(
+            {name: value if type(value) in _PLAIN else self._value(value) for name, value in patch.__dict__.items()}
+        )
+        return copied
+
+    def _value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, np.generic):
+            return value
+        if kind in _TENSORS and value.layout is torch.strided:
+            return self._tensor(value)
+        if kind in _SEVERAL:
+            return kind(map(self._value, value))
+        if kind is slice:
+            return slice(*map(self._value, (value.start, value.stop, value.step)))
+        if kind is np.ndarray and value.dtype != object:
+            return value.copy()
+        raise ImpureError(f"a patch holds an object of type {kind.__name__}")
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        clone = (tensor.detach() if tensor.requires_grad else tensor).clone()
+        if self._keeps_gradients and tensor.requires_grad:
+            self._given.append((tensor, clone))
+            return tensor
+        if clone.nbytes <= _FEW_BYTES:
+            return clone
+        # Where it lies only says where to look: what counts is that the contents are equal, as of now.
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        known = self._large.setdefault(key, clone)
+        if known is not clone and difference(known, clone, "") is not None:
+            known = self._large[key] = clone
+        return known
+
+    def check_given(self) -> None:
+        """Makes sure that tensors that were not copied, as they have gradients, hold what they held.
+
+        Raises:
+            ExperimentError: They do not.
+        """
+        for tensor, clone in self._given:
+            if difference(tensor.detach(), clone, "") is not None:
+                raise ExperimentError(
+                    f"make_patches writes into a value of shape {tuple(tensor.shape)} that has gradients and belongs "
+                    "to a cell that has not run yet; give each cell a tensor of its own: value.clone()"
+                )
+
+
+def is_pure(patch_map: Any) -> bool:
+    """Whether a patch map does the same whenever and wherever it is applied.
+
+    Example:
+        >>> is_pure({"output": ZeroPatch(slice=0)}), is_pure({"output": object()})
+        (True, False)
+    """
+    if isinstance(patch_map, PurePatches):
+        return True
+    try:
+        PrivateCopies().of(patch_map)
+    except ImpureError:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""What a run can leave out because the metric does not look at it: logits of earlier positions, the cache.
+
+Language models of transformers compute the logits of the last positions only, where they are asked to
+(`logits_to_keep`), and no cache (`use_cache`). Whether a metric reads the last position alone is not taken on trust:
+each of its reads of the logits is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.execution.replay.frame_effects import PLAIN, leaves_of
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.inspection.resolution import Target
+
+_LOGITS, _CACHE = "logits_to_keep", "use_cache"
+_LEAVES = (Tensor, *PLAIN)
+_KINDS = frozenset(_LEAVES)
+_PICKING = (Tensor, list, bool)
+_EARLY = ("input", "parameter", "buffer", "attribute")
+
+
+class ReadElsewhereError(Exception):
+    """A metric reads logits of other positions than the last one (caught inside the package)."""
+
+
+class LastPositionOnly(TorchFunctionMode):
+    """Lets a metric read logits at the last position only.
+
+    Args:
+        logits: The logits, `(batch, seq, vocabulary)`.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self._logits = logits
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._is_given((*args, *kwargs.values()) if kwargs else args) and not self._is_last(func, args):
+            raise ReadElsewhereError
+        return func(*args, **(kwargs or {}))
+
+    def _is_given(self, values: Any) -> bool:
+        for value in values:  # this is asked for all that a metric does, for each cell
+            if value is self._logits:
+                return True
+            kind = type(value)
+            if kind not in _KINDS and not issubclass(kind, _LEAVES) and self._is_given(leaves_of(value)):
+                return True
+        return False
+
+    def _is_last(self, func: Any, args: tuple[Any, ...]) -> bool:
+        if func is not Tensor.__getitem__ or args[0] is not self._logits:
+            return False
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        for part in index:
+            if part is None or isinstance(part, _PICKING):
+                return False
+        if Ellipsis in index:
+            place = index.index(Ellipsis)
+            missing = self._logits.dim() - (len(index) - 1)
+            index = (*index[:place], *[slice(None)] * missing, *index[place + 1 :])
+        return len(index) > 1 and (
+            (type(index[1]) is int and index[1] == -1) or (isinstance(index[1], slice) and index[1] == slice(-1, None))
+        )
+
+
+def logits_in(output: Any) -> Tensor | None:
+    """Returns the logits of a language model in its output, if they are there."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) and logits.dim() == 3 else None
+
+
+def last_position_value(metric: Callable[[Any], Any], output: Any) -> Any:
+    """Returns what `metric` gives, if it reads the logits in `output` at the last position only; else `None`."""
+    try:
+        return None if logits_in(output) is None else watched_metric(metric, output)
+    except Exception:  # it reads others, or what is not there
+        return None
+
+
+def watched_metric(metric: Callable[[Any], Any], output: Any) -> Any:
+    """Returns what a metric gives that is to read logits at the last position only.
+
+    Raises:
+        ReadElsewhereError: It reads others, too.
+    """
+    logits = logits_in(output)
+    if logits is None:
+        return metric(output)
+    with LastPositionOnly(logits):
+        value = metric(output)
+    if any(leaf is logits for leaf in leaves_of(value)):  # handed on as they are
+        raise ReadElsewhereError
+    return value
+
+
+def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Returns keyword arguments with which a run leaves out what is not looked at, the most that may be first.
+
+    Args:
+        root: The root frame of the capture.
+        inputs: What the model runs on; what is given there stays as it is.
+        targets: The values that are patched.
+    """
+    given = {*inputs.kwargs, *(parameter.name for parameter in root.parameters[: len(inputs.args)])}
+    free = {parameter.name for parameter in root.parameters} - given
+    without_cache: dict[str, Any] = {}
+    if _CACHE in free and not any("past" in name or "cache" in name for name in given):
+        without_cache = {_CACHE: False}
+    found = []
+    if _LOGITS in free and "labels" not in given and not any(_is_late(root, t) for t in targets):
+        found.append({**without_cache, _LOGITS: 1})
+    if without_cache:
+        found.append(without_cache)
+    return found
+
+
+def _is_late(root: Frame, target: Target) -> bool:
+    """Whether a value may come up after the choice of positions: in the model's own forward, or in its head."""
+    if target.frame is root:
+        return target.node.kind not in _EARLY
+    frame = target.frame
+    while frame.parent is not None and frame.parent is not root:
+        frame = frame.parent
+    first = next((node for node in root.nodes if node.kind == "call"), None)
+    return first is None or first.frame is not frame

@@ -1,0 +1,1 @@
+"""Where the cells of a sweep run: threads, processes, or a cluster; and the checkpoint of a sweep."""

@@ -1,0 +1,187 @@
+"""The file in which a sweep keeps what is done, chunk by chunk, so that the same call goes on where it was stopped.
+
+Lines of JSON: the first says which sweep it is, each other one holds the cells of a chunk, as `[number, measurement]`,
+or `[number, null, error]` for a cell that failed. A last line that is not whole was being written when the process
+died; it is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.measurements import Measurement
+from graphpatch_notebook.experiments.executors.checkpoint_key import Digester, weights_digest
+from graphpatch_notebook.experiments.results.labels import metric_name, plain_label
+from graphpatch_notebook.warning_places import warn_each_time
+from graphpatch_notebook.whole_files import whole_file
+
+_FORMAT = "graphpatch sweep"
+_VERSION = 2
+
+
+def identity(
+    axes: Mapping[str, Sequence[Any]],
+    key: str,
+    metric: Callable[[Any], Any],
+    baseline: Measurement,
+    inputs: Inputs,
+    module: Module,
+    cells: Sequence[Cell],
+) -> dict[str, Any]:
+    """Returns what tells a sweep from others, as JSON; the baseline bit for bit, much else as digests.
+
+    Raises:
+        ExperimentError: There is code in it that only a key can tell, and none was given.
+    """
+    digester = Digester(key)
+    name = metric_name(metric)
+    maps = [({str(path): patch for path, patch in cell.patches.items()}, f"the patches of {cell}") for cell in cells]
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "axes": {name: [_label(value) for value in values] for name, values in axes.items()},
+        "key": key,
+        "metric": [name, digester.digest(metric, f"the metric {name}")],
+        "inputs": digester.digest((inputs.args, inputs.kwargs), "the inputs"),
+        "weights": weights_digest(module),
+        "baseline": baseline.to_json(),
+        "patches": [digester.digest(*patches) for patches in maps],
+    }
+
+
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], cells: Sequence[Cell]) -> Iterator[str]:
+    """Yields, in words, what is otherwise in the identity that a file holds."""
+    if list(mine["axes"]) != list(theirs["axes"]):
+        yield f"its axes are {list(theirs['axes'])}, not {list(mine['axes'])}"
+        return
+    for name, values in mine["axes"].items():
+        if theirs["axes"][name] != values:
+            yield f"the values of its axis {name!r} are {_shown(theirs['axes'][name])}, not {_shown(values)}"
+    if mine["key"] != theirs["key"]:
+        yield f"its checkpoint_key is {theirs['key']!r}, not {mine['key']!r}"
+    if mine["metric"] != theirs["metric"]:
+        other = "another " if mine["metric"][0] == theirs["metric"][0] else ""
+        yield f"its metric is {other}{theirs['metric'][0]}, not {mine['metric'][0]}"
+    yield from (f"its {what} are others" for what in ("inputs", "weights") if mine[what] != theirs[what])
+    if mine["baseline"] != theirs["baseline"]:
+        before, now = (_shown(one["baseline"]["values"]) for one in (theirs, mine))
+        yield f"without patches its metric is {before}, not {now}: other weights, inputs or machine"
+    if mine["axes"] == theirs["axes"] and mine["patches"] != theirs["patches"]:
+        pairs = zip(cells, mine["patches"], theirs["patches"], strict=True)
+        differing = [cell for cell, one, other in pairs if one != other]
+        yield f"its patches are others in {len(differing)} of {len(cells)} cells, the first being {differing[0]}"
+
+
+def _label(value: Any) -> Any:
+    label = plain_label(value)
+    return label if not isinstance(label, float) or math.isfinite(label) else str(label)  # JSON has no NaN
+
+
+def _shown(values: Any) -> str:
+    text = repr(values)
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(values)})"
+
+
+class Checkpoint:
+    """A file that is written by one sweep.
+
+    Args:
+        file: Its name; it need not exist.
+        own: What `identity` returns for the sweep.
+        cells: The cells of the sweep.
+
+    Attributes:
+        done: What the file holds: results of cells, by number, those that failed not among them.
+
+    Raises:
+        ExperimentError: The file holds another sweep, or something else, or cannot be written: it is left as it is.
+    """
+
+    def __init__(self, file: str | os.PathLike[str], own: Mapping[str, Any], cells: Sequence[Cell]) -> None:
+        self.file = Path(file).expanduser()
+        self.done: dict[int, CellResult] = {}
+        self._is_writable = True
+        try:
+            if not self.file.exists() or not self.file.stat().st_size:
+                with whole_file(self.file) as written:
+                    written.write_bytes(_line(own))
+            else:
+                self._take_up(own, cells)
+            with self.file.open("ab"):
+                pass
+        except OSError as error:
+            raise ExperimentError(f"checkpoint={str(self.file)!r} cannot be used: {error.strerror or error}") from error
+
+    def _take_up(self, own: Mapping[str, Any], cells: Sequence[Cell]) -> None:
+        with self.file.open("rb") as stream:
+            header, sizes = stream.readline(), [stream.tell()]
+            try:
+                found = json.loads(header)
+            except ValueError:
+                found = None
+            is_ours = isinstance(found, dict) and found.keys() == own.keys()
+            if not is_ours or any(found[name] != own[name] for name in ("format", "version")):
+                raise ExperimentError(
+                    f"checkpoint={str(self.file)!r} is a file that no sweep has written, or none of this version; it "
+                    "is left as it is: give another name"
+                )
+            if differences := list(_differences(own, found, cells)):
+                raise ExperimentError(
+                    f"checkpoint={str(self.file)!r} holds another sweep: {'; '.join(differences)}. Give another name, "
+                    "or delete the file to begin anew"
+                )
+            for line in stream:
+                if line.endswith(b"\n"):
+                    sizes.append(stream.tell())
+                    self.done |= {result.number: result for result in _results(line)}
+        if sizes[-1] < self.file.stat().st_size:
+            os.truncate(self.file, sizes[-1])
+
+    def append(self, results: Sequence[CellResult]) -> None:
+        """Writes the results of a chunk, and returns when they are on the disk.
+
+        Where that fails (a full disk) the sweep goes on in memory, with a warning: nothing that is done gets lost.
+        """
+        if not self._is_writable or not results:
+            return
+        try:
+            with self.file.open("ab") as stream:
+                stream.write(_line({"cells": [_written(result) for result in results]}))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            self._is_writable = False
+            warn_each_time(
+                f"checkpoint={str(self.file)!r} cannot be written any more ({error.strerror or error}); the sweep goes "
+                "on, but what comes now is in memory only",
+                ExperimentWarning,
+            )
+
+
+def _line(data: Any) -> bytes:
+    return json.dumps(data, allow_nan=False).encode() + b"\n"
+
+
+def _written(result: CellResult) -> list[Any]:
+    if result.measurement is None:
+        return [result.number, None, result.error]
+    return [result.number, result.measurement.to_json()]
+
+
+def _results(line: bytes) -> list[CellResult]:
+    """Returns the results in a line, without cells that failed; none for a line that cannot be read."""
+    try:
+        cells = json.loads(line)["cells"]
+        return [CellResult(int(number), Measurement.from_json(data)) for number, data, *_ in cells if data is not None]
+    except (KeyError, TypeError, ValueError):
+        return []

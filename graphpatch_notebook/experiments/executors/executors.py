@@ -1,0 +1,313 @@
+"""Has chunks run by an executor: threads of this process, processes of this machine, or a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import queue
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.execution.context import innermost
+from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
+from graphpatch_notebook.experiments.engine.runner import CellRunner
+from graphpatch_notebook.experiments.executors.cluster import Cluster, WorkersLostError
+from graphpatch_notebook.experiments.executors.pickling import RECIPE, packed
+from graphpatch_notebook.experiments.executors.scheduling import Chunks, Ledger, run_here
+from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, Work, run_parcel
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.warning_places import warn_each_time
+
+_ATTEMPTS = 3  # the last one alone, lest a chunk that kills its worker take others with it again
+_PAUSE = 1.0  # seconds
+_IN_FLIGHT = 256  # enough for any cluster to be busy; what waits here costs nothing to cancel
+# How the loss of a worker looks, with schedulers that need not be installed here.
+_LOSSES = (CancelledError, asyncio.CancelledError, ConnectionError, EOFError)
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError)  # which are one from Python 3.11 on
+_NAMES_OF_LOSSES = ("KilledWorker", "CommClosedError", "FutureLostError", "WorkerStartTimeoutError")
+
+Task = Callable[[Sequence[Cell], int], "tuple[Any, ...]"]
+"""From some cells, and how often they were submitted before, to the arguments of `submit`."""
+
+
+def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
+    """Makes sure that an executor can be used, with this recipe, for this graph.
+
+    Raises:
+        ExperimentError: It cannot.
+    """
+    if innermost(pg) is not None:
+        raise ExperimentError(
+            "the patches of a context hold for the thread that entered it, and executor= runs cells elsewhere: leave "
+            "the with block, and have make_patches return these patches too"
+        )
+    if not callable(getattr(executor, "submit", None)):
+        raise ExperimentError(
+            f"executor= takes an executor, with a method submit that returns a future, not {type(executor).__name__}"
+        )
+    if isinstance(executor, ThreadPoolExecutor):
+        return
+    if recipe is None:
+        raise ExperimentError(
+            f"{type(executor).__name__} runs cells in other processes; say with recipe= how to build the graph there, "
+            f"so that no weights need to be sent:\n{RECIPE}"
+        )
+    if isinstance(recipe, Module):
+        raise ExperimentError(
+            f"recipe= is the model itself ({type(recipe).__name__}): its weights would go through the scheduler. Say "
+            f"how to build it where it runs:\n{RECIPE}"
+        )
+    if not callable(recipe) and not isinstance(recipe, (str, os.PathLike)):
+        raise ExperimentError(
+            "recipe= takes a function without arguments that returns a PatchableGraph, or the name of a file, not "
+            f"{type(recipe).__name__}:\n{RECIPE}"
+        )
+
+
+def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: Work) -> Task:
+    """Returns what makes tasks for an executor.
+
+    Raises:
+        ExperimentError: Something that would have to be sent holds a model, or cannot be sent.
+    """
+    if isinstance(executor, ThreadPoolExecutor):
+        shared = SharedGraph(pg, work)
+        return lambda cells, _: (shared.run, [(cell.number, cell.patches) for cell in cells])
+    if isinstance(recipe, (str, os.PathLike)):
+        recipe = str(Path(recipe).expanduser().absolute())
+    packed_recipe = packed([("the recipe", recipe)])
+    packed([("the metric", work.metric), ("what the model runs on", work.inputs)])  # for messages that tell which
+    packed_work = packed([("the sweep", work)])
+    token = uuid.uuid4().hex  # another sweep of the same arguments is another: weights may have changed
+
+    def task(cells: Sequence[Cell], attempt: int) -> tuple[Any, ...]:
+        return (run_parcel, token, packed_recipe, packed_work, _packed_cells(cells), attempt)
+
+    return task
+
+
+def _packed_cells(cells: Sequence[Cell]) -> bytes:
+    # Named one by one, and together: what several cells hold is sent once.
+    return packed(
+        (f"the patch map of {cell}", (cell.number, {str(path): patch for path, patch in cell.patches.items()}))
+        for cell in cells
+    )
+
+
+@dataclass(eq=False)
+class _Portion:
+    cells: Sequence[Cell]
+    attempt: int = 0
+    future: Any = None
+    fetches: int = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.attempt == _ATTEMPTS - 1
+
+
+class Dispatch:
+    """Hands the chunks of one sweep to an executor, and what comes back to a ledger.
+
+    Chunks whose worker is lost are submitted again, at last each alone. Where the executor itself is broken, or no
+    worker of a cluster is left, the rest is run here, but for the cells that workers may have been lost with.
+
+    Args:
+        executor: The executor.
+        task: Makes the tasks.
+        runner: Runs cells here.
+
+    Attributes:
+        remarks: Those of the runners that ran cells elsewhere, in order, as keys.
+    """
+
+    def __init__(self, executor: Any, task: Task, runner: CellRunner) -> None:
+        self._cluster = Cluster.of(executor)
+        self._submitted = executor.submit if self._cluster is None else self._cluster.submit
+        self._is_elsewhere = not isinstance(executor, ThreadPoolExecutor)
+        self._context = getattr(executor, "_mp_context", None) or multiprocessing.get_context("spawn")
+        self._task = task
+        self._runner = runner
+        self._waiting: deque[_Portion] = deque()
+        self._out: dict[_Portion, None] = {}
+        self._done: queue.SimpleQueue[_Portion] = queue.SimpleQueue()
+        self._breakage: BaseException | None = None
+        self._has_results = False
+        self._messages: dict[str, None] = {}
+        self.remarks: dict[str, None] = {}
+        self._ledger: Ledger
+
+    def run(self, chunks: Chunks, ledger: Ledger) -> None:
+        """Has all chunks run. `ledger` keeps what is done, also when this is interrupted; futures are cancelled then.
+
+        Raises:
+            ExperimentError: The first chunk that came back shows that none can be run like this.
+        """
+        self._ledger = ledger
+        self._waiting.extend(map(_Portion, chunks))
+        try:
+            self._run_by_executor()
+            if self._breakage is not None:
+                self._run_rest()
+        finally:
+            for message in self._messages:
+                warn_each_time(message, ExperimentWarning)
+
+    def _run_by_executor(self) -> None:
+        try:
+            self._look_after_cluster()
+            while self._breakage is None and (self._waiting or self._out):
+                self._submit()
+                if self._out and self._breakage is None:
+                    self._take_next()
+            self._take_what_is_there()
+        except KeyboardInterrupt:
+            self._take_what_is_there()
+            raise
+        finally:
+            for portion in self._out:
+                with contextlib.suppress(Exception):
+                    # What nobody wants is not run; `cancel` of a cluster waits, for ever where the client is closed.
+                    (portion.future.cancel if self._cluster is None else portion.future.release)()
+
+    def _submit(self) -> None:
+        while self._waiting and len(self._out) < _IN_FLIGHT and self._breakage is None:
+            portion = self._waiting[0]
+            if self._out and (portion.is_suspect or next(iter(self._out)).is_suspect):
+                return
+            task = self._task(portion.cells, portion.attempt)
+            try:
+                portion.future = self._submitted(*task)
+            except Exception as error:
+                if self._cluster is not None or (not self._has_results and not self._out):
+                    raise ExperimentError(f"executor= takes no work: {type(error).__name__}: {error}") from error
+                self._breakage = error
+                return
+            self._out[self._waiting.popleft()] = None
+            portion.future.add_done_callback(lambda _, portion=portion: self._done.put(portion))
+
+    def _take_next(self) -> None:
+        try:
+            portion = self._done.get(timeout=_PAUSE)  # on Windows no interrupt gets through to a wait without an end
+        except queue.Empty:
+            self._look_after_cluster()
+        else:
+            self._take(portion)
+
+    def _look_after_cluster(self) -> None:
+        if self._cluster is not None:
+            try:
+                self._cluster.check([portion.future.key for portion in self._out])
+            except WorkersLostError as error:
+                self._breakage = error
+
+    def _outcome(self, portion: _Portion) -> Outcome:
+        """Returns what came back. What is lost with the worker that had it is worked out anew, or never comes."""
+        if self._cluster is None:
+            return portion.future.result()  # type: ignore[no-any-return]
+        portion.fetches += 1
+        return portion.future.result(timeout=_PAUSE * min(2**portion.fetches, 16))  # type: ignore[no-any-return]
+
+    def _take(self, portion: _Portion) -> None:
+        try:
+            outcome = self._outcome(portion)
+        except (Exception, asyncio.CancelledError) as error:
+            if self._cluster is not None:
+                self._look_after_cluster()
+                if portion.future.status not in ("error", "cancelled") and isinstance(error, (*_LOSSES, *_TIMEOUTS)):
+                    self._done.put(portion)
+                    return
+            self._take_failure(portion, error)
+        else:
+            self._has_results = True
+            self._keep(outcome)
+            del self._out[portion]
+
+    def _keep(self, outcome: Outcome) -> None:
+        results, messages, remarks = outcome
+        self._ledger.keep(results)
+        self._messages |= dict.fromkeys(messages)
+        self.remarks |= dict.fromkeys(remarks)
+
+    def _take_failure(self, portion: _Portion, error: BaseException) -> None:
+        if isinstance(error, BrokenExecutor):
+            self._breakage = error  # the portion stays among those that are out
+            return
+        is_lost = isinstance(error, _LOSSES) or type(error).__name__ in _NAMES_OF_LOSSES or portion.future.cancelled()
+        if is_lost and portion.attempt + 1 < _ATTEMPTS:
+            del self._out[portion]
+            self._waiting.append(_Portion(portion.cells, portion.attempt + 1))  # behind all that is new
+            return
+        if not self._has_results and not is_lost:
+            raise ExperimentError(f"no cell can be run by this executor: {error}") from error
+        text = f"{type(error).__name__}: {error}"
+        if is_lost:
+            text = f"its worker was lost {_ATTEMPTS} times, at last with nothing else to do: {text}"
+        self._fail(portion, text)
+        del self._out[portion]
+
+    def _take_what_is_there(self) -> None:
+        for portion in list(self._out):
+            if portion.future.done() and not portion.future.cancelled():
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    self._keep(self._outcome(portion))
+                    del self._out[portion]
+
+    def _run_rest(self) -> None:
+        """Runs here what is left, but for what may have killed its worker: that may kill this process, too."""
+        breakage = self._breakage
+        rest = [*self._out, *self._waiting]
+        if isinstance(breakage, WorkersLostError):
+            suspects = [one for one in rest if one.attempt > 0 or getattr(one.future, "key", None) in breakage.keys]
+            fate = "are not run"
+        else:
+            suspects = [*self._out] if isinstance(breakage, BrokenExecutor) and self._is_elsewhere else []
+            fate = "are run in another process, one after the other"
+        rest = [one for one in rest if one not in suspects]
+        told = f"{_count(suspects)} cells that workers may have been lost with {fate}; " if suspects else ""
+        warn_each_time(
+            f"the executor is broken ({type(breakage).__name__}: {breakage}); {told}{_count(rest)} cells that it has "
+            "not done are run in this process",
+            ExperimentWarning,
+        )
+        if isinstance(breakage, WorkersLostError):
+            for one in suspects:
+                self._fail(one, f"its worker was lost, and no other is left; here it may end this process: {breakage}")
+        else:
+            self._run_in_another_process(suspects)
+        run_here(self._runner, [one.cells for one in rest], self._ledger)
+
+    def _run_in_another_process(self, portions: list[_Portion]) -> None:
+        waiting = deque(portions)
+        while waiting:
+            executor = ProcessPoolExecutor(1, self._context)
+            try:
+                while waiting:
+                    portion = waiting.popleft()
+                    future = executor.submit(*self._task(portion.cells, portion.attempt + 1))
+                    while not wait([future], _PAUSE).done:
+                        pass
+                    self._keep(future.result())
+            except BrokenExecutor as error:
+                self._fail(portion, f"its process was lost twice, at last with nothing else to do: {error}")
+            except Exception as error:
+                self._fail(portion, f"{type(error).__name__}: {error}")
+            finally:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self, portion: _Portion, text: str) -> None:
+        self._ledger.keep([CellResult(cell.number, None, text) for cell in portion.cells])
+
+
+def _count(portions: Sequence[_Portion]) -> int:
+    return sum(len(portion.cells) for portion in portions)

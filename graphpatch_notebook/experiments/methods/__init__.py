@@ -1,0 +1,1 @@
+"""The experiments that users run: sweeps, causal tracing, ablation, and path patching."""

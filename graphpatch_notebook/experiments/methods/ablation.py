@@ -1,0 +1,261 @@
+"""Ablation: what is lost without a value, or without a part of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.engine.cells import PatchMap
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.methods.call_checks import (
+    check_graph,
+    check_input_names,
+    check_metric,
+    check_unsharded,
+)
+from graphpatch_notebook.experiments.methods.heads import HeadPlaces, head_places, shapes_of
+from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, chosen_positions, position_dims
+from graphpatch_notebook.experiments.methods.recordings import Paths, record, several_paths
+from graphpatch_notebook.experiments.methods.sweeps import sweep
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import ReplacePatch, ZeroPatch
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+Method: TypeAlias = Literal["zero", "mean", "resample"]
+
+
+def ablate(
+    pg: PatchableGraph,
+    paths: Paths,
+    *inputs: Any,
+    metric: Callable[[Any], Any],
+    method: Method = "zero",
+    reference: Any = None,
+    mean_over: Literal["batch", "batch and positions"] = "batch",
+    seed: int | None = None,
+    heads: int | None = None,
+    positions: Positions = None,
+    position_dim: PositionDim = None,
+    batch: int | str | None = "auto",
+    progress: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_key: str = "",
+    executor: Any = None,
+    recipe: Any = None,
+    **input_kwargs: Any,
+) -> DataArray:
+    """Returns what the metric gives without one value, or one part of a value, at a time.
+
+    Args:
+        pg: The graph.
+        paths: The values to do without, such as the outputs of all MLPs; with `heads`, those in which heads are apart
+            (`h_0.attn.c_proj.x`, the input of the output projection, not its output).
+        *inputs: What the model runs on, positional. The first dimension of tensors is the batch.
+        metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
+        method: What is put there instead: `"zero"`, the `"mean"` of the value on the reference inputs, or the value on
+            other ones (`"resample"`): that on the reference inputs, row by row.
+        reference: The inputs for `"mean"` and `"resample"`: a tuple of arguments, a dict of keyword arguments, or one
+            value. A mean counts all entries of the batch, padding included.
+        mean_over: Whether means are those at each position, or one for all positions: then the reference may be of
+            another length.
+        seed: Draws the rows of the reference at random (without drawing one twice, if there are enough) instead of
+            taking them in order.
+        heads: Ablate each of so many equal parts of the last dimension by itself; or of the dimension that heads have
+            of their own, as in attention patterns. Where the graph shows that heads are mixed in a value, after the
+            output projection, it is refused; it does not show that for attention by a kernel of one's own.
+        positions: Ablate each of these positions by itself: a number or several, negative ones counted from the end, or
+            `True` for each of the sequence.
+        position_dim: As for `causal_trace`.
+        batch: As for `pg.sweep`.
+        progress: As for `pg.sweep`.
+        checkpoint: As for `pg.sweep`.
+        checkpoint_key: As for `pg.sweep`.
+        executor: As for `pg.sweep`.
+        recipe: As for `pg.sweep`.
+        **input_kwargs: What the model runs on, by keyword.
+
+    Returns:
+        An array with the dimension `path`, then `head` and `position` where asked for. Its `attrs` have the metric
+        without ablation, `baseline`, and the `method`.
+
+    Raises:
+        ExperimentError: Before the sweep: the reference does not fit the inputs, values cannot be split into so many
+            heads, positions are out of range.
+        UnknownPathError: There are no such paths; the message names the nearest.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> pg = PatchableGraph(torch.nn.ReLU(), x)
+        >>> ablate(pg, ["output"], x, metric=torch.sum, heads=2, progress=False).values
+        array([[7., 3.]])
+
+    Source:
+        Wang et al., Interpretability in the Wild, 2022 (mean ablation); Chan et al., Causal Scrubbing, 2022
+        (resampling).
+    """
+    check_graph(pg)
+    if method != "zero" or heads is not None or positions is not None:
+        check_unsharded(pg, "ablate(..., heads=..., positions=...) and other methods than 'zero'")
+    check_metric(metric)
+    check_input_names(pg, input_kwargs, ablate)
+    _check_method(method, reference, mean_over, seed)
+    names = several_paths(pg, paths)
+    given = Inputs(inputs, input_kwargs)
+    run = record(pg, given, names)
+    run.warn_if_random(pg)
+    values = run.values
+    dims = {} if positions is None and mean_over == "batch" else position_dims(pg, names, position_dim)
+    axes: dict[str, Any] = {"path": names}
+    places: HeadPlaces | None = None
+    if heads is not None:
+        places = head_places(pg, shapes_of(values), heads, given.rows, position_dim)
+        axes["head"] = range(heads)
+    if positions is not None:
+        axes["position"] = chosen_positions(positions, values, dims)
+    instead: dict[str, Tensor] = {}
+    if method != "zero":
+        fills = _Fills(given, inputs_of(reference), dims if mean_over != "batch" else {}, seed)
+        others = record(pg, fills.reference, names).values
+        fill = fills.mean if method == "mean" else fills.resampled
+        instead = {name: fill(name, values[name], others[name]) for name in names}
+    ablation = _Ablation(list(axes), values, instead, dims, places)
+    result = sweep(
+        pg, axes, ablation, given, metric=metric, batch=batch, progress=progress, checkpoint=checkpoint,
+        checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
+    )  # fmt: skip
+    result.attrs["method"] = method
+    return result
+
+
+@dataclass(frozen=True)
+class _Ablation:
+    """Makes the patch map of a cell: a callable from its labels.
+
+    Attributes:
+        axes: What the labels are those of.
+        values: The values on the inputs, by path.
+        instead: What is put in their place, of the same shape but for a first dimension that may be 1; empty for zeros.
+        dims: Which dimension runs along the sequence, by path.
+        heads: Where the heads lie, if they are told apart.
+    """
+
+    axes: list[str]
+    values: Mapping[str, Tensor]
+    instead: Mapping[str, Tensor]
+    dims: Mapping[str, int]
+    heads: HeadPlaces | None
+
+    def __call__(self, *labels: Any) -> PatchMap:
+        cell = dict(zip(self.axes, labels, strict=True))
+        path = cell["path"]
+        index: list[Any] = [slice(None)] * self.values[path].ndim
+        if "position" in cell:
+            index[self.dims[path]] = cell["position"]
+        if self.heads is not None:
+            index[self.heads.dims[path]] = self.heads.part(path, cell["head"])
+        where = None if len(cell) == 1 else tuple(index)
+        if path not in self.instead:
+            return {path: ZeroPatch(slice=where)}
+        # Copies: of a view, all that it is a view of would be sent to another process.
+        value = self.instead[path][tuple(index)].clone()
+        return {path: ReplacePatch(value=value, slice=where)}
+
+
+class _Fills:
+    """What is put in the place of values: made from those on the reference inputs.
+
+    Args:
+        inputs: What the model is measured on.
+        reference: The reference inputs.
+        pooled_dims: The dimension that runs along the sequence, by path, where means are over positions too.
+        seed: What rows are drawn from; `None` for all in order.
+
+    Raises:
+        ExperimentError: The two have not as many rows where they need to.
+    """
+
+    def __init__(self, inputs: Inputs, reference: Inputs, pooled_dims: Mapping[str, int], seed: int | None) -> None:
+        self.reference = reference
+        self._pooled_dims = pooled_dims
+        self._rows, self._reference_rows = _batch_size(inputs, "the inputs"), _batch_size(reference, "reference")
+        self._seed = seed
+
+    def mean(self, path: str, value: Tensor, other: Tensor) -> Tensor:
+        """Returns the mean of `other` over the batch, of the shape of `value` but for a first dimension of 1."""
+        self._check(path, value, other)
+        pooled = self._pooled_dims.get(path)
+        mean = other.mean((0,) if pooled is None else (0, pooled), keepdim=True)
+        return mean.expand(1, *value.shape[1:])
+
+    def resampled(self, path: str, value: Tensor, other: Tensor) -> Tensor:
+        """Returns the rows of `other` that stand in for those of `value`."""
+        self._check(path, value, other)
+        return other[self._drawn_rows().to(other.device)]
+
+    def _drawn_rows(self) -> Tensor:
+        rows, count = self._rows, self._reference_rows
+        if self._seed is not None:
+            generator = torch.Generator().manual_seed(self._seed)
+            if count < rows:
+                return torch.randint(count, (rows,), generator=generator)
+            return torch.randperm(count, generator=generator)[:rows]
+        if count != rows:
+            raise ExperimentError(
+                f"the reference has {count} rows and the inputs have {rows}: give as many, or draw them with seed=0"
+            )
+        return torch.arange(rows)
+
+    def _check(self, path: str, value: Tensor, other: Tensor) -> None:
+        if not value.is_floating_point() and not value.is_complex():
+            raise ExperimentError(
+                f"{path!r} has {value.dtype}; what is no floating point number can only be set to zero"
+            )
+        if self._pooled_dims.get(path) == 0:
+            raise ExperimentError(f"the first dimension of {path!r} runs along the sequence, so it is not the batch")
+        for tensor, rows, what in ((value, self._rows, "inputs"), (other, self._reference_rows, "reference")):
+            if tensor.ndim == 0 or tensor.shape[0] != rows:
+                raise ExperimentError(
+                    f"{path!r} is of shape {tuple(tensor.shape)} on the {what}, which have {rows} rows: its first "
+                    "dimension is not the batch, so nothing can be told of other rows; give another path"
+                )
+        shapes = [list(tensor.shape[1:]) for tensor in (value, other)]
+        if path in self._pooled_dims and len(shapes[0]) == len(shapes[1]):
+            for shape in shapes:
+                shape[self._pooled_dims[path] - 1] = 1
+        if shapes[0] != shapes[1]:
+            raise ExperimentError(
+                f"{path!r} is of shape {tuple(value.shape)} on the inputs and of {tuple(other.shape)} on the "
+                "reference; give a reference of the same length, or take means with mean_over='batch and positions'"
+            )
+
+
+def _batch_size(inputs: Inputs, what: str) -> int:
+    if inputs.rows is None:
+        raise ExperimentError(f"there is no tensor in {what} whose first dimension could be the batch")
+    return inputs.rows
+
+
+def _check_method(method: str, reference: Any, mean_over: str, seed: int | None) -> None:
+    if method not in ("zero", "mean", "resample"):
+        raise ExperimentError(f"method must be 'zero', 'mean' or 'resample', not {method!r}")
+    if mean_over not in ("batch", "batch and positions"):
+        raise ExperimentError(f"mean_over must be 'batch' or 'batch and positions', not {mean_over!r}")
+    if method == "zero" and reference is not None:
+        raise ExperimentError("method='zero' takes no reference; did you mean method='mean' or 'resample'?")
+    if method != "zero" and reference is None:
+        raise ExperimentError(f"method={method!r} needs other inputs to take values from: reference=...")
+    if method != "mean" and mean_over != "batch":
+        raise ExperimentError(f"mean_over is for method='mean', not {method!r}")
+    if method != "resample" and seed is not None:
+        raise ExperimentError(f"seed is for method='resample': nothing is drawn for {method!r}")
+    if seed is not None and type(seed) is not int:
+        raise ExperimentError(f"seed is a whole number, not {seed!r}")

@@ -1,0 +1,268 @@
+"""Causal tracing: what putting one value of a clean run into a corrupted one restores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.engine.cells import PatchMap
+from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
+from graphpatch_notebook.experiments.methods.call_checks import (
+    check_graph,
+    check_metric,
+    check_options,
+    check_unsharded,
+)
+from graphpatch_notebook.experiments.methods.comparisons import Array, Comparison
+from graphpatch_notebook.experiments.methods.heads import HeadPlaces, head_places, shapes_of
+from graphpatch_notebook.experiments.methods.positions import (
+    PositionDim,
+    Positions,
+    at_position,
+    chosen_positions,
+    position_dims,
+)
+from graphpatch_notebook.experiments.methods.recordings import Paths, check_same_shapes, record, several_paths
+from graphpatch_notebook.experiments.methods.sweeps import sweep
+from graphpatch_notebook.experiments.signatures import called_as_initialized
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+
+@called_as_initialized
+@dataclass(frozen=True)
+class Noise:
+    """A corruption of the clean run itself: Gaussian noise, added at a path.
+
+    Args:
+        path: Where it is added: usually the output of the token embedding.
+        scale: The standard deviation of the noise, in the units of the value there.
+        deviations: The same in standard deviations of the clean value there, over all its entries. ROME takes 3, which
+            it is where neither is given.
+        positions: Where in the sequence: a number or several, negative ones counted from the end (ROME: the tokens of
+            the subject); `None` for everywhere.
+        samples: How often noise is drawn. All cells meet the same draws; metrics are means over these.
+        seed: What the draws are made from.
+
+    Raises:
+        ExperimentError: Both scales are given, or one that is no positive number; there are no samples.
+
+    Example:
+        >>> Noise("transformer.wte.output", positions=range(2, 5)).deviations
+        3.0
+    """
+
+    path: str | NodePath
+    _: KW_ONLY
+    scale: float | None = None
+    deviations: float | None = None
+    positions: Positions = None
+    samples: int = 10
+    seed: int = 0
+
+    def __new__(cls, *args: Any, **_: Any) -> Noise:
+        if len(args) > 1:
+            raise ExperimentError(
+                f"Noise takes a path, and all else by name: Noise({str(args[0])!r}, deviations={args[1]!r}) or scale="
+            )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if self.scale is None and self.deviations is None:
+            object.__setattr__(self, "deviations", 3.0)
+        if self.scale is not None and self.deviations is not None:
+            raise ExperimentError("noise has one scale: give scale= (absolute) or deviations=, not both")
+        size: Any = self.deviations if self.scale is None else self.scale
+        if isinstance(size, str) or not (size > 0 and math.isfinite(size)):
+            raise ExperimentError(f"the scale of noise is a positive number, not {size!r}")
+        if type(self.seed) is not int:
+            raise ExperimentError(f"seed is a whole number, not {self.seed!r}")
+        if type(self.samples) is not int or self.samples < 1:
+            raise ExperimentError(f"samples is a whole number from 1 on, not {self.samples!r}")
+
+    def patches(self, clean: Tensor, dim: int, positions: Sequence[int]) -> list[AddPatch]:
+        """Returns a patch for each sample.
+
+        Args:
+            clean: The clean value at `path`.
+            dim: Which dimension of it runs along the sequence.
+            positions: Where noise is added.
+        """
+        if not clean.is_floating_point():
+            raise ExperimentError(
+                f"noise can be added to floating point numbers, but {str(self.path)!r} has {clean.dtype}"
+            )
+        scale = self.scale if self.scale is not None else (self.deviations or 0.0) * clean.double().std().item()
+        index = at_position(dim, list(positions))
+        # Drawn where every machine draws the same.
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = clean[index].shape
+        draws = [torch.randn(shape, generator=generator) * scale for _ in range(self.samples)]
+        return [AddPatch(value=draw.to(clean.device, clean.dtype), slice=index) for draw in draws]
+
+
+def causal_trace(
+    pg: PatchableGraph,
+    clean: Any,
+    corrupted: Any,
+    paths: Paths,
+    positions: Positions,
+    metric: Callable[[Any], Any],
+    *,
+    window: int = 1,
+    heads: int | None = None,
+    normalize: bool = False,
+    position_dim: PositionDim = None,
+    **options: Any,
+) -> DataArray:
+    """Returns what the metric gives on the corrupted inputs when one clean value at a time is restored.
+
+    The values at `paths` are recorded in a run on the clean inputs. Then, for each path and position, the model runs on
+    the corrupted inputs with the value of that path at that position replaced by the clean one.
+
+    Args:
+        pg: The graph.
+        clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
+        corrupted: Other inputs of the same shapes, with some tokens changed; or `Noise`, for the clean inputs with
+            noise on the way.
+        paths: The paths to restore, such as the outputs of all layers, in order.
+        positions: Where in the sequence: a number or several, negative ones counted from the end; `None` (or `True`)
+            for each of all; `False` to restore all of them at once.
+        metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
+        window: How many neighbouring paths of the list are restored at once, around that of the cell: ROME takes 10
+            for the outputs of MLPs and attention. Cut off at both ends of the list.
+        heads: Restore each of so many heads by itself; the paths are then values in which heads are apart
+            (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
+        normalize: Return (value - corrupted) / (clean - corrupted): 0 where nothing is restored, 1 where all is.
+        position_dim: Which dimension of the values runs along the sequence. Only needed for models without `input_ids`
+            or `inputs_embeds`, and where it cannot be told: the error says so. One for all, or a dict by path.
+        **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `checkpoint_key`,
+            `executor`, `recipe`.
+
+    Returns:
+        An array with dimensions `path`, `head` (with `heads`) and `position` (counted from the start). Its `attrs` have
+        the metric without restoring, `corrupted` (for `Noise` the mean over samples), and on the clean inputs, `clean`.
+
+    Raises:
+        ExperimentError: Before the sweep: values differ in shape between clean and corrupted inputs, positions are out
+            of range, heads are mixed in a value already, or there is nothing to normalize by.
+        UnknownPathError: There are no such paths; the message names the nearest.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Flatten())
+        >>> clean, corrupted = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0]])
+        >>> pg = PatchableGraph(model, clean)
+        >>> causal_trace(pg, clean, corrupted, ["sub_0.output"], None, torch.sum, position_dim=1).values
+        array([[1., 2.]])
+
+    Source:
+        Meng et al., Locating and Editing Factual Associations in GPT, 2022.
+    """
+    check_graph(pg)
+    check_unsharded(pg, "causal_trace")
+    check_metric(metric)
+    check_options(options, causal_trace, sweep)
+    if isinstance(corrupted, type):
+        raise ExperimentError(f"corrupted is the class {corrupted.__name__}; give {corrupted.__name__}(path, ...)")
+    names = several_paths(pg, paths)
+    inputs = inputs_of(clean)
+    noise = corrupted if isinstance(corrupted, Noise) else None
+    run = record(pg, inputs, names if noise is None else [*names, str(noise.path)], metric)
+    run.warn_if_random(pg)
+    axes: dict[str, Any] = {} if noise is None else {"sample": range(noise.samples)}
+    axes["path"] = names
+    restoring = _Restoring(axes, {name: run.values[name] for name in names}, window)
+    if heads is not None:
+        restoring.heads = head_places(pg, shapes_of(restoring.values), heads, inputs.rows, position_dim)
+        axes["head"] = range(heads)
+    if positions is not False:
+        restoring.dims = position_dims(pg, names, position_dim)
+        axes["position"] = chosen_positions(positions, restoring.values, restoring.dims)
+    if noise is None:
+        inputs = inputs_of(corrupted)
+        other = record(pg, inputs, names, metric)
+        check_same_shapes(restoring.values, other.values, ("clean", "corrupted"))
+        reference = other.measurement.values
+    else:
+        restoring.corruptions = _corruptions(pg, noise, run.values, position_dim)
+        reference = restoring.corrupted(pg, inputs, metric)
+    comparison = Comparison(run.measurement.values, reference, normalize)
+    return comparison.result_of(lambda: sweep(pg, axes, restoring, inputs, metric=metric, **options), _mean_of_samples)
+
+
+class _Restoring:
+    """Makes the patch map of a cell: a callable from its labels.
+
+    Args:
+        axes: What the labels are those of; they may still be added to.
+        values: The clean values, by path.
+        window: How many neighbouring paths are restored at once.
+
+    Attributes:
+        dims: Which dimension of the values runs along the sequence, if positions are told apart.
+        heads: Where their heads lie, if these are told apart.
+        corruptions: The patches that corrupt the clean run, for each sample.
+    """
+
+    def __init__(self, axes: Mapping[str, Any], values: Mapping[str, Tensor], window: int) -> None:
+        if type(window) is not int or window < 1:
+            raise ExperimentError(f"window is a number of paths from 1 on, not {window!r}")
+        self._axes = axes
+        self.values = values
+        self.dims: Mapping[str, int] = {}
+        self.heads: HeadPlaces | None = None
+        self.corruptions: list[dict[str, AddPatch]] = []
+        names = list(values)
+        self._windows = {
+            name: names[max(0, at - window // 2) : at - window // 2 + window] for at, name in enumerate(names)
+        }
+
+    def __call__(self, *labels: Any) -> PatchMap:
+        cell = dict(zip(self._axes, labels, strict=True))
+        patches: dict[str, list[Patch[Any]]] = {}
+        if self.corruptions:
+            patches = {where: [patch] for where, patch in self.corruptions[cell["sample"]].items()}
+        for name in self._windows[cell["path"]]:
+            index: list[Any] = [slice(None)] * self.values[name].ndim
+            if "position" in cell:
+                index[self.dims[name]] = cell["position"]
+            if self.heads is not None:
+                index[self.heads.dims[name]] = self.heads.part(name, cell["head"])
+            where = tuple(index)
+            # Copies: of a view, all that it is a view of would be sent to another process.
+            patch = ReplacePatch(value=self.values[name][where].clone(), slice=where)
+            patches[name] = [*patches.get(name, ()), patch]
+        return patches
+
+    def corrupted(self, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Array:
+        """Returns what the metric gives where nothing is restored, as a mean over the samples."""
+        samples = {"sample": range(len(self.corruptions))}
+        noisy = sweep(pg, samples, self.corruptions.__getitem__, inputs, metric=metric, progress=False)
+        return np.asarray(_mean_of_samples(noisy).values)
+
+
+def _corruptions(
+    pg: PatchableGraph, noise: Noise, values: Mapping[str, Tensor], position_dim: PositionDim
+) -> list[dict[str, AddPatch]]:
+    path = str(noise.path)
+    dims = position_dims(pg, [path], position_dim)
+    positions = chosen_positions(noise.positions, {path: values[path]}, dims)
+    return [{path: patch} for patch in noise.patches(values[path], dims[path], positions)]
+
+
+def _mean_of_samples(swept: DataArray) -> DataArray:
+    # A cell that failed for one draw is no mean over the others.
+    with np.errstate(invalid="ignore"):  # of infinite numbers
+        return swept.mean("sample", skipna=False, keep_attrs=True) if "sample" in swept.dims else swept

@@ -1,0 +1,186 @@
+"""Positions in the sequence that a model works on, in the values of its nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution.positions import restriction_of, token_inputs
+from graphpatch_notebook.experiments.methods.recordings import targets
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import ProbePatch
+from graphpatch_notebook.values import TensorSpec
+
+Positions: TypeAlias = "bool | int | Iterable[int] | slice | None"
+"""A position, several or a slice, negative ones counted from the end of the sequence; `True` for all."""
+
+PositionDim: TypeAlias = "int | Mapping[str, int] | None"
+"""Which dimension runs along the sequence: of all values, or by path."""
+
+
+def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: PositionDim) -> dict[str, int]:
+    """Returns, for each path, which dimension of its value runs along the sequence.
+
+    Args:
+        pg: The graph.
+        paths: The paths.
+        position_dim: What the user says of all of them, or of some in a dict by path; needed for models that take no
+            tokens.
+
+    Raises:
+        ExperimentError: It cannot be told; the message has each reason once, with the paths.
+    """
+    root = pg.nodes.root
+    if isinstance(position_dim, Mapping):
+        by_path = {str(path): dim for path, dim in position_dim.items()}
+        given = {path: by_path.get(path) for path in paths}
+    else:
+        given = dict.fromkeys(paths, position_dim)
+    found = {path: _dim(root, target, given[path]) for path, target in targets(pg, paths).items()}
+    check_problems({path: dim for path, dim in found.items() if isinstance(dim, str)})
+    return {path: dim for path, dim in found.items() if isinstance(dim, int)}
+
+
+def check_problems(problems: Mapping[str, str]) -> None:
+    """Raises an `ExperimentError` if there are paths for which no dimension is known to run along the sequence."""
+    if problems:
+        told = "\n  ".join(by_problem(problems))
+        raise ExperimentError(f"which dimension runs along the sequence cannot be told:\n  {told}")
+
+
+def by_problem(problems: Mapping[str, str]) -> list[str]:
+    """Returns each problem once, with the paths that have it; the most common first."""
+    paths: dict[str, list[str]] = {}
+    for path, problem in problems.items():
+        paths.setdefault(problem, []).append(path)
+    return [f"{_listed(paths[problem])}: {problem}" for problem in sorted(paths, key=lambda each: -len(paths[each]))]
+
+
+def _listed(paths: Sequence[str]) -> str:
+    """Returns some paths in words: of many, the first."""
+    few = ", ".join(map(repr, paths[:3]))
+    return few if len(paths) <= 3 else f"{few} and {len(paths) - 3} others"
+
+
+def _dim(root: Frame, target: Target, given: int | None) -> int | str:
+    """Returns the dimension, or why it cannot be told."""
+    if _takes_tokens(root):
+        try:
+            restriction = restriction_of(root, target, ProbePatch(positions=0, position_dim=given))
+        except ValueError as problem:
+            return str(problem)
+        return restriction.dim if restriction is not None else 0
+    if given is None:
+        return "the model takes no input_ids or inputs_embeds; say which it is, position_dim=1 or another"
+    if type(given) is not int:
+        return f"position_dim must be an int, or a dict of these by path, not {given!r}"
+    if not isinstance(target.spec, TensorSpec):
+        return f"positions are those of a tensor, but this was {target.spec} when it was captured"
+    rank = len(target.spec.shape)
+    if not -rank <= given < rank:
+        return f"position_dim={given} is out of range for a value of shape {tuple(target.spec.shape)}"
+    return given % rank
+
+
+def _takes_tokens(root: Frame) -> bool:
+    specs = {node.target: node.spec for node in root.inputs()}
+    tokens = (specs.get(name) for name in token_inputs(root))
+    return any(isinstance(spec, TensorSpec) and len(spec.shape) >= 2 for spec in tokens)
+
+
+def chosen_positions(given: Positions, values: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[int]:
+    """Returns the positions that a user gave, counted from the start of the sequence.
+
+    Args:
+        given: A number or several, negative ones counted from the end; `True` or `None` for all.
+        values: What the paths hold.
+        dims: Which dimension of these runs along the sequence.
+
+    Raises:
+        ExperimentError: A position is out of range, or the values are those of sequences of different lengths.
+    """
+    lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
+    first, length = next(iter(lengths.items()))
+    for path, other in lengths.items():
+        if other != length:
+            raise ExperimentError(
+                f"{path!r} has {other} positions and {first!r} {length}: give paths of one sequence at a time"
+            )
+    return counted_positions(given, length, f"{first!r} has {length} positions, shape {tuple(values[first].shape)}")
+
+
+def counted_positions(given: Positions, length: int, whose: str) -> list[int]:
+    """Returns the positions that a user gave, counted from the start of a sequence, in the order in which he gave them.
+
+    Args:
+        given: A number or several, negative ones counted from the end; a slice; `True` or `None` for all.
+        length: How long the sequence is.
+        whose: What has so many positions, in words.
+
+    Raises:
+        ExperimentError: A position is out of range, or given twice, or there is none.
+
+    Example:
+        >>> counted_positions([2, -1], 7, ""), counted_positions(slice(-2, None), 7, "")
+        ([2, 6], [5, 6])
+    """
+    if given is None or given is True:
+        return list(range(length))
+    numbers = whole_numbers(given)
+    if isinstance(numbers, slice):
+        if chosen := range(length)[numbers]:
+            return list(chosen)
+        raise ExperimentError(f"positions={given!r} selects none: {whose}")
+    if bad := [position for position in numbers if not -length <= position < length]:
+        raise ExperimentError(f"position {bad[0]} is out of range: {whose}")
+    counted = [position % length for position in numbers]
+    if len(set(counted)) < len(counted):
+        twice = next(position for position in counted if counted.count(position) > 1)
+        asked = [number for number, position in zip(numbers, counted, strict=True) if position == twice]
+        raise ExperimentError(
+            f"positions has {twice} more than once ({', '.join(map(str, asked))}): {whose}, and -1 is the last of them"
+        )
+    return counted
+
+
+def counts_from_end(given: Positions) -> bool:
+    """Whether positions that a user gave depend on how long the sequence is."""
+    if given is None or given is True:
+        return False
+    numbers = whole_numbers(given)
+    parts = (numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
+    return any(part is not None and part < 0 for part in parts)
+
+
+def whole_numbers(given: Any) -> list[int] | slice:
+    """Returns positions as Python's own numbers, checked; a slice as it is.
+
+    Raises:
+        ExperimentError: They are no whole numbers, or none at all.
+    """
+    if isinstance(given, slice):
+        parts = (given.start, given.stop, given.step)
+        if any(part is not None and type(part) is not int for part in parts) or given.step == 0:
+            raise ExperimentError(f"positions are whole numbers, or True for all, not {given!r}")
+        return given
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    several = [listed] if isinstance(listed, int) else listed
+    try:
+        if not isinstance(listed, bool):
+            if numbers := [operator.index(number) for number in several]:
+                return numbers
+            raise ExperimentError("positions is empty: give at least one, or True for all")
+    except TypeError:
+        pass
+    raise ExperimentError(f"positions are whole numbers, or True for all, not {given!r}")
+
+
+def at_position(dim: int, position: Any) -> tuple[Any, ...]:
+    """Returns the index of a position, or of several in a list, along dimension `dim`."""
+    return (*(slice(None),) * dim, position)

@@ -1,0 +1,259 @@
+"""A result as a grid of numbers, with what its rows and columns are called: what heatmaps are drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.plotting.centers import Center, base_of, center_of
+from graphpatch_notebook.experiments.plotting.plotted import checked, dimension
+from graphpatch_notebook.experiments.results.path_labels import WHOLE, are_paths, path_labels
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+IN_FULL = f" ({WHOLE} in full)"
+"""Stands behind what paths have in common, where some of them have not."""
+_POSITIONS = ("position", "token", "pos")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the colours of numbers mean.
+
+    Attributes:
+        name: What the numbers are.
+        center: The number that has no colour; `None`: colours go from the least to the greatest.
+        limits: What the first and the last colour stand for.
+        missing: Why cells have no number, in words; `None`, if all have one.
+    """
+
+    name: str
+    center: Center | None
+    limits: tuple[float, float]
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class Side:
+    """The rows, or the columns, of a grid.
+
+    Attributes:
+        name: The dimension.
+        values: Its coordinates: node paths, numbers, texts.
+        labels: What each is called beside the others.
+        title: What all of them are.
+        is_tokens: Whether the labels are texts of tokens, in which any character may be.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    labels: tuple[str, ...]
+    title: str
+    is_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A result with two dimensions.
+
+    Attributes:
+        values: Of shape (rows, columns), float64; NaN where there is no finite number.
+        rows: What the rows are.
+        columns: What the columns are.
+        scale: What their colours mean.
+    """
+
+    values: Numbers
+    rows: Side
+    columns: Side
+    scale: Scale
+
+    @property
+    def is_missing(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Where there is no number, of shape (rows, columns)."""
+        return np.isnan(self.values)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How a user wants the numbers of a result to be shown.
+
+    Attributes:
+        center: The number that has no colour; `"auto"`: what the result says it was compared with; `None`: none.
+        limits: What the first and the last colour stand for.
+        labels: What dimensions are called, and under the result's own name, what the numbers are called.
+        relative_to: What to take off all numbers: one, or the name of an attribute of the result.
+    """
+
+    center: float | str | None = "auto"
+    limits: tuple[float, float] | None = None
+    labels: Mapping[str, str] | None = None
+    relative_to: str | float | None = None
+
+    def label(self, name: str, otherwise: str) -> str:
+        """Returns what a dimension or the numbers are called."""
+        return (self.labels or {}).get(name, otherwise)
+
+
+def grid_of(
+    result: Any,
+    wishes: Wishes,
+    *,
+    tokens: Sequence[str] | None = None,
+    rows: str | None = None,
+    instead: str = "",
+) -> Grid:
+    """Returns a result as a grid.
+
+    Args:
+        result: A `DataArray` with two dimensions.
+        wishes: How its numbers are to be shown.
+        tokens: Texts of the tokens at its positions: one for each of them, or those of the whole sequence.
+        rows: The dimension that goes down; the first, if none is given.
+        instead: What draws other results, for the message.
+
+    Raises:
+        ExperimentError: The result, or what it was to be drawn with, does not fit.
+    """
+    array = checked(result, 2, instead)
+    if rows is not None:
+        array = array.transpose(dimension(array, rows, "rows"), ...)
+    values, scale = numbers_of(array, wishes)
+    down, across = sides_of(array, tokens, wishes)
+    return Grid(values, down, across, scale)
+
+
+def facets_of(array: DataArray, wishes: Wishes, facet: str, tokens: Sequence[str] | None) -> tuple[list[Grid], Side]:
+    """Returns a grid of heads for each coordinate of a third dimension, in the same colours, and what these are.
+
+    Raises:
+        ExperimentError: There is no such dimension; or as for `grid_of`.
+    """
+    dimension(array, facet, "facet")
+    if facet == "head":
+        raise ExperimentError("facet='head' leaves no heads for the columns: give another dimension")
+    array = array.transpose(facet, ..., "head")
+    values, scale = numbers_of(array, wishes)
+    side, rows, columns = sides_of(array, tokens, wishes)
+    return [Grid(part, rows, columns, scale) for part in values], side
+
+
+def is_upward(grid: Grid, origin: str | None) -> bool:
+    """Whether the first row is the lowest: as wished; if nothing is, layers go up, and tokens down.
+
+    Raises:
+        ExperimentError: The wish is neither `"lower"` nor `"upper"`.
+    """
+    if origin is None:
+        return not grid.rows.is_tokens and grid.rows.name not in _POSITIONS
+    if origin in ("lower", "upper"):
+        return origin == "lower"
+    raise ExperimentError(f"origin={origin!r} must be 'lower' or 'upper'")
+
+
+def numbers_of(array: DataArray, wishes: Wishes) -> tuple[Numbers, Scale]:
+    """Returns the numbers that are shown, and what their colours mean."""
+    name = str(array.name) if array.name is not None else "value"
+    if "metric" in array.coords and "metric" not in array.dims:  # one of several was picked
+        picked = str(array.coords["metric"].item())
+        name = picked if name == "<lambda>" else f"{name} {picked}"
+    metric = array.attrs.get("metric")
+    shown = wishes.label(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
+    values = np.where(np.isfinite(array.values), array.values, np.nan).astype(np.float64)
+    center = center_of(array, wishes.center)
+    if wishes.relative_to is not None:
+        base = base_of(array, wishes.relative_to)
+        values = values - base.value
+        shown = f"{shown} \N{MINUS SIGN} {base}"
+        if wishes.center == "auto":
+            center = Center(0.0)
+    return values, Scale(shown, center, _limits(values, center, wishes.limits), _missing_words(array, values))
+
+
+def _limits(values: Any, center: Center | None, given: tuple[float, float] | None) -> tuple[float, float]:
+    """Returns the numbers of the first and the last colour: as far from the centre, if there is one."""
+    finite = values[np.isfinite(values)]
+    if given is not None:
+        low, high = map(float, given)
+        if not low < high or not math.isfinite(high - low):
+            raise ExperimentError(f"limits={given!r} must be two finite numbers, the smaller one first")
+    elif len(finite):
+        low, high = float(finite.min()), float(finite.max())
+    else:
+        low = high = center.value if center is not None else 0.0
+    if center is not None:
+        reach = max(abs(low - center.value), abs(high - center.value))
+        low, high = center.value - reach, center.value + reach
+    if low == high:
+        margin = abs(low) * 0.1 or 1.0
+        return low - margin, high + margin
+    return low, high
+
+
+def _missing_words(array: DataArray, values: Any) -> str | None:
+    count = int(np.isnan(values).sum())
+    if not count:
+        return None
+    errors = array.attrs.get("errors")
+    if isinstance(errors, (list, tuple)) and len(errors) == count:
+        return "failed"
+    return "no finite value" if np.isinf(array.values).any() else "no value"
+
+
+def sides_of(array: DataArray, tokens: Sequence[str] | None, wishes: Wishes) -> list[Side]:
+    """Returns what stands along each dimension.
+
+    Raises:
+        ExperimentError: The tokens do not fit any.
+    """
+    place, texts = _token_texts(array, tokens) if tokens is not None else (None, None)
+    return [_side(array, str(name), texts if name == place else None, wishes) for name in array.dims]
+
+
+def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, wishes: Wishes) -> Side:
+    title = wishes.label(name, name)
+    raw = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
+    values = tuple(map(_plain, raw))
+    if tokens is not None:
+        return Side(name, values, tokens, title, is_tokens=True)
+    if all(isinstance(value, str) for value in values):
+        if are_paths(values):
+            found = path_labels(values)
+            common = "" if found.common is None else f": {found.common}"
+            common += IN_FULL if found.has_whole else ""
+            return Side(name, values, found.labels, title if title != name else f"{name}{common}")
+        return Side(name, values, values, title, is_tokens=name in _POSITIONS)
+    return Side(name, values, tuple(_number_text(value) for value in values), title)
+
+
+def _number_text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _token_texts(array: DataArray, tokens: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Returns the dimension that tokens stand along, and the text of each of its coordinates."""
+    if isinstance(tokens, str) or not all(isinstance(token, str) for token in tokens):
+        raise ExperimentError("tokens must be a list of texts, one for each position; decode numbers first")
+    texts = tuple(tokens)
+    known = [str(name) for name in array.dims if name in _POSITIONS]
+    fitting = [str(name) for name in array.dims if len(texts) == array.sizes[name]]
+    name = (known or fitting[::-1] or [str(array.dims[-1])])[0]
+    positions = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
+    if all(type(place) is int and -len(texts) <= place < len(texts) for place in positions):
+        return name, tuple(texts[place] for place in positions)  # those of the whole sequence
+    if len(texts) == len(positions):
+        return name, texts
+    places = f"{len(positions)} along {name!r}"
+    raise ExperimentError(f"{len(texts)} tokens do not fit the result, which has {places}: give one for each")

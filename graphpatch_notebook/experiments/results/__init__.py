@@ -1,0 +1,1 @@
+"""Results as labeled arrays, and in files."""

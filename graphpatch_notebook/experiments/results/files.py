@@ -1,0 +1,191 @@
+"""Results in files: a table in parquet, which other tools read too, or JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.results.plain_data import decoded, decoded_array, encoded, encoded_array
+from graphpatch_notebook.whole_files import whole_file
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+_FORMAT = "graphpatch result"
+_VERSION = 1
+_KEY = b"graphpatch_notebook"
+_SUFFIXES = (".parquet", ".json")
+
+
+def save_result(result: DataArray, file: str | os.PathLike[str]) -> None:
+    """Writes a result to a file, whole or not at all; a file of that name is replaced.
+
+    A `.parquet` file holds a long table, with a column for each dimension and one for the values, named as the result
+    is (`value` where it has no name): `pandas.read_parquet(file)` reads it. A `.json` file can be read by eye. Both
+    hold the rest of it too: dtype, coordinates, attributes, name.
+
+    Args:
+        result: What `pg.sweep`, `causal_trace` and others return, or a part of it.
+        file: The name of the file, which ends in `.parquet` or `.json`.
+
+    Raises:
+        ExperimentError: The name ends otherwise, the file cannot be written, or the result holds objects that are
+            neither numbers nor texts.
+
+    Example:
+        >>> import tempfile, xarray
+        >>> result = xarray.DataArray([[1.0, float("nan")]], {"position": [3, 4]}, ["path", "position"], name="loss")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_result(result, f"{folder}/loss.parquet")
+        ...     load_result(f"{folder}/loss.parquet").identical(result)
+        True
+    """
+    from_xarray = extra("xarray", "a result").DataArray
+    if not isinstance(result, from_xarray):
+        raise ExperimentError(f"a result is an xarray.DataArray, not {type(result).__name__}")
+    target = _checked(file)
+    document = _document(result)
+    values = encoded_array(np.asarray(result.values), "the result")  # refuses what none of the two can hold
+    if target.suffix.lower() == ".json":
+        data = json.dumps({**document, "data": values}, allow_nan=False, indent=1).encode()
+    else:
+        data = _parquet(result, document)
+    try:
+        with whole_file(target) as written:
+            written.write_bytes(data)
+    except OSError as error:
+        raise ExperimentError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
+
+
+def load_result(file: str | os.PathLike[str]) -> DataArray:
+    """Returns the result that `save_result` wrote: values, coordinates and attributes are the same, bit for bit.
+
+    Args:
+        file: The name of the file.
+
+    Raises:
+        ExperimentError: It cannot be read, or was not written by `save_result`, or its rows were changed since.
+
+    Example:
+        >>> import tempfile, xarray
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_result(xarray.DataArray([1.0, 2.0], dims=["layer"]), f"{folder}/effect.json")
+        ...     load_result(f"{folder}/effect.json").values.tolist()
+        [1.0, 2.0]
+    """
+    array = extra("xarray", "a result").DataArray
+    source = _checked(file)
+    try:
+        data = source.read_bytes()
+    except OSError as error:
+        raise ExperimentError(f"{str(source)!r} cannot be read: {error.strerror or error}") from error
+    try:
+        document, values = _read_json(data) if source.suffix.lower() == ".json" else _read_parquet(data)
+        coords = {
+            decoded(name): (decoded(dims), decoded_array(items), decoded(attrs))
+            for name, dims, items, attrs in document["coords"]
+        }
+        result: DataArray = array(values, coords, decoded(document["dims"]), decoded(document["name"]))
+        result.attrs = decoded(document["attrs"])
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, ExperimentError):
+            raise ExperimentError(f"{str(source)!r}: {error}") from error
+        raise ExperimentError(f"{str(source)!r} was not written by save_result, or is damaged: {error}") from error
+    return result
+
+
+def _checked(file: str | os.PathLike[str]) -> Path:
+    path = Path(file).expanduser()
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ExperimentError(f"{str(path)!r}: the name of a file with a result ends in {' or '.join(_SUFFIXES)}")
+    return path
+
+
+def _document(result: DataArray) -> dict[str, Any]:
+    """Returns all of a result but its values."""
+    coords = []
+    for name, coord in result.coords.items():
+        if getattr(coord.to_index() if coord.dims == (name,) else None, "nlevels", 1) > 1:
+            raise ExperimentError(f"coordinate {name!r} has several levels: call reset_index({name!r}) before")
+        where = f"coordinate {name!r}"
+        items = encoded_array(np.asarray(coord.values), where)
+        coords.append([encoded(name, where), encoded(list(coord.dims), where), items, encoded(coord.attrs, where)])
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "name": encoded(result.name, "the name"),
+        "dims": encoded(list(result.dims), "dims"),
+        "coords": coords,
+        "attrs": encoded(dict(result.attrs), "attrs"),
+    }
+
+
+def _read_json(data: bytes) -> tuple[Any, np.ndarray[Any, Any]]:
+    document = json.loads(data)
+    _check_format(document)
+    return document, decoded_array(document["data"])
+
+
+def _check_format(document: Any) -> None:
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ValueError(f'there is no "format": "{_FORMAT}" in it')
+    if document["version"] != _VERSION:
+        raise ExperimentError(f"it has version {document['version']!r} of the format; this package reads {_VERSION}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parquet
+
+
+def _parquet(result: DataArray, document: dict[str, Any]) -> bytes:
+    pyarrow = extra("pyarrow", "a .parquet file", ", or save as .json")
+    columns = [(str(dim), _column(result, axis)) for axis, dim in enumerate(result.dims)]
+    taken = {name for name, _ in columns}
+    name = str(result.name) if result.name is not None and str(result.name) not in taken else "value"
+    while name in taken:
+        name += "_"
+    columns.append((name, result.values.ravel()))
+    document = {**document, "dtype": result.dtype.str, "shape": list(result.shape)}
+    table = pyarrow.table([pyarrow.array(items) for _, items in columns], names=[name for name, _ in columns])
+    table = table.replace_schema_metadata({_KEY: json.dumps(document, allow_nan=False)})
+    stream = io.BytesIO()
+    extra("pyarrow.parquet", "a .parquet file").write_table(table, stream)
+    return stream.getvalue()
+
+
+def _column(result: DataArray, axis: int) -> np.ndarray[Any, Any]:
+    """Returns the coordinate of each value along one dimension, as a table has it: of one type."""
+    dim, sizes = result.dims[axis], result.shape
+    labels = np.asarray(result.coords[dim].values) if dim in result.coords else np.arange(sizes[axis])
+    if labels.dtype.kind in "UO":
+        labels = np.array(list(map(str, labels.tolist())), dtype=object)
+    before, after = int(np.prod(sizes[:axis])), int(np.prod(sizes[axis + 1 :]))
+    return np.tile(np.repeat(labels, after), before)
+
+
+def _read_parquet(data: bytes) -> tuple[Any, np.ndarray[Any, Any]]:
+    table = extra("pyarrow.parquet", "a .parquet file").read_table(io.BytesIO(data))
+    document = json.loads((table.schema.metadata or {})[_KEY])
+    _check_format(document)
+    values = table.column(table.num_columns - 1).to_numpy().astype(np.dtype(document["dtype"]), copy=False)
+    result = values.reshape(document["shape"])
+    _check_rows(table, document)
+    return document, result
+
+
+def _check_rows(table: Any, document: Any) -> None:
+    from xarray import DataArray
+
+    coords = {decoded(name): (decoded(dims), decoded_array(items)) for name, dims, items, _ in document["coords"]}
+    frame = DataArray(np.zeros(document["shape"]), coords, decoded(document["dims"]))
+    for axis, dim in enumerate(frame.dims):
+        expected, found = _column(frame, axis), table.column(axis).to_numpy()
+        if [*map(repr, expected.tolist())] != [*map(repr, found.tolist())]:
+            raise ExperimentError(f"the rows were changed since save_result wrote them: column {dim!r} is another")

@@ -1,0 +1,371 @@
+"""Builds the `fx.Graph` of a frame from its record.
+
+    Frame.parameters   ->  placeholder       named as in `forward`, defaults kept
+    parameter, ...     ->  get_attr          self.weight
+    op                 ->  call_function, call_method
+    call               ->  call_module       a graph module: self.h, getattr(self.h, "3"), ...
+    element, Ref.dig   ->  getitem, getattr
+    Structure          ->  call_function     of a `Container`
+    other objects      ->  get_attr          self._constant_0
+
+The fx node of a record has it as `meta["graphpatch_node"]`. Its fx name is a Python identifier close to the name that
+users know, which is that of the record.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import CodeGen
+
+from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.custom_graphs import RECORD
+from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure, refs_in
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graphs.targets import Container, Operand, written
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import is_overload
+from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, take
+
+OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
+"""What generated code calls the graph module: the first name that no parameter of `forward` has."""
+
+AUXILIARY = "graphpatch_auxiliary"
+"""The key in `fx.Node.meta` that marks what a graph needs beside its records: containers, what is taken out of them."""
+
+_EMPTY = inspect.Parameter.empty
+_PRINTABLE = (
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+_LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis))
+
+
+class Targets(Protocol):
+    """How the code of a frame's graph module reaches what lies outside the graph."""
+
+    def of_call(self, node: Node) -> str:
+        """Returns the attribute path of the graph module that a call node calls."""
+
+    def of_attribute(self, path: str) -> str:
+        """Returns the attribute path of what the user's module has at `path`."""
+
+
+@dataclass(slots=True)
+class BuiltGraph:
+    """A graph, and what its `get_attr` nodes of the form `_constant_0` stand for.
+
+    Attributes:
+        graph: The graph.
+        constants: By name, a function that returns the object (tensors that nobody owns are held weakly).
+        codegen: How the graph prints its signature, where fx cannot.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    codegen: ForwardCodeGen | None = None
+
+
+def build(frame: Frame, targets: Targets) -> BuiltGraph:
+    """Returns the graph of `frame`, which a custom extraction function may have given.
+
+    Raises:
+        GraphError: The frame is opaque.
+    """
+    if frame.opaque_reason is not None:
+        where = format_path(frame.path) or "the root"
+        raise GraphError(f"there is no graph of {where} ({type(frame.module).__name__}): {frame.opaque_reason}")
+    if frame.custom_graph is not None:
+        return BuiltGraph(frame.custom_graph)
+    return _Builder(frame, targets).build()
+
+
+def records(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Returns the fx nodes of a graph by the names that users know."""
+    return {node.meta[RECORD].name: node for node in graph.nodes if RECORD in node.meta}
+
+
+class _Builder:
+    def __init__(self, frame: Frame, targets: Targets) -> None:
+        self.frame = frame
+        self.targets = targets
+        self.graph = fx.Graph()
+        self.constants: dict[str, Callable[[], Any]] = {}
+        self.values: dict[tuple[Node, tuple[Key, ...]], fx.Node] = {}
+        self.digs = _digs(frame)
+        self.objects: dict[int, fx.Node] = {}
+        self.parameter_names = {parameter.name for parameter in frame.parameters}
+
+    def build(self) -> BuiltGraph:
+        by_name = {node.target: node for node in self.frame.nodes if node.kind == "input"}
+        codegen = ForwardCodeGen(self.frame.parameters)
+        for parameter in self.frame.parameters:
+            self._add_placeholder(parameter, by_name.get(parameter.name), codegen)
+        if codegen.is_needed:
+            self.graph.set_codegen(codegen)
+        for node in self.frame.nodes:
+            if node.kind == "output":
+                fx_node = self.graph.output(self._output(self.frame.output, node.spec))
+                fx_node.meta[RECORD] = node
+            elif node.kind != "input":
+                self._add(node)
+        for fx_node in self.graph.nodes:
+            if RECORD not in fx_node.meta:
+                fx_node.meta[AUXILIARY] = True
+        return BuiltGraph(self.graph, self.constants, codegen if codegen.is_needed else None)
+
+    def _add_placeholder(self, parameter: InputParameter, node: Node | None, codegen: ForwardCodeGen) -> None:
+        default = () if parameter.default is _EMPTY else (codegen.default(parameter),)
+        is_tensor = node is not None and isinstance(node.spec, TensorSpec) and node.spec.type_name == "Tensor"
+        fx_node = self.graph.create_node(
+            "placeholder",
+            parameter.starred_name,
+            default,
+            name=_identifier(parameter.name),
+            type_expr=Tensor if is_tensor else None,
+        )
+        if node is not None:
+            self._register(node, fx_node)
+
+    def _register(self, node: Node, fx_node: fx.Node) -> None:
+        fx_node.meta[RECORD] = node
+        # The value of `x[i] = v` as a record is `x`, which has just been written into.
+        self.values[node, ()] = self._written(node) or fx_node
+        # Taken out at once: the model may put something else there later.
+        for dig in self.digs.get(node, ()):
+            self._dug(node, dig)
+
+    def _written(self, node: Node) -> fx.Node | None:
+        """Returns the node of the tensor that an op wrote into which itself returns nothing."""
+        is_silent = getattr(node.target, "__name__", "") in ("__setitem__", "__set__", "__iset__")
+        if not node.is_in_place or not (is_silent or is_overload(node.target)):
+            return None
+        where = node.written_argument
+        wrote = node.args[where] if isinstance(where, int) else node.kwargs[where]
+        return self._ref(wrote) if isinstance(wrote, Ref) else None
+
+    def _add(self, node: Node) -> None:
+        name = _identifier(node.name)
+        if node.element is not None:
+            parent, position = node.element
+            fx_node = self.graph.create_node(
+                "call_function", operator.getitem, (self.values[parent, ()], position), name=name
+            )
+        elif node.kind == "call":
+            args, kwargs = self._arguments(node)
+            fx_node = self.graph.create_node("call_module", self.targets.of_call(node), args, kwargs, name)
+        elif node.kind == "op":
+            fx_node = self._add_op(node, name)
+        elif node.kind == "constant":
+            fx_node = self.graph.create_node("get_attr", self._constant(node.target), name=name)
+        else:
+            fx_node = self.graph.create_node("get_attr", self.targets.of_attribute(node.target), name=name)
+        self._register(node, fx_node)
+
+    def _add_op(self, node: Node, name: str) -> fx.Node:
+        args, kwargs = self._arguments(node)
+        call = written(node.target, tuple(map(_operand, node.args)), bool(node.kwargs))
+        if call.order is not None:
+            args = tuple(args[part] if isinstance(part, int) else part for part in call.order)
+        return self.graph.create_node(call.op, call.target, args, kwargs, name)
+
+    def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(self._value, node.args)), {key: self._value(value) for key, value in node.kwargs.items()}
+
+    def _output(self, value: Any, spec: ValueSpec | None) -> Any:
+        """Returns how the recorded output stands in the graph; a `torch.Size` is recorded as a tuple of its sizes."""
+        if not isinstance(spec, ContainerSpec) or type(value) not in (tuple, list, dict):
+            return self._value(value)
+        if spec.type is torch.Size:
+            return self.graph.create_node("call_function", torch.Size, (self._value(value),), name="size")
+        specs = [child for _, _, child in spec.children]
+        if len(specs) != len(value) or (type(value) is dict and any(type(key) not in _PRINTABLE for key in value)):
+            return self._value(value)
+        if type(value) is dict:
+            return {key: self._output(v, s) for (key, v), s in zip(value.items(), specs, strict=True)}
+        return type(value)([self._output(v, s) for v, s in zip(value, specs, strict=True)])
+
+    def _value(self, value: Any) -> Any:
+        """Returns how a recorded argument stands in the graph."""
+        if isinstance(value, (tuple, list)) and type(value) not in (tuple, list, torch.Size):
+            return self._container(type(value), range(len(value)), value)
+        if type(value) in (tuple, list):
+            return type(value)([self._value(item) for item in value])
+        if type(value) is dict and all(type(key) in _PRINTABLE for key in value):
+            return {key: self._value(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self._value, (value.start, value.stop, value.step)))
+        return self._leaf(value)
+
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return self._ref(value)
+        if isinstance(value, Structure):
+            return self._container(value.type, [k for k, _ in value.children], [v for _, v in value.children])
+        if type(value) is torch.Size:
+            return tuple(value)
+        if type(value) in _PRINTABLE and not self._is_hidden(value):
+            return value
+        known = self.objects.get(id(value))
+        if known is None:
+            known = self.objects[id(value)] = self.graph.create_node("get_attr", self._constant(lambda: value))
+        return known
+
+    def _is_hidden(self, value: Any) -> bool:
+        """Whether a parameter of `forward` has a name that the code of `value` needs, as in `device(type='cpu')`."""
+        is_literal = type(value) in _LITERALS
+        return not is_literal and not self.parameter_names.isdisjoint(re.findall(r"[^\W\d]\w*", repr(value)))
+
+    def _container(self, kind: type, keys: Sequence[Key], items: Sequence[Any]) -> fx.Node:
+        make = Container(kind, tuple(keys))
+        children = [self._value(item) for item in items]
+        if make.is_by_name:
+            return self.graph.create_node("call_function", make, (), dict(zip(make.keys, children, strict=True)))
+        return self.graph.create_node("call_function", make, tuple(children))
+
+    def _constant(self, get: Callable[[], Any]) -> str:
+        name = f"_constant_{len(self.constants)}"
+        self.constants[name] = get
+        return name
+
+    def _ref(self, ref: Ref) -> fx.Node:
+        try:
+            return self._dug(ref.node, ref.dig)
+        except KeyError:
+            where = format_path((*self.frame.path, ref.node.name))
+            raise GraphError(f"{where!r} is used before it is made, or outside of its frame") from None
+
+    def _dug(self, node: Node, dig: tuple[Key, ...]) -> fx.Node:
+        known = self.values.get((node, dig))
+        if known is None:
+            if not dig:
+                raise KeyError(node)
+            parent = self._dug(node, dig[:-1])
+            known = self.values[node, dig] = self._taken(parent, _spec_at(node.spec, dig[:-1]), dig[-1])
+        return known
+
+    def _taken(self, parent: fx.Node, spec: ValueSpec | None, key: Key) -> fx.Node:
+        func: Callable[..., Any] = take
+        if isinstance(spec, ContainerSpec) and type(key) in (int, str):
+            is_indexed = issubclass(spec.type, (tuple, list)) or hasattr(spec.type, "keys")
+            func = operator.getitem if is_indexed else getattr
+        name = f"{parent.name}_sub_{key}" if type(key) is int else f"{parent.name}_{key}"
+        return self.graph.create_node("call_function", func, (parent, self._value(key)), name=_identifier(name))
+
+
+def _operand(value: Any) -> Operand:
+    spec = _spec_at(value.node.spec, value.dig) if isinstance(value, Ref) else None
+    if isinstance(spec, TensorSpec):
+        return "tensor" if spec.type_name == "Tensor" else "other"
+    if isinstance(spec, ScalarSpec):
+        value = spec.value
+    return "number" if type(value) in (bool, int, float, complex) else "other"
+
+
+def _spec_at(spec: ValueSpec | None, dig: tuple[Key, ...]) -> ValueSpec | None:
+    for step in dig:
+        if not isinstance(spec, ContainerSpec):
+            return None
+        spec = next((child for _, key, child in spec.children if key == step), None)
+    return spec
+
+
+def _digs(frame: Frame) -> dict[Node, list[tuple[Key, ...]]]:
+    """Returns, for each node, the places in its value that the frame uses later."""
+    found: dict[Node, dict[tuple[Key, ...], None]] = {}
+    for value in (*((node.args, node.kwargs) for node in frame.nodes), frame.output):
+        for ref in refs_in(value):
+            if ref.dig:
+                found.setdefault(ref.node, {})[ref.dig] = None
+    return {node: list(digs) for node, digs in found.items()}
+
+
+def _identifier(name: str) -> str:
+    """Returns the name that fx is asked for; fx itself escapes keywords, builtins and other characters."""
+    return f"{name}_1" if name == "self" else name
+
+
+class ForwardCodeGen(CodeGen):
+    """Prints signatures that fx's own code generation cannot: `/`, a bare `*`, and defaults that do not print."""
+
+    def __init__(self, parameters: list[InputParameter]) -> None:
+        super().__init__()
+        self._kinds = {parameter.name: parameter.kind for parameter in parameters}
+        self._defaults: list[tuple[str, Any]] = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the signature is one that fx cannot print."""
+        kinds = set(self._kinds.values())
+        has_bare_star = _KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds
+        return _POSITIONAL_ONLY in kinds or has_bare_star or bool(self._defaults) or "self" in self._kinds
+
+    def default(self, parameter: InputParameter) -> Any:
+        """Returns what prints as the default of `parameter`."""
+        if _is_printable(parameter.default):
+            return parameter.default
+        name = f"_default_{parameter.name}"
+        self._defaults.append((name, parameter.default))
+        return DefaultName(name)
+
+    def gen_fn_def(self, free_vars: list[str], *args: Any, **kwargs: Any) -> str:
+        """Returns the line with `def`."""
+        marked = self._with_markers(free_vars)
+        if "self" not in self._kinds:
+            return super().gen_fn_def(marked, *args, **kwargs)
+        # A parameter of `forward` is called `self`: then the module goes by another name, see `lazy_code`.
+        taken = {_parameter_name(text) for text in free_vars}
+        owner = next(name for name in OWNER_NAMES if name not in taken)
+        return super().gen_fn_def(["self", *marked], *args, **kwargs).replace("self", owner, 1)
+
+    def _with_markers(self, free_vars: list[str]) -> list[str]:
+        kinds = [self._kinds.get(_parameter_name(text)) for text in free_vars]
+        marked = list(free_vars)
+        if _KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            marked.insert(kinds.index(_KEYWORD_ONLY), "*")
+        if _POSITIONAL_ONLY in kinds:
+            marked.insert(len(kinds) - kinds[::-1].index(_POSITIONAL_ONLY), "/")
+        return marked
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        """Returns the defaults that are no literals, by the names that stand for them."""
+        return [*super().additional_globals(), *self._defaults]
+
+
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
+
+
+def _parameter_name(text: str) -> str:
+    match = re.match(r"\**(\w+)", text)
+    return match.group(1) if match else text
+
+
+def _is_printable(value: Any) -> bool:
+    is_printable = True
+
+    def look(leaf: Any) -> Any:
+        nonlocal is_printable
+        is_printable &= type(leaf) in _PRINTABLE
+        return leaf
+
+    map_leaves(value, look)
+    return is_printable
+
+
+class DefaultName:
+    """Prints as a name, by which the code finds a default that is no literal."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name

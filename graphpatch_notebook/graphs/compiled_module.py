@@ -1,0 +1,347 @@
+"""The graph module of a frame that has a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import keyword
+import threading
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, final
+
+from torch import fx
+from torch.compiler import is_compiling
+from torch.nn import Module, ModuleList
+
+from graphpatch_notebook.capture.custom_graphs import RECORD
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.call_signature import CallSignature
+from graphpatch_notebook.checks.comparison import Comparison
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graphs import live_runs
+from graphpatch_notebook.graphs.build import BuiltGraph, build
+from graphpatch_notebook.graphs.copies import PackedGraph
+from graphpatch_notebook.graphs.edited_calls import EditedCalls, check_edited
+from graphpatch_notebook.graphs.edited_records import update_records
+from graphpatch_notebook.graphs.lazy_code import GeneratedCode, generate
+from graphpatch_notebook.graphs.modules import GraphModule, Hierarchy
+from graphpatch_notebook.graphs.running import RunningGraph, interpreter, run_as
+from graphpatch_notebook.graphs.weaving import patches_from, weave
+from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.torch_compat import is_tracing, never_compiled
+
+_build_lock = threading.RLock()
+
+
+@final
+class CompiledGraphModule(GraphModule):
+    """Runs the graph of one frame as generated code.
+
+    The code is generated when it is first needed. A graph that is a record of the module runs only where it is asked
+    for (`verify`, the interpreter, `to_fx`); in calls the module itself runs. A graph that was edited, or that a custom
+    extraction function made, *is* the module: it always runs.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+        >>> print(pg._graph_module.code)
+        def forward(self, input : torch.Tensor):
+            input_1 = input
+            relu = torch.nn.functional.relu(input_1, inplace = False);  input_1 = None
+            return relu
+    """
+
+    _built: BuiltGraph | None
+    _generated: dict[frozenset[str], GeneratedCode]
+    _edited_calls: EditedCalls | None
+    _aliases: dict[str, Any]
+    _callee_by_frame: dict[int, GraphModule]
+    _last_comparison: tuple[CallSignature, Comparison] | None
+
+    def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
+        super().__init__(frame, hierarchy)
+        state = self.__dict__
+        state["_built"] = None
+        state["_generated"] = {}
+        state["_edited_calls"] = None
+        state["_aliases"] = {}
+        state["_callee_by_frame"] = {}
+        state["_last_comparison"] = None
+        hierarchy.has_own_graphs |= frame.custom_graph is not None
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph, built when it is first asked for; after editing it, call `recompile()`. May be set."""
+        return self._build().graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        self._build().graph = graph
+        if self._frame.custom_graph is not None:
+            self._frame.custom_graph = graph
+        self.recompile()
+
+    def recompile(self) -> None:
+        """Says that the graph was edited: from now on it is the module, and its code is generated anew when needed.
+
+        Raises:
+            RuntimeError: The graph is not well formed, or needs what is no longer there.
+        """
+        self.graph.lint()
+        self._check_constants()
+        check_edited(self.graph, self._frame, self, self.path_meant)
+        self._generated.clear()
+        if self._frame.custom_graph is None:
+            calls = self._edited_calls or EditedCalls(self._frame, self._as_recorded().run_recorded)
+            calls.note_unused_inputs(self.graph)
+            self.__dict__["_edited_calls"] = calls
+        self._frame.is_edited = True
+        update_records(self._frame, self.graph, lambda path: attrgetter(path)(self))
+        self._hierarchy.has_own_graphs = True
+        self._hierarchy.edits += 1
+
+    def _as_recorded(self) -> CompiledGraphModule:
+        """Returns what runs the graph as it is in the records, whatever becomes of this one."""
+        result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
+        result._callees.extend(self._callees)
+        result._modules.update(self._modules)
+        return result
+
+    def _check_constants(self) -> None:
+        for name, get in self._build().constants.items():
+            is_used = any(node.op == "get_attr" and node.target == name for node in self.graph.nodes)
+            if is_used and get() is None:
+                raise GraphError(self._why_gone(name))
+
+    def _why_gone(self, name: str) -> str:
+        nodes = (node for node in self.graph.nodes if node.op == "get_attr" and node.target == name)
+        what = next((str(node.meta[RECORD].spec) for node in nodes if RECORD in node.meta), "a value")
+        return (
+            f"the graph of {self.path or '<root>'!r} ({type(self._original_module).__name__}) uses an object ({what}) "
+            "that was there only while the model was captured, as a cache is; to run it, make the PatchableGraph "
+            "with inputs that do without (transformers: use_cache=False)"
+        )
+
+    @property
+    def code(self) -> str:
+        """The Python code of the graph as it is now."""
+        return self._code().text
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the graph may not do what the module does, on other inputs or at all; each a sentence."""
+        return list(map(str, self._frame.doubts))
+
+    @property
+    def last_comparison(self) -> tuple[CallSignature, Comparison] | None:
+        """How the graph compared with the module when `verify` ran last, and in which calls."""
+        return self._last_comparison
+
+    def note_comparison(self, signature: CallSignature, comparison: Comparison) -> None:
+        """Keeps how the graph compares with the module in such calls."""
+        self.__dict__["_last_comparison"] = signature, comparison
+
+    @property
+    def has_own_graph(self) -> bool:
+        """Whether the graph *is* the module: it was edited, or a custom extraction function made it."""
+        return self._frame.has_own_graph
+
+    def input_problem(self, node: Node) -> str | None:
+        """Returns why an input cannot be patched in this graph, which was edited, if so."""
+        return None if self._edited_calls is None else self._edited_calls.input_problem(node)
+
+    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph if it is the module, or is asked for; else the module."""
+        if is_compiling() or is_tracing():
+            if self.has_own_graph:
+                return self.run_graph(args, kwargs)
+            # What goes on below is traced, unless graphs below are edited: then it runs as it is.
+            is_live = self.calls_own_graphs
+            return _run_live(self, args, kwargs) if is_live else self._original_module.forward(*args, **kwargs)
+        if self.has_own_graph:
+            self._check_call(args, kwargs)
+            return self.run_graph(args, kwargs)
+        is_asked_for = interpreter.get() is not None or self in live_runs.trusted.get()
+        return self.run_graph(args, kwargs) if is_asked_for else live_runs.run_live(self, args, kwargs)
+
+    def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph as it is now, with fresh code, or node by node in an interpreted run."""
+        function = None if is_compiling() else interpreter.get()
+        function = function or self._code().function
+        if is_compiling():
+            return self._unwrapped(function(self, *args, **kwargs))
+        running = RunningGraph(self._frame.custom_graph is None, is_patched_run=False)
+        return self._unwrapped(run_as(function, running, self, args, kwargs))
+
+    def run_patched(
+        self,
+        names: frozenset[str],
+        patched: Callable[[str, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs the graph in place of its module in a call of a `PatchableGraph`.
+
+        Args:
+            names: The names of the nodes whose values go through `patched(name, value)`.
+            patched: Returns what stands in for a value.
+            args: The positional arguments of `forward`.
+            kwargs: The keyword arguments.
+        """
+        is_record = self._frame.custom_graph is None
+        self._check_call(args, kwargs)
+        function = self._code(names).function
+        # The graph of a custom extraction function is written over the user's module, others over this one.
+        owner = self if is_record else self._original_module
+        with patches_from(patched):
+            return self._unwrapped(run_as(function, RunningGraph(is_record, is_patched_run=True), owner, args, kwargs))
+
+    def run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the graph in place of its module, without patches."""
+        return self.run_patched(frozenset(), lambda _, value: value, args, kwargs)
+
+    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Makes sure that the graph, if it was edited, holds for this call."""
+        if self._edited_calls is not None:
+            self._edited_calls.check(args, kwargs)
+
+    def _unwrapped(self, result: Any) -> Any:
+        # The graphs of custom extraction functions hand out a one-element tuple.
+        return result[0] if self._frame.custom_graph is not None else result
+
+    def _build(self) -> BuiltGraph:
+        if self._built is None:
+            with _build_lock:
+                if self._built is None:
+                    self._aliases.clear()
+                    self.__dict__["_built"] = build(self._frame, self)
+        assert self._built is not None
+        return self._built
+
+    def _code(self, names: frozenset[str] = frozenset()) -> GeneratedCode:
+        """Returns the code, with the values of the nodes called `names` going through patches."""
+        generated = self._generated.get(names)
+        if generated is None:
+            generated = self._generated[names] = generate(weave(self.graph, names) if names else self.graph)
+        return generated
+
+    # -- what the code refers to ---------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__
+        if name in state.get("_aliases", ()):
+            alias = state["_aliases"][name]
+            return _attribute(self, alias) if isinstance(alias, str) else alias
+        built = state.get("_built")
+        if built is not None and name in built.constants:
+            value = built.constants[name]()
+            if value is None:
+                raise GraphError(self._why_gone(name))
+            return value
+        return super().__getattr__(name)
+
+    def of_call(self, node: Node) -> str:
+        """Returns how the code calls the graph module of a call node."""
+        callee = self._callee_of(node)
+        if callee is None:
+            raise GraphError(f"there is no graph module for the call {node.name!r} in {self.path or 'the root'!r}")
+        # The target first, which it mostly is: a graph may have thousands of calls and of children.
+        names = itertools.chain([node.target], (name for name, _ in self.named_children()))
+        paths = (f"{name}.{node.call_index}" if node.call_count > 1 else name for name in names)
+        return next((p for p in paths if _is_writable(p) and _below(self, p) is callee), None) or self._alias(
+            node.name, callee
+        )
+
+    def _callee_of(self, node: Node) -> GraphModule | None:
+        known = self._callee_by_frame
+        if len(known) != len(self._callees):
+            known.clear()
+            known.update((id(callee._frame), callee) for callee in self._callees)
+        return known.get(id(node.frame))
+
+    def of_attribute(self, path: str) -> str:
+        """Returns how the code reads what the user's module has at `path`."""
+        return path if _is_writable(path) else self._alias(path, path)
+
+    def built(self) -> BuiltGraph:
+        """Returns the graph as it is now, with what its constants stand for."""
+        return self._build()
+
+    def path_meant(self, target: str) -> str:
+        """Returns the attribute path of the user's module that the code reads as `target`."""
+        alias = self._aliases.get(target)
+        return alias if isinstance(alias, str) else target
+
+    def _alias(self, name: str, what: Any) -> str:
+        text = "_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+        alias = unique_name(text, {*self._aliases, *dir(self)})
+        self._aliases[alias] = what
+        return alias
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Code is generated anew where it is needed, graphs that are only records are built anew.
+        state["_generated"] = {}
+        state["_edited_calls"] = state["_last_comparison"] = None
+        state["_callee_by_frame"] = {}
+        state["_built"] = PackedGraph.of(self._build()) if self._frame.is_edited else None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(packed := state["_built"], PackedGraph):
+            built = self.__dict__["_built"] = packed.unpacked(self._frame)
+            if self._frame.custom_graph is not None:
+                self._frame.custom_graph = built.graph
+            else:
+                edited_calls = self.__dict__["_edited_calls"] = EditedCalls(self._frame, None)
+                edited_calls.note_unused_inputs(built.graph)
+
+
+def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
+    """Returns the graph modules from here on down whose graph *is* the module, in order of execution."""
+    return [graph for graph in graph_module.walk() if isinstance(graph, CompiledGraphModule) and graph.has_own_graph]
+
+
+@never_compiled
+def _run_live(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return live_runs.run_live(graph_module, args, kwargs)
+
+
+def _is_writable(path: str) -> bool:
+    """Whether Python code can reach `path` from a graph module by attributes."""
+    return not any(keyword.iskeyword(name) or name in _TAKEN or not _is_quotable(name) for name in path.split("."))
+
+
+def _is_quotable(name: str) -> bool:
+    """Whether a name can stand between double quotes: fx writes `getattr(self, "...")`, and escapes nothing."""
+    return name.isprintable() and '"' not in name and "\\" not in name
+
+
+_TAKEN = frozenset(dir(CompiledGraphModule)) | frozenset(dir(ModuleList))
+
+
+def _below(module: Module, path: str) -> Module | None:
+    found: Module | None = module
+    for name in path.split("."):
+        found = found._modules.get(name) if found is not None else None
+    return found
+
+
+def _attribute(module: GraphModule, path: str) -> Any:
+    found: Any = module._original_module
+    for name in path.split("."):
+        found = getattr(found, name) if not isinstance(found, Module) else _held(found, name)
+    return found
+
+
+def _held(module: Module, name: str) -> Any:
+    # A parameter may be called like a method of the class: then only the registries have it.
+    for registry in (module._parameters, module._buffers, module._modules, module.__dict__):
+        if name in registry:
+            return registry[name]
+    return getattr(module, name)

@@ -1,0 +1,266 @@
+"""Copies of what graph modules hold: the records of frames, and graphs, by `copy.deepcopy` and by pickle."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import dataclasses
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, SourceLine, Structure
+from graphpatch_notebook.graphs.build import AUXILIARY, BuiltGraph
+
+
+class FrameReference:
+    """Refers to a frame in the state of a graph module, so that copies of the module refer to copies of the frame."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrameReference:
+        return FrameReference(copied_frame(self.frame, memo))
+
+
+# -- deepcopy ----------------------------------------------------------------------------------------------------------
+
+
+def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
+    """Returns a copy of `frame` with all frames below it, over copies of their modules.
+
+    Call sites and specs are shared: they are immutable. Where only part of a capture is copied, the copy keeps its
+    place in the original: the frame that calls it is the original one.
+    """
+    if id(frame) in memo:
+        return memo[id(frame)]  # type: ignore[no-any-return]
+    nodes: dict[Node, Node] = {}
+    frames: dict[int, Frame] = {}
+    for old in frame.walk():
+        new = dataclasses.replace(old, nodes=[], names={}, doubts=list(old.doubts), dimensions=None, data_loops=None)
+        frames[id(old)] = memo[id(old)] = new
+        nodes |= {node: dataclasses.replace(node) for node in old.nodes}
+    for old in frame.walk():
+        new = frames[id(old)]
+        new.module = copy.deepcopy(old.module, memo)
+        new.custom_graph = _copied_graph(old.custom_graph, nodes, memo)
+        new.parent = frames.get(id(old.parent), old.parent)
+        new.call = nodes.get(old.call, old.call) if old.call is not None else None
+        new.nodes = [_connected(nodes[node], nodes, frames) for node in old.nodes]
+        new.names = {name: nodes.get(node, node) for name, node in old.names.items()}
+        new.output = _mapped(old.output, nodes)
+    return memo[id(frame)]  # type: ignore[no-any-return]
+
+
+def _copied_graph(graph: fx.Graph | None, nodes: dict[Node, Node], memo: dict[int, Any]) -> fx.Graph | None:
+    result = copy.deepcopy(graph, memo)
+    for node in result.nodes if result is not None else ():
+        if RECORD in node.meta:
+            node.meta[RECORD] = nodes.get(node.meta[RECORD], node.meta[RECORD])
+    return result
+
+
+def _connected(node: Node, nodes: dict[Node, Node], frames: dict[int, Frame]) -> Node:
+    node.args = _mapped(node.args, nodes)
+    node.kwargs = _mapped(node.kwargs, nodes)
+    if node.element is not None:
+        node.element = (nodes[node.element[0]], node.element[1])
+    if node.frame is not None:
+        node.frame = frames[id(node.frame)]
+    return node
+
+
+def _mapped(value: Any, nodes: dict[Node, Node]) -> Any:
+    """Returns recorded arguments with references to other nodes."""
+    kind = type(value)
+    if kind is Ref:
+        return Ref(nodes[value.node], value.dig)
+    if kind is Structure:
+        return Structure(value.type, tuple((key, _mapped(child, nodes)) for key, child in value.children))
+    if kind is tuple or kind is list:
+        return kind([_mapped(item, nodes) for item in value])
+    if kind is dict:
+        return {key: _mapped(item, nodes) for key, item in value.items()}
+    if kind is slice:
+        return slice(*(_mapped(part, nodes) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple) and any(isinstance(item, Ref) for item in value):
+        return kind(*[_mapped(item, nodes) for item in value])
+    return value
+
+
+# -- pickle ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SavedSite(Site):
+    """A call site that was saved: its code objects are gone, what it looked like is not."""
+
+    lines: tuple[SourceLine, ...] = ()
+
+    def source_lines(self) -> list[SourceLine]:
+        """Returns the user's source lines, outermost first."""
+        return list(self.lines)
+
+
+def _reduced_site(site: Site) -> tuple[Any, ...]:
+    return SavedSite, ((), tuple(site.source_lines()))
+
+
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _reduced_node(node: Node) -> tuple[Any, ...]:
+    state = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    state["target"] = PackedTarget.of(node.target) if node.kind in ("op", "constant") else node.target
+    return _new, (Node,), state, None, None, _set_node
+
+
+def _set_node(node: Node, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(node, name, value.unpacked() if isinstance(value, PackedTarget) else value)
+
+
+def _reduced_frame(frame: Frame) -> tuple[Any, ...]:
+    state = {field.name: getattr(frame, field.name) for field in dataclasses.fields(frame)}
+    if frame.custom_graph is not None:
+        state["custom_graph"] = PackedGraph.of(BuiltGraph(frame.custom_graph))
+    return _new, (Frame,), state, None, None, _set_frame
+
+
+def _set_frame(frame: Frame, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(frame, name, value)
+    if isinstance(frame.custom_graph, PackedGraph):
+        frame.custom_graph = frame.custom_graph.unpacked(frame).graph
+
+
+# `copy.copy` and pickle ask this table; `deepcopy` of frames goes its own way above.
+copyreg.pickle(Frame, _reduced_frame)
+copyreg.pickle(Node, _reduced_node)
+copyreg.pickle(Site, _reduced_site)
+copyreg.pickle(SavedSite, _reduced_site)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTarget:
+    """What a node calls, in a form that can be pickled.
+
+    Attributes:
+        how: `tensor` (an attribute of `Tensor`), `getter` and `setter` (of such an attribute), `ops` (a path in
+            `torch.ops`), `apply` (of an `autograd.Function`), `constant` or `object`.
+        what: Its name, path, class, or itself.
+    """
+
+    how: str
+    what: Any
+
+    @classmethod
+    def of(cls, target: Any) -> PackedTarget:
+        """Returns the packed form of `target`."""
+        name = str(getattr(target, "__name__", ""))
+        owner: Any = getattr(target, "__self__", None)
+        if isinstance(target, weakref.ref) or (name == "<lambda>" and target.__module__.startswith("graphpatch")):
+            return cls("constant", target())
+        if name in ("__get__", "__set__") and getattr(Tensor, getattr(owner, "__name__", ""), None) is owner:
+            return cls("getter" if name == "__get__" else "setter", str(getattr(owner, "__name__", "")))
+        if name == "apply" and isinstance(owner, type):
+            return cls("apply", owner)
+        for attribute in (name, f"__{name}__"):  # `Tensor.__pow__` is called `pow`
+            if name and getattr(Tensor, attribute, None) is target:
+                return cls("tensor", attribute)
+        if type(target).__name__ in ("OpOverload", "OpOverloadPacket"):
+            return cls("ops", str(target))
+        return cls("object", target)
+
+    def unpacked(self) -> Any:
+        """Returns the target."""
+        if self.how == "constant":
+            return partial(_itself, self.what)
+        if self.how in ("getter", "setter"):
+            descriptor = getattr(Tensor, self.what)
+            return descriptor.__get__ if self.how == "getter" else descriptor.__set__
+        if self.how == "apply":
+            return self.what.apply
+        if self.how == "tensor":
+            return getattr(Tensor, self.what)
+        if self.how == "ops":
+            found: Any = torch.ops
+            for name in self.what.split("."):
+                found = getattr(found, name)
+            return found
+        return self.what
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeNumber:
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedGraph:
+    """A graph, flat: chains of nodes are too deep for pickle, and deepcopy loses which records they belong to.
+
+    Attributes:
+        nodes: For each node its op, name, target, args, kwargs, type, and the name of its record.
+        constants: The objects that `get_attr` nodes of the form `_constant_0` stand for.
+        codegen: How the graph prints its signature.
+    """
+
+    nodes: tuple[tuple[Any, ...], ...]
+    constants: dict[str, Any]
+    codegen: Any
+
+    @classmethod
+    def of(cls, built: BuiltGraph) -> PackedGraph:
+        """Returns the packed form of a graph."""
+        numbers = {node: _NodeNumber(i) for i, node in enumerate(built.graph.nodes)}
+
+        def packed(leaf: Any) -> Any:
+            return numbers[leaf] if isinstance(leaf, fx.Node) else leaf
+
+        nodes = tuple(
+            (
+                node.op,
+                node.name,
+                PackedTarget.of(node.target),
+                map_arguments(node.args, packed),
+                map_arguments(node.kwargs, packed),
+                node.type,
+                node.meta[RECORD].name if RECORD in node.meta else None,
+            )
+            for node in built.graph.nodes
+        )
+        return cls(nodes, {name: get() for name, get in built.constants.items()}, built.codegen)
+
+    def unpacked(self, frame: Frame) -> BuiltGraph:
+        """Returns the graph, with the records of `frame`."""
+        graph = fx.Graph()
+        if self.codegen is not None:
+            graph.set_codegen(self.codegen)
+        made: list[fx.Node] = []
+
+        def unpacked(leaf: Any) -> Any:
+            return made[leaf.number] if isinstance(leaf, _NodeNumber) else leaf
+
+        for op, name, target, args, kwargs, kind, record in self.nodes:
+            new_args, new_kwargs = map_arguments(args, unpacked), map_arguments(kwargs, unpacked)
+            node = graph.create_node(op, target.unpacked(), new_args, new_kwargs, name=name, type_expr=kind)
+            if record in frame.names:
+                node.meta[RECORD] = frame.names[record]
+            else:
+                node.meta[AUXILIARY] = True
+            made.append(node)
+        constants: dict[str, Callable[[], Any]] = {}
+        for name, value in self.constants.items():
+            constants[name] = partial(_itself, value)
+        return BuiltGraph(graph, constants, self.codegen)
+
+
+def _itself(value: Any) -> Any:
+    return value

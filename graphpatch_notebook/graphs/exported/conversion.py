@@ -1,0 +1,204 @@
+"""From what `torch.export.unflatten` makes of a program to modules and graphs of our own.
+
+unflatten                                    here
+inner, inner@1, ... (one for each call)  ->  inner, a module with several graphs
+InterpreterModuleDispatcher              ->  the same
+Module without a graph                   ->  ModuleList, or Module
+UnflattenedModule                        ->  ExportedRoot, whose graph has the inputs and the output of the model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+from torch.export.unflatten import UnflattenedModule
+from torch.nn import Module, ModuleList
+
+from graphpatch_notebook.graphs.exported.groups import (
+    Group,
+    at,
+    base_name,
+    children_by_name,
+    graph_in,
+    is_dispatcher,
+    is_unflattened,
+    variants_in,
+)
+from graphpatch_notebook.graphs.exported.inputs import ProgramInputs, program_inputs
+from graphpatch_notebook.graphs.exported.modules import (
+    ExportedModule,
+    ExportedRoot,
+    exported_module,
+    exported_root,
+)
+from graphpatch_notebook.graphs.exported.root_graph import copied_into, root_graph
+from graphpatch_notebook.paths import unique_name
+
+CALLED = "graphpatch_called"
+"""The key in the meta of a `call_module` node of the group that it calls, and the number of the graph that runs there
+(`None`: the next in turn)."""
+
+
+class Converter:
+    """Turns an unflattened program into modules of our own, and makes their graphs.
+
+    Args:
+        unflattened: The unflattened program.
+        guards: What the program asserts of its flat inputs.
+
+    Attributes:
+        root: The module that stands for the whole program.
+        root_group: Its group.
+        inputs: The parameters of the program.
+    """
+
+    def __init__(self, unflattened: UnflattenedModule, guards: Callable[..., None] | None = None) -> None:
+        self.inputs = program_inputs(unflattened)
+        self._groups: dict[int, Group] = {}
+        self.root_group = Group([unflattened])
+        self._groups[id(unflattened)] = self.root_group
+        self._collect(unflattened)
+        parameters = [known.parameter for known in self.inputs]
+        inputs = ProgramInputs(unflattened, guards)
+        self.root: ExportedRoot = exported_root(self.root_group.class_name, parameters, inputs)
+        self.root_group.module = self.root
+        self._fill(self.root_group)
+        for group in {id(group): group for group in self._groups.values()}.values():
+            if isinstance(group.module, ExportedModule):
+                self._add_graphs(group, group.module)
+
+    def _collect(self, module: Module) -> None:
+        """Finds the groups of all modules below `module`."""
+        for children in children_by_name(module).values():
+            variants = [variant for child in children for variant in variants_in(child)]
+            known = {id(g): g for g in (self._groups.get(id(variant)) for variant in variants) if g is not None}
+            group, *others = [*known.values()] or [Group([])]
+            for other in others:  # they share a call, so they are one module
+                group.add(other.variants)
+                group.turns = group.turns or other.turns
+            new = group.add(variants)
+            for variant in group.variants:
+                self._groups[id(variant)] = group
+            for child in children:
+                if is_dispatcher(child):
+                    group.turns = [group.number(variant) for variant in variants_in(child)]
+            for variant in new:
+                self._collect(variant)
+
+    # -- modules -------------------------------------------------------------------------------------------------------
+
+    def _fill(self, group: Group) -> None:
+        """Gives the module of a group what its variants have, and makes the modules below it."""
+        module = group.module
+        assert module is not None
+        for variant in group.variants:
+            for name, children in children_by_name(variant).items():
+                if name not in module._modules:
+                    module.add_module(name, self._module(self._groups[id(variants_in(children[0])[0])]))
+            for name, child in variant._modules.items():
+                if child is not None and not is_unflattened(child):
+                    module.add_module(name, child)
+            for name, parameter in variant._parameters.items():
+                module.register_parameter(name, parameter)
+            for name, buffer in variant._buffers.items():
+                module.register_buffer(name, buffer, persistent=name not in variant._non_persistent_buffers_set)
+
+    def _module(self, group: Group) -> Module:
+        if group.module is None:
+            if group.graphs():
+                group.module = exported_module(group.class_name, group.name_parameters())
+            else:
+                group.module = _container(group.variants)
+            self._fill(group)
+        return group.module
+
+    def _add_graphs(self, group: Group, module: ExportedModule) -> None:
+        for number in range(len(group.graphs())):
+            graph = self.graph(group, number)
+            for node in graph.nodes:
+                node.meta.clear()
+            module.add_graph(graph)
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+
+    def graph(self, group: Group, number: int) -> fx.Graph:
+        """Returns a new copy of a graph of a group, ready to stand for its module."""
+        variant = group.graphs()[number]
+        source = graph_in(variant)
+        assert source is not None
+        if isinstance(variant, UnflattenedModule):
+            signature = variant.module_call_graph[0].signature
+            assert signature is not None
+            graph = root_graph(source, self.inputs, signature.out_spec)
+        else:
+            graph = _with_parameters(source, group)
+        held: dict[str, fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.op == "get_attr":
+                node.target = _attribute(group, variant, str(node.target))
+                first = held.setdefault(node.target, node)
+                if first is not node:  # one value, one node: else a patch would reach half of its users
+                    node.replace_all_uses_with(first)
+                    graph.erase_node(node)
+            elif node.op == "call_module":
+                self._retarget(node, variant)
+        return graph
+
+    def _retarget(self, node: fx.Node, caller: Module) -> None:
+        target = str(node.target)
+        callee = at(caller, target)
+        if not is_unflattened(callee):
+            return
+        group = self._groups[id(variants_in(callee)[0])]
+        number = None if is_dispatcher(callee) else group.number(callee)
+        node.target = ".".join(map(base_name, target.split(".")))
+        node.meta[CALLED] = (group, number)
+        if group.is_by_name:
+            graph = graph_in(group.graphs()[number or 0])
+            assert graph is not None
+            names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+            given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+            node.args, node.kwargs = (), {group.names[name]: value for name, value in given.items()}
+        else:
+            node.kwargs = {group.names[name]: value for name, value in node.kwargs.items()}
+
+
+def _with_parameters(source: fx.Graph, group: Group) -> fx.Graph:
+    """Returns a copy of a graph with the parameters of the group's `forward`, and the output in a tuple."""
+    graph = fx.Graph()
+    old = {str(node.target): node for node in source.nodes if node.op == "placeholder"}
+    made: dict[fx.Node, fx.Node] = {}
+    for name, parameter in zip(group.names, group.parameters(), strict=True):
+        default = () if name in old and parameter.default is not None else (None,)
+        node = graph.create_node("placeholder", parameter.name, default, name=parameter.name)
+        if name in old:
+            node.meta = dict(old[name].meta)
+            made[old[name]] = node
+    graph.output((copied_into(graph, source, made),))
+    return graph
+
+
+def _container(variants: list[Module]) -> Module:
+    """Returns an empty module for one that is never called."""
+    names = [base_name(name) for variant in variants for name in variant._modules]
+    is_list = bool(names) and names == [str(position) for position in range(len(names))]
+    has_tensors = any(variant._parameters or variant._buffers for variant in variants)
+    return ModuleList() if is_list and not has_tensors else Module()
+
+
+def _attribute(group: Group, variant: Module, target: str) -> str:
+    """Returns where the module of a group holds what a variant holds at `target`; puts it there first if need be."""
+    *path, name = target.split(".")
+    plain = [base_name(part) for part in path]
+    assert group.module is not None
+    holder, value = at(group.module, ".".join(plain)), at(variant, target)
+    if not hasattr(holder, name):
+        holder.__dict__[name] = value
+    elif getattr(holder, name) is not value and not isinstance(value, Tensor):
+        # Each variant counts the structures that it needs for itself.
+        known: Any = next((n for n, v in vars(holder).items() if v is value), None)
+        name = known or unique_name(name, set(dir(holder)))
+        holder.__dict__[name] = value
+    return ".".join([*plain, name])

@@ -1,0 +1,207 @@
+"""The records of an exported program: a frame for each call of a module, without a run of anything.
+
+What is known of the values comes from the program: it holds a fake tensor for each of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, fx
+from torch.nn import Module
+
+from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.functions import function_name
+from graphpatch_notebook.capture.naming import call_name
+from graphpatch_notebook.capture.records import Frame, Kind, Node, Ref, SourceLine
+from graphpatch_notebook.graphs.copies import SavedSite
+from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter
+from graphpatch_notebook.graphs.exported.example_values import ExampleValues, spec_of
+from graphpatch_notebook.graphs.exported.groups import Group, at
+from graphpatch_notebook.graphs.exported.modules import ExportedModule
+from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.torch_compat import STRUCTURE_FUNCTIONS
+from graphpatch_notebook.values import ObjectSpec, ScalarSpec, describe, leaves
+
+_RANKS = {"input": 0, "call": 1, "parameter": 2, "buffer": 2, "attribute": 2, "output": 3, "op": 4, "constant": 4}
+_TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+def frames_of(converter: Converter) -> Frame:
+    """Returns the root frame of a program, with all below it. Notes the calls at the modules, too."""
+    return _Builder(converter).build()
+
+
+class _Builder:
+    def __init__(self, converter: Converter) -> None:
+        self._converter = converter
+        self._turns: dict[int, int] = {}
+
+    def build(self) -> Frame:
+        group = self._converter.root_group
+        assert isinstance(group.module, ExportedModule)
+        group.module.add_call(0)
+        root = Frame(group.module, "", None, training=group.module.training)
+        root.parameters = [known.parameter for known in self._converter.inputs]
+        self._fill(root, group, 0, {})
+        return root
+
+    def _fill(self, frame: Frame, group: Group, number: int, given: dict[str, Any]) -> Any:
+        """Makes the nodes of a frame, and returns the example of what it returns.
+
+        Args:
+            frame: The frame; what is there is its place in the hierarchy.
+            group: The group of its module.
+            number: Which graph of the group runs.
+            given: Examples of the arguments, by parameter; the program knows those of the root.
+        """
+        graph = self._converter.graph(group, number)
+        frame.custom_graph = graph
+        values = ExampleValues(graph, frame.module, given)
+        records: dict[fx.Node, Node] = {}
+        for fx_node in graph.nodes:
+            if fx_node.op == "output":
+                break
+            record = self._call(fx_node, frame, values) if CALLED in fx_node.meta else _record(fx_node, frame, values)
+            if fx_node.op not in ("placeholder", "get_attr"):
+                refs = lambda leaf: Ref(records[leaf]) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+                record.args = map_arguments(fx_node.args, refs)
+                record.kwargs = map_arguments(fx_node.kwargs, refs)
+            records[fx_node] = record
+            frame.nodes.append(record)
+        returned = values.returned()
+        spec = spec_of(returned)
+        frame.nodes.append(Node(kind="output", op="output", target="output", spec=spec, base_name="output"))
+        _mark_written(records)
+        _mark_plumbing(records)
+        _name(frame)
+        for fx_node, record in records.items():
+            fx_node.meta = {RECORD: record}
+        return returned
+
+    def _call(self, fx_node: fx.Node, frame: Frame, values: ExampleValues) -> Node:
+        group, number = fx_node.meta[CALLED]
+        module = group.module
+        assert isinstance(module, ExportedModule)
+        if number is None:
+            turn = self._turns.get(id(group), 0)
+            self._turns[id(group)] = turn + 1
+            number = group.turns[turn % len(group.turns)]
+        module.add_call(number)
+        path = str(fx_node.target)
+        call = Node(kind="call", op=type(module).__name__, target=path, base_name=path)
+        call.site = _site(fx_node)
+        call.call_index = sum(1 for other in frame.calls() if other.frame is not None and other.frame.module is module)
+        callee = call.frame = Frame(module, path, frame, call, group.parameters(), training=module.training)
+        args, kwargs = values.arguments(fx_node)
+        given = dict(zip((p.name for p in callee.parameters), args, strict=False)) | kwargs
+        values.set(fx_node, self._fill(callee, group, number, given))
+        call.spec = callee.output_node.spec
+        return call
+
+
+def _record(fx_node: fx.Node, frame: Frame, values: ExampleValues) -> Node:
+    target = str(fx_node.target)
+    kind: Kind = "op"
+    op, spec = target.rsplit(".", 1)[-1], spec_of(values.example(fx_node))
+    if fx_node.op == "placeholder":
+        kind, op = "input", target
+    elif fx_node.op == "get_attr":
+        held = at(frame.module, target)
+        kind, op = _kind(frame.module, target), target
+        spec = describe(held) if isinstance(held, Tensor) else ObjectSpec(type(held).__name__)
+    elif callable(fx_node.target):
+        op, target = function_name(fx_node.target), fx_node.name
+    return Node(kind=kind, op=op, target=target, spec=spec, base_name=fx_node.name, site=_site(fx_node))
+
+
+def _kind(module: Module, path: str) -> Kind:
+    *parents, name = path.split(".")
+    holder = at(module, ".".join(parents))
+    if name in holder._parameters:
+        return "parameter"
+    return "buffer" if name in holder._buffers else "attribute"
+
+
+def _site(fx_node: fx.Node) -> SavedSite | None:
+    """Returns the lines of the model's code that the program remembers, in place of a call site."""
+    found = _TRACE_LINE.findall(fx_node.meta.get("stack_trace") or "")
+    lines = tuple(SourceLine(file, int(line), function) for file, line, function in found)
+    return SavedSite((), lines) if lines and fx_node.op not in ("placeholder", "get_attr") else None
+
+
+# -- what is told by the graph as a whole ------------------------------------------------------------------------------
+
+
+def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
+    """Marks what only carries sizes, or takes apart and puts together what other nodes hold."""
+    for fx_node, record in records.items():
+        holds_tensors = any(not isinstance(leaf, ScalarSpec) for _, leaf in leaves(record.spec))
+        first = fx_node.args[0] if fx_node.args else None
+        is_part = fx_node.target is operator.getitem and isinstance(first, fx.Node) and _is_taken_apart(first, records)
+        is_structure = fx_node.op == "call_function" and fx_node.target in STRUCTURE_FUNCTIONS
+        if record.kind in ("op", "attribute"):
+            record.is_plumbing = is_part or is_structure or not holds_tensors
+
+
+def _is_taken_apart(container: fx.Node, records: dict[fx.Node, Node]) -> bool:
+    record = records[container]
+    return record.kind in ("call", "input") or container.target in STRUCTURE_FUNCTIONS or record.is_plumbing
+
+
+def _mark_written(records: dict[fx.Node, Node]) -> None:
+    """Marks the nodes that operators write into, and those whose values share memory with these."""
+    memory: dict[fx.Node, fx.Node] = {}
+    views: dict[fx.Node, list[Node]] = {}
+    for fx_node, record in records.items():
+        source = next(iter(_aliased(fx_node)), None)
+        base = memory[fx_node] = memory[source] if source is not None else fx_node
+        views.setdefault(base, []).append(record)
+        for position, written in _written(fx_node):
+            record.is_in_place, record.written_argument = True, position
+            for other in views[memory[written]]:
+                other.is_mutated_later |= other is not record
+
+
+def _written(fx_node: fx.Node) -> Iterable[tuple[int | str, fx.Node]]:
+    return _arguments(fx_node, lambda alias: alias is not None and alias.is_write)
+
+
+def _aliased(fx_node: fx.Node) -> Iterable[fx.Node]:
+    """Yields the arguments whose memory the result of an operator has."""
+    if fx_node.target is operator.getitem and isinstance(fx_node.args[0], fx.Node):
+        return [fx_node.args[0]]
+    return [node for _, node in _arguments(fx_node, lambda alias: alias is not None)]
+
+
+def _arguments(fx_node: fx.Node, is_wanted: Any) -> list[tuple[int | str, fx.Node]]:
+    schema = getattr(fx_node.target, "_schema", None) if fx_node.op == "call_function" else None
+    found: list[tuple[int | str, fx.Node]] = []
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        is_positional = position < len(fx_node.args)
+        value = fx_node.args[position] if is_positional else fx_node.kwargs.get(argument.name)
+        if isinstance(value, fx.Node) and is_wanted(argument.alias_info):
+            found.append((position if is_positional else argument.name, value))
+    return found
+
+
+def _name(frame: Frame) -> None:
+    """Names the nodes: those of the model's own names first, then the rest as the program does."""
+    calls: dict[int, list[Node]] = {}
+    for call in frame.calls():
+        assert call.frame is not None
+        calls.setdefault(id(call.frame.module), []).append(call)
+    for several in calls.values():
+        for call in several:
+            call.call_count = len(several)
+    for node in sorted(frame.nodes, key=lambda n: 5 if n.is_plumbing else _RANKS[n.kind]):
+        base = node.base_name
+        if node.kind == "call":
+            base = call_name(base) + (f"_{node.call_index}" if node.call_count > 1 else "")
+        elif node.kind == "input":
+            base = node.op
+        node.name = unique_name(base, frame.names)
+        frame.names[node.name] = node

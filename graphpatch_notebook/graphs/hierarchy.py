@@ -1,0 +1,127 @@
+"""Builds the hierarchy of graph modules from the frames of a capture. Cheap: no graphs, no code."""
+
+from __future__ import annotations
+
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graphs.modules import (
+    GraphModule,
+    Hierarchy,
+    MultiplyInvokedModule,
+    OpaqueGraphModule,
+    UnusedModule,
+)
+from graphpatch_notebook.paths import unique_name
+
+_CONTAINERS = (ModuleList, ModuleDict, Sequential)
+
+
+def build_hierarchy(root: Frame) -> GraphModule:
+    """Returns the graph module of the root frame, with those of all frames below it under the model's own names.
+
+    Containers that are not called themselves (`ModuleList`, ...) are containers of the same class here.
+    """
+    return _HierarchyBuilder().build(root)
+
+
+class _HierarchyBuilder:
+    def __init__(self) -> None:
+        self._hierarchy = Hierarchy()
+        # The first graph module of each module: for what one frame holds and another one calls.
+        self._by_module: dict[int, Module] = {}
+        self._pending: list[tuple[Module, str, Module]] = []
+
+    def build(self, root: Frame) -> GraphModule:
+        result = self._graph_module(root)
+        self._by_module.setdefault(id(root.module), result)
+        for holder, name, module in self._pending:
+            holder._modules[name] = self._elsewhere(module)
+        return result
+
+    def _graph_module(self, frame: Frame) -> GraphModule:
+        cls = CompiledGraphModule if frame.opaque_reason is None else OpaqueGraphModule
+        result = cls(frame, self._hierarchy)
+        calls: dict[int, list[GraphModule]] = {}
+        for node in frame.calls():
+            if node.frame is not None:
+                callee = self._graph_module(node.frame)
+                result._callees.append(callee)
+                calls.setdefault(id(callee._original_module), []).append(callee)
+        called = {key: _together(graph_modules) for key, graph_modules in calls.items()}
+        for key, module in called.items():
+            self._by_module.setdefault(key, module)
+        unplaced = dict(called)
+        self._fill(result, frame.module, called, _holders(frame), unplaced)
+        for key, module in unplaced.items():  # modules in plain lists, modules of other modules
+            name = calls[key][0]._frame.attribute_path.replace(".", "_")
+            name = name if name.isidentifier() else "sub_" + "".join(c if c.isalnum() else "_" for c in name)
+            result._modules[unique_name(name, {*result._modules, *result._parameters, *result._buffers})] = module
+        return result
+
+    def _fill(
+        self,
+        mirror: Module,
+        module: Module,
+        called: dict[int, Module],
+        holders: set[int],
+        unplaced: dict[int, Module],
+    ) -> None:
+        """Gives `mirror` a child for each child of `module`, under the same name."""
+        for name, child in module._modules.items():
+            key = id(child)
+            if child is None:
+                mirror._modules[name] = None
+            elif key in called:
+                mirror._modules[name] = called[key]
+                unplaced.pop(key, None)
+            elif key in holders:
+                mirror._modules[name] = container = _container(child)
+                self._fill(container, child, called, holders, unplaced)
+            else:
+                mirror._modules[name] = None  # keeps its place
+                self._pending.append((mirror, name, child))
+
+    def _elsewhere(self, module: Module) -> Module:
+        """Returns what stands for a module that the frame that holds it does not call."""
+        known = self._by_module.get(id(module))
+        if known is None:
+            is_used = any(id(inside) in self._by_module for inside in module.modules())
+            self._by_module[id(module)] = known = _container(module) if is_used else UnusedModule(module)
+            if is_used:
+                known._modules.update({n: c and self._elsewhere(c) for n, c in module._modules.items()})
+        return known
+
+
+def _together(graph_modules: list[GraphModule]) -> Module:
+    """Returns the graph modules of all calls of one module in one frame as one module."""
+    first = graph_modules[0]
+    call = first._frame.call
+    if call is None or call.call_count == 1:
+        return first
+    by_index: dict[int, Module] = {}
+    for graph_module in graph_modules:
+        if (call := graph_module._frame.call) is not None:
+            by_index[call.call_index] = graph_module
+    # A call that raised, and whose error the model handled, leaves a gap.
+    calls = [by_index.get(i) or UnusedModule(first._original_module) for i in range(max(by_index) + 1)]
+    return MultiplyInvokedModule(first._original_module, calls)
+
+
+def _holders(frame: Frame) -> set[int]:
+    """Returns the ids of the modules that only hold what the frame calls."""
+    found: set[int] = set()
+    for node in frame.calls():
+        holder: Module | None = frame.module
+        for name in str(node.target).split(".")[:-1]:
+            holder = holder._modules.get(name) if holder is not None else None
+            found.add(id(holder))
+    return found
+
+
+def _container(module: Module) -> Module:
+    """Returns an empty module of the same kind."""
+    if type(module) in _CONTAINERS:
+        return type(module)()
+    return UnusedModule(module, children=dict)

@@ -1,0 +1,219 @@
+"""Runs the graphs of a model node by node, each by a `torch.fx.Interpreter`, instead of as generated code.
+
+Slower, but an error names its node, and every value can be looked at as it comes up.
+
+    GraphInterpreter.run
+    └── graph module            with the hooks of its module, as ever
+        └── run_graph           of each frame: `Interpretation` in place of generated code
+            └── _FrameInterpreter.run_node
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch.nn import Module
+
+from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.call_signature import inputs_of_call
+from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
+from graphpatch_notebook.graphs.build import DefaultName
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graphs.running import interpreter
+from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_capture, arguments_text
+from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.paths import format_path
+
+_MOST = 5
+_STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
+
+
+class GraphInterpreter:
+    """Runs a hierarchy of graph modules node by node.
+
+    The graphs run as they are, also where they are known not to equal the model on such inputs: a warning says so.
+    What has no graph runs as it is.
+
+    Args:
+        graph_module: The root of the hierarchy.
+        on_node: Called with the path and the value (no copy) of each node, when it has come up.
+        before_run: Called before each run.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2))
+        >>> report = pg.verify(torch.ones(2))
+        >>> pg.interpreter(on_node=lambda path, value: print(path)).run(torch.ones(2))
+        input
+        sub_0.input
+        sub_0.relu
+        sub_0.output
+        output
+        tensor([1., 1.])
+    """
+
+    def __init__(
+        self,
+        graph_module: Module,
+        on_node: Callable[[str, Any], object] | None = None,
+        before_run: Callable[[], None] | None = None,
+    ) -> None:
+        self._graph_module: Any = graph_module
+        self._on_node = on_node
+        self._before_run = before_run
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the graphs return on these inputs, bit for bit as if they had run as generated code.
+
+        What the graphs write into buffers, and the random generators, are put back afterwards.
+
+        Raises:
+            Exception: Whatever a node raises, with a note that names the node, its operation, the shapes, the line.
+        """
+        if self._before_run is not None:
+            self._before_run()
+        interpretation = Interpretation(self._on_node)
+        state = ModuleState(self._graph_module.frame.module)
+        with (
+            afterwards(lambda: state.restore(counts_writes=True)),
+            holding(interpreter, interpretation.run_graph),
+        ):
+            result = state.separated(self._graph_module(*args, **kwargs))
+        interpretation.warn()
+        return result
+
+
+class Interpretation:
+    """One interpreted run of a hierarchy."""
+
+    def __init__(self, on_node: Callable[[str, Any], object] | None) -> None:
+        self.on_node = on_node
+        self._unverified: list[str] = []
+
+    def run_graph(self, graph_module: CompiledGraphModule, *args: Any, **kwargs: Any) -> Any:
+        """Runs one graph, and returns what its generated code would."""
+        if not graph_module.has_own_graph and (doubt := _doubt(graph_module, args, kwargs)) is not None:
+            frame = graph_module.frame
+            path = format_path(frame.path) or "<root>"
+            self._unverified.append(f"{path} ({type(frame.module).__name__}): {doubt}")
+        bound = _bound(graph_module, args, kwargs)
+        return _FrameInterpreter(graph_module, bound, self.on_node).run()
+
+    def warn(self) -> None:
+        """Gives one warning for all graphs that ran though nobody knows whether they equal their modules."""
+        if not self._unverified:
+            return
+        more = f"\n  ... and {len(self._unverified) - _MOST} more" if len(self._unverified) > _MOST else ""
+        lines = "".join(f"\n  {line}" for line in self._unverified[:_MOST])
+        warnings.warn(
+            "graphs were interpreted that are not known to equal the model's own code on such inputs, so that their "
+            f"result may be another one than the model's; PatchableGraph.verify compares them:{lines}{more}",
+            UnverifiedGraphWarning,
+            stacklevel=3,
+        )
+
+
+def _doubt(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Returns why the graph is not known to equal the module in calls that look like this one."""
+    last = graph_module.last_comparison
+    if last is None or last[0].differences(list(inputs_of_call(graph_module.frame, args, kwargs).values())):
+        return "it was not compared on such inputs"
+    return None if last[1].is_equal else str(last[1])
+
+
+class _FrameInterpreter(fx.Interpreter):
+    """Runs the graph of one frame."""
+
+    def __init__(
+        self, graph_module: CompiledGraphModule, bound: dict[str, Any], on_node: Callable[[str, Any], object] | None
+    ) -> None:
+        super().__init__(graph_module, graph=graph_module.graph)
+        self.extra_traceback = False  # it would change the error's arguments
+        self._graph_module = graph_module
+        self._node: fx.Node | None = None
+        self._frame: Frame = graph_module.frame
+        self._bound = bound
+        self._on_node = on_node
+        for node in self.graph.nodes:
+            if not node.users and node.op != "output":
+                self.user_to_last_uses.setdefault(node, []).append(node)
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the value of an input."""
+        return self._bound[target.lstrip("*")]
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a graph module. Graphs of files reach some modules by names that only the user's module knows."""
+        module = self.fetch_attr(target)
+        record = self._node.meta.get(RECORD) if self._node is not None else None
+        if isinstance(record, Node) and record.frame is not None and module is record.frame.module:
+            callees = self._graph_module.callees()
+            module = next((callee for callee in callees if callee.frame is record.frame), module)
+        return module(*args, **kwargs)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a node, in plain containers: those of fx cannot be changed."""
+
+        def lookup(leaf: Any) -> Any:
+            return self.env[leaf] if isinstance(leaf, fx.Node) else leaf
+
+        return map_arguments(n.args, lookup), map_arguments(n.kwargs, lookup)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, and says which it was if that raises."""
+        self._node = n
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            if not isinstance(error, (StopIteration, StopAsyncIteration)) and not has_note(error):
+                add_note(error, str(self._failure(n)))
+            raise
+        if self._on_node is not None:
+            self._show(n, value, self._on_node)
+        return value
+
+    def _show(self, n: fx.Node, value: Any, on_node: Callable[[str, Any], object]) -> None:
+        record = n.meta.get(RECORD)
+        if n.op == "output":
+            is_wrapped = self._frame.custom_graph is not None
+            on_node(format_path((*self._frame.path, self._frame.output_node.name)), value[0] if is_wrapped else value)
+        elif isinstance(record, Node) and record.kind != "call":
+            on_node(format_path((*self._frame.path, record.name)), value)
+        elif isinstance(record, Node) and record.frame is not None and record.frame.opaque_reason is not None:
+            on_node(format_path((*record.frame.path, record.frame.output_node.name)), value)
+
+    def _failure(self, n: fx.Node) -> Failure:
+        record = n.meta.get(RECORD)
+        node = record if isinstance(record, Node) else Node(kind="op", op=n.op, target=n.target, name=n.name)
+        what = f"{format_path((*self._frame.path, node.name))!r} ({node.op})"
+        lines = node.site.source_lines() if node.site is not None else []
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        captured = arguments_at_capture(node) if node.args or node.kwargs else ""
+        line = str(lines[-1]) if lines else n.format_node() or ""
+        return Failure(what, line, arguments_text(args, kwargs), captured)
+
+
+def _bound(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value of each placeholder, as the generated code would be given it."""
+    known = {parameter.name: parameter for parameter in graph_module.frame.parameters}
+    parameters = []
+    for node in graph_module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        name = str(node.target).lstrip("*")
+        default = node.args[0] if node.args else inspect.Parameter.empty
+        kind = _STARS.get(str(node.target)[: -len(name)], inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if name in known:
+            kind = known[name].kind
+            default = known[name].default if isinstance(default, DefaultName) else default
+        parameters.append(inspect.Parameter(name, kind, default=default))
+    bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments

@@ -1,0 +1,240 @@
+"""The graph modules: a hierarchy that mirrors the model's, in which graphs run in place of the modules' own code.
+
+    GraphModule                  stands for one frame of one of the user's modules
+    ├── CompiledGraphModule      runs its graph, where that is known to equal the module
+    ├── OpaqueGraphModule        has no graph: runs the module
+    └── UnusedModule             was not reached by the example: runs the module
+    MultiplyInvokedModule        the graph modules of a module that was called several times
+
+A graph module shares parameters, buffers and hooks with its module (the very same dictionaries), has the graph modules
+of the submodules under their own names, and hands all other attributes through.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from torch.compiler import is_compiling
+from torch.nn import Module, ModuleList
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graphs import live_runs
+from graphpatch_notebook.graphs.copies import FrameReference
+from graphpatch_notebook.graphs.hooks import call_with_hooks
+from graphpatch_notebook.graphs.mirror import Mirror
+from graphpatch_notebook.graphs.running import running_graph
+from graphpatch_notebook.paths import format_path
+
+
+class Hierarchy:
+    """What all graph modules of one model share.
+
+    Attributes:
+        has_own_graphs: Whether there are graphs that are their module, rather than a record of it: edited ones, and
+            those of custom extraction functions.
+        edits: How often a graph was edited.
+    """
+
+    def __init__(self) -> None:
+        self.has_own_graphs = False
+        self.edits = 0
+
+
+class GraphModule(Mirror):
+    """Stands for one frame: one invocation of one of the user's modules. Abstract.
+
+    Called like the module, and returns what the module returns.
+    """
+
+    _frame: Frame
+    _callees: list[GraphModule]
+    _hierarchy: Hierarchy
+
+    def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
+        super().__init__(frame.module)
+        state = self.__dict__
+        state["_frame"] = frame
+        state["_callees"] = []
+        state["_hierarchy"] = hierarchy
+
+    @property
+    def frame(self) -> Frame:
+        """The record of the frame."""
+        return self._frame
+
+    @property
+    def path(self) -> str:
+        """The path of the frame from the root; empty for the root."""
+        return format_path(self._frame.path)
+
+    @property
+    def reason(self) -> str | None:
+        """Why there is no graph, or why the graph does not stand for the module; `None` where it may."""
+        reasons = (self._frame.opaque_reason, self._frame.custom_failure)
+        return "; ".join(reason for reason in reasons if reason is not None) or None
+
+    @property
+    def has_own_graph(self) -> bool:
+        """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
+        return False
+
+    @property
+    def calls_own_graphs(self) -> bool:
+        """Whether there may be graphs below this one that are their module."""
+        return self._hierarchy.has_own_graphs
+
+    @property
+    def edits(self) -> int:
+        """How often a graph of the hierarchy was edited."""
+        return self._hierarchy.edits
+
+    def callee(self, module: Module, call_index: int) -> GraphModule | None:
+        """Returns the graph module of the given call of `module` in this frame, if it came up during capture."""
+        for callee in self._callees:
+            call = callee._frame.call
+            if callee._original_module is module and call is not None and call.call_index == call_index:
+                return callee
+        return None
+
+    def callees(self) -> list[GraphModule]:
+        """Returns the graph modules that this one calls, in order."""
+        return list(self._callees)
+
+    def walk(self) -> Iterator[GraphModule]:
+        """Yields this graph module and all below it, in order of execution."""
+        yield self
+        for callee in self._callees:
+            yield from callee.walk()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the hooks of the user's module and the frame, or the frame alone where a graph calls it.
+
+        What hooks do to tensors is part of the graph of the caller.
+        """
+        if is_compiling():
+            is_inside = self._frame.parent is not None
+            return self.forward(*args, **kwargs) if is_inside else super().__call__(*args, **kwargs)
+        caller = running_graph.get()
+        if caller is None:
+            return super().__call__(*args, **kwargs)
+        if not caller.is_record:
+            return Module.__call__(self, *args, **kwargs)
+        if caller.is_patched_run:
+            return call_with_hooks(self._original_module, self._frame.hooks, args, kwargs)
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the frame: its graph, or the module where there is none that can stand for it."""
+        if live_runs.is_hooked(self._original_module):
+            return live_runs.run_in_hook(self._original_module, self.run_frame, args, kwargs)
+        return self.run_frame(args, kwargs)
+
+    @abstractmethod
+    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs what lies inside of all hooks."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The frame first: its copy brings along those of all frames below it, which the callees then find.
+        return {"_frame": FrameReference(self._frame)} | {k: v for k, v in self.__dict__.items() if k != "_frame"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__["_frame"] = state["_frame"].frame
+
+
+@final
+class OpaqueGraphModule(GraphModule):
+    """A module without a graph. Runs the module itself.
+
+    The options say to skip it, it could not be captured, or its weight is quantized; `reason` tells.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import ExtractionOptions, PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.ReLU(), ExtractionOptions(skip_compilation=True), torch.ones(2))
+        >>> pg._graph_module.reason
+        'the options say to skip it'
+    """
+
+    def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the module."""
+        return live_runs.run_live(self, args, kwargs)
+
+
+@final
+class UnusedModule(Mirror):
+    """A submodule that the example did not reach, or only in part. Runs the module itself.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> class Spare(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.spare = torch.nn.ReLU()
+        ...     def forward(self, x):
+        ...         return x + 1
+        >>> PatchableGraph(Spare(), torch.ones(2))
+        PatchableGraph(
+          (_graph_module): CompiledGraphModule(
+            (spare): UnusedModule()
+          )
+        )
+    """
+
+    def __init__(self, module: Module, children: Callable[[], dict[str, Module | None]] | None = None) -> None:
+        super().__init__(module)
+        self.__dict__["_modules"].update(module._modules if children is None else children())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        return self._original_module.forward(*args, **kwargs)
+
+
+@final
+class MultiplyInvokedModule(ModuleList):
+    """The graph modules of a module that was called several times in one frame, in order of the calls.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> class Twice(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.act = torch.nn.ReLU()
+        ...     def forward(self, x):
+        ...         return self.act(self.act(x) - 1)
+        >>> pg = PatchableGraph(Twice(), torch.ones(2))
+        >>> len(pg._graph_module.act), "act_0.output" in pg.nodes, "act_1.output" in pg.nodes
+        (2, True, True)
+    """
+
+    def __init__(self, module: Module, calls: list[Module]) -> None:
+        super().__init__(calls)
+        self.__dict__["_original_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        if name in modules:
+            return modules[name]
+        if "_original_module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_original_module"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the next of the calls where a graph calls, which counts them.
+
+        Raises:
+            GraphError: Nobody counts: which of the calls is meant cannot be told.
+        """
+        caller = running_graph.get()
+        if caller is not None:
+            index = caller.counts.get(id(self), 0)
+            caller.counts[id(self)] = index + 1
+            return (self[index] if index < len(self) else self._original_module)(*args, **kwargs)
+        name = type(self._original_module).__name__
+        raise GraphError(f"this {name} was called {len(self)} times; call one of its graphs: module[0](...)")

@@ -1,0 +1,391 @@
+"""A hierarchy of plain `torch.fx.GraphModule`s, with patches as parts of the graphs: for compilers and exporters.
+
+    hidden = torch.relu(up)        ->    hidden = torch.relu(up)
+    mul = hidden * 2                     patch_hidden = self.patch_hidden(hidden)
+                                         mul = patch_hidden * 2
+
+The modules have the names that they have in the model, share its parameters and buffers, and know nothing of this
+package but for the patches. A graph is a record of one run: the graph of the whole checks that its inputs look like
+those of that run, and that the modules are in the modes that they were in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import Module
+
+from graphpatch_notebook.capture.custom_graphs import RECORD
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graphs.modules import GraphModule
+from graphpatch_notebook.graphs.targets import Container, printable
+from graphpatch_notebook.graphs.weaving import written_value
+from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.torch_compat import codegen_of
+from graphpatch_notebook.values import Key, ScalarSpec, replaced, take
+
+Patched = Mapping[Node, Sequence["tuple[tuple[Key, ...], Sequence[Patch[Any]]]"]]
+"""What is patched: for each node the places in its value, each with its patches, in order."""
+
+
+def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> tuple[fx.GraphModule, InputCheck]:
+    """Returns the hierarchy from `root` down as plain modules, with patches woven in, and what checks its inputs.
+
+    Args:
+        root: The graph module of the whole model.
+        patched: The patches.
+        any_size: Whether inputs of other sizes than the example's are let in.
+
+    Raises:
+        GraphError: There is no graph of some frame; the message names them all.
+    """
+    opaque = [graph for graph in root.walk() if graph.frame.opaque_reason is not None]
+    if opaque:
+        listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
+        raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
+    woven: set[Node] = set()
+    check = InputCheck(root.frame, any_size=any_size)
+    result = _Writer(root, patched, woven, check).module()
+    if missing := [node.name for node in patched if node not in woven]:
+        raise GraphError(f"these patched nodes do not stand in the graphs: {', '.join(map(repr, missing))}")
+    return result, check
+
+
+class PatchedValue(Module):
+    """Returns what stands in for a value of the model, from its patches. What such a graph calls where one is patched.
+
+    Args:
+        patches: The patches, in order; what they hold is looked up in each run.
+        dig: The keys that lead from the value to what is patched in it.
+        is_written: Whether the value was written into a tensor that others hold, and so must be what stands in for it.
+        is_shown_copied: Whether patches that only look are shown a copy: the model writes into the value later.
+        is_shown_alias: Whether they are shown an alias that takes the place of the value: an input of the module.
+    """
+
+    def __init__(
+        self,
+        patches: Sequence[Patch[Any]],
+        dig: tuple[Key, ...],
+        *,
+        is_written: bool,
+        is_shown_copied: bool,
+        is_shown_alias: bool,
+    ) -> None:
+        super().__init__()
+        self.patches = list(patches)
+        self.dig = dig
+        self.is_written = is_written
+        self.is_shown_copied = is_shown_copied
+        self.is_shown_alias = is_shown_alias
+
+    def forward(self, value: Any) -> Any:
+        """Returns the patched value; containers on the way to it are copied, never written into."""
+        result = self._at(value, self.dig)
+        if self.is_written and result is not value:
+            value.copy_(result)
+            return value
+        return result
+
+    def _at(self, value: Any, dig: tuple[Key, ...]) -> Any:
+        if not dig:
+            return self._patched(value)
+        child = self._at(take(value, dig[0]), dig[1:])
+        if isinstance(value, Mapping) and hasattr(value, "__dataclass_fields__"):  # a `ModelOutput`, for compilers
+            return type(value)(**{**value, dig[0]: child})
+        return replaced(value, dig[0], child)
+
+    def _patched(self, value: Any) -> Any:
+        for patch in self.patches:
+            is_tensor = isinstance(value, Tensor)
+            if patch.observes_only:
+                if self.is_shown_alias and is_tensor and value.requires_grad and torch.is_grad_enabled():
+                    value = value.view_as(value)  # whose gradient is that of this use of the tensor
+                patch.op(value.clone() if self.is_shown_copied and is_tensor else value)
+            else:
+                value = patch.op(value.clone() if patch.requires_clone and is_tensor else value)
+        return value
+
+
+class _Writer:
+    """Writes the module of one frame, and those of the frames below it. That of the root checks its inputs first."""
+
+    def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node], check: InputCheck) -> None:
+        assert isinstance(graph_module, CompiledGraphModule)
+        self._source = graph_module
+        self._frame: Frame = graph_module.frame
+        self._patched = patched
+        self._woven = woven
+        self._input_check = check
+        self._held: dict[str, Any] = {}
+        self._not_saved: list[str] = []
+        self._graph = fx.Graph()
+
+    def module(self) -> fx.GraphModule:
+        """Returns the module, in the mode that the module of the model was in when it was captured."""
+        copies: dict[fx.Node, fx.Node] = {}
+        returned = self._graph.graph_copy(self._source.graph, copies)
+        if self._frame.custom_graph is not None:
+            returned = returned[0]  # type: ignore[index]  # such a graph hands out a one-element tuple
+        self._graph.set_codegen(codegen_of(self._source.graph))
+        output = self._graph.output(returned)
+        placeholders = [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"]
+        _bring_together(placeholders)
+        self._last_input = placeholders[-1] if placeholders else output
+        for old, new in copies.items():
+            self._hold(old, new)
+            record = old.meta.get(RECORD)
+            new.meta = {}
+            if isinstance(record, Node) and record.kind != "output":
+                self._weave(new, record)
+        with self._graph.inserting_before(output):
+            for dig, patches in self._patched.get(self._frame.output_node, ()):
+                output.args = (self._with_patched(output.args[0], dig, patches),)
+        _drop_unused_reads(copies)
+        if self._frame.parent is None:
+            self._check(placeholders)
+        self._graph.lint()
+        try:
+            result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
+        except AssertionError as error:  # torch 2.4, of two functions that call themselves the same
+            raise GraphError(f"torch {torch.__version__} cannot write the code of {self._source.path!r}") from error
+        for path in self._not_saved:
+            holder, _, name = path.rpartition(".")
+            result.get_submodule(holder)._non_persistent_buffers_set.add(name)
+        result.training = self._frame.training
+        if self._frame.parent is not None:
+            self._input_check.add_module_below(self._source.path, result)
+        return result
+
+    # -- what the graph refers to --------------------------------------------------------------------------------------
+
+    def _hold(self, old: fx.Node, new: fx.Node) -> None:
+        """Puts what a node refers to where a plain module has it."""
+        record: Node | None = old.meta.get(RECORD)
+        if new.op == "call_module":
+            callee = _callee(self._source, record)
+            path = str(old.target if record is None else record.target)
+            if record is not None and record.call_index > 0:
+                path = f"{path}_call_{record.call_index}"
+            below = old if callee is None else _Writer(callee, self._patched, self._woven, self._input_check).module()
+            new.target = self._put(path, below)
+        elif new.op == "get_attr":
+            value = self._value_of(old)
+            held = record if record is not None and record.kind in ("parameter", "buffer", "attribute") else None
+            new.target = self._put(str(old.target if held is None else held.target), value)
+            if isinstance(value, Tensor) and (held is None or not _is_saved(self._frame.module, held)):
+                self._not_saved.append(new.target)
+        elif new.op == "call_function":
+            new.target = _traceable(new.target)
+
+    def _value_of(self, node: fx.Node) -> Any:
+        try:
+            return _value(self._source, str(node.target))
+        except GraphError as error:
+            raise GraphError(str(error)) from None
+
+    def _put(self, path: str, value: Any) -> str:
+        if isinstance(value, fx.Node):  # a module that an edited graph calls, and of which there is no graph
+            value = _value(self._source, str(value.target))
+        safe = ".".join(map(_safe_name, path.split(".")))
+        if self._held.get(safe, value) is not value:
+            safe = unique_name(safe, self._held)
+        self._held[safe] = value
+        return safe
+
+    # -- patches -------------------------------------------------------------------------------------------------------
+
+    def _weave(self, node: fx.Node, record: Node) -> None:
+        last = value = written_value(node, record)
+        is_input = node.op == "placeholder"
+        for dig, patches in self._patched.get(record, ()):
+            with self._graph.inserting_after(self._last_input if is_input else node if last is value else last):
+                patched = self._call(value if record.is_in_place else last, dig, patches, record)
+            if not record.is_in_place:  # else the patched value was written into the tensor itself
+                last.replace_all_uses_with(patched, delete_user_cb=partial(operator.is_not, patched))
+            last = patched
+            if is_input:
+                self._last_input = patched
+
+    def _call(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]], record: Node) -> fx.Node:
+        self._woven.add(record)
+        name = unique_name(f"patch_{_safe_name(record.name)}", self._held)
+        with_others = {name for pair in self._frame.same_inputs for name, _ in pair}
+        self._held[name] = PatchedValue(
+            patches,
+            dig,
+            is_written=record.is_in_place,
+            is_shown_copied=record.is_mutated_later,
+            is_shown_alias=record.kind == "input" and not record.is_mutated_later and record.target not in with_others,
+        )
+        return self._graph.create_node("call_module", name, (value,), name=name)
+
+    def _with_patched(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]]) -> Any:
+        """Returns how the output stands in the graph with patches on a part of it."""
+        if isinstance(value, fx.Node) or not dig:
+            return self._call(value, dig, patches, self._frame.output_node)
+        key, *rest = dig
+        if isinstance(value, dict):
+            return {k: self._with_patched(v, tuple(rest), patches) if k == key else v for k, v in value.items()}
+        return type(value)(
+            [self._with_patched(v, tuple(rest), patches) if i == key else v for i, v in enumerate(value)]
+        )
+
+    def _check(self, placeholders: list[fx.Node]) -> None:
+        with self._graph.inserting_after(placeholders[-1]) if placeholders else self._graph.inserting_before():
+            self._held["check_inputs"] = self._input_check
+            self._graph.create_node("call_module", "check_inputs", tuple(placeholders), name="check_inputs")
+
+
+def _bring_together(placeholders: list[fx.Node]) -> None:
+    """Moves the reads of parts of inputs, which may stand between the parameters, behind them: patches come before."""
+    for before, placeholder in pairwise(placeholders):
+        if before.next is not placeholder:
+            before.append(placeholder)
+
+
+def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:
+    """Takes out what only told Python where to go in the recorded run: compilers cannot follow it."""
+    for old, new in reversed(copies.items()):
+        record: Node | None = old.meta.get(RECORD)
+        if record is None or record.kind != "op" or record.is_in_place or new.users:
+            continue
+        if isinstance(record.spec, ScalarSpec) and record.spec.value is not None:
+            new.graph.erase_node(new)
+
+
+def _callee(source: CompiledGraphModule, record: Any) -> GraphModule | None:
+    if not isinstance(record, Node) or record.frame is None:
+        return None
+    return next((callee for callee in source.callees() if callee.frame is record.frame), None)
+
+
+def _value(source: CompiledGraphModule, path: str) -> Any:
+    found: Any = source
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _is_saved(module: Module, record: Node) -> bool:
+    """Whether a tensor of the model stands in its state dict."""
+    holder, _, name = str(record.target).rpartition(".")
+    owner = module.get_submodule(holder)
+    return name in owner._parameters or (name in owner._buffers and name not in owner._non_persistent_buffers_set)
+
+
+def _traceable(target: Any) -> Callable[..., Any]:
+    """Returns a function that compilers can look into, for one of ours that they cannot."""
+    if isinstance(target, Container) and target.is_by_name and dataclasses.is_dataclass(target.type):
+        return printable(target.type)  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
+
+
+_TAKEN = frozenset(dir(fx.GraphModule({}, fx.Graph()))) | {"check_inputs"}
+
+
+def _safe_name(name: str) -> str:
+    """Returns a name that generated code can use, and that a `GraphModule` does not have already."""
+    text = re.sub(r"\W", "_", name)
+    return f"{text}_" if keyword.iskeyword(text) or text in _TAKEN else text
+
+
+def listed_doubts(root: GraphModule) -> str:
+    """Returns what speaks against the graphs on other inputs, frame by frame; empty where nothing does."""
+    found = ((graph.path or "<root>", str(doubt)) for graph in root.walk() for doubt in graph.frame.doubts)
+    return "; ".join(f"{path!r} {doubt}" for path, doubt in found)
+
+
+# -- which calls it holds for -----------------------------------------------------------------------------------------
+
+_IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.LAYOUT})
+
+
+class InputCheck(Module):
+    """Raises where a call does not look like the recorded one; else does nothing. Compilers can look into it.
+
+    The modules must also be in the modes of the recorded run.
+
+    Args:
+        frame: The frame of the whole model.
+        any_size: Whether tensors may have other sizes (but not another number of dimensions).
+    """
+
+    def __init__(self, frame: Frame, *, any_size: bool) -> None:
+        super().__init__()
+        ignored = _IGNORED | {Aspect.SIZE} if any_size else _IGNORED
+        self.signature = replace(CallSignature.of_frame(frame), ignored=ignored)
+        # Compilers know this module, but not the one whose graph calls it; `train()` and `eval()` reach both.
+        self.training = self.was_training = frame.training
+        self.modules_below: list[tuple[str, Module, bool]] = []
+        self._is_noting_layouts = False
+
+    def add_module_below(self, path: str, module: Module) -> None:
+        """Lets calls through only while `module` stays in the mode that it is in."""
+        self.modules_below.insert(0, (path, module, module.training))  # callers come after what they call
+
+    @contextmanager
+    def noting_layouts(self) -> Iterator[None]:
+        """Makes the way in which inputs lie in memory in the block the one in which they must lie afterwards."""
+        self._is_noting_layouts = True
+        try:
+            yield
+        finally:
+            self._is_noting_layouts = False
+
+    def forward(self, *values: Any) -> None:
+        """Checks the inputs, given in the order of the parameters.
+
+        Raises:
+            GraphError: One of them does not look like it did, or a module is in another mode.
+        """
+        self._check_modes()
+        differences = self.signature.differences(values)
+        if differences:
+            raise GraphError(f"{differences[0]}; {self._repair(differences[0])}")
+        if self._is_noting_layouts:
+            names = [name for name, _ in self.signature.inputs]
+            now = CallSignature.of(dict(zip(names, values, strict=True))).tensors
+            pairs = zip(self.signature.tensors, now, strict=True)
+            tensors = tuple(replace(form, layout=other.layout) for form, other in pairs)
+            ignored = self.signature.ignored - {Aspect.LAYOUT}
+            self.signature = replace(self.signature, tensors=tensors, ignored=ignored)
+
+    def _check_modes(self) -> None:
+        if self.training is not self.was_training:
+            raise GraphError(_other_mode("this graph", self.was_training))
+        for path, module, was_training in self.modules_below:
+            if module.training is not was_training:
+                raise GraphError(_other_mode(f"the graph of {path!r}", was_training))
+
+    def _repair(self, difference: Difference) -> str:
+        if difference.aspect is Aspect.SIZE:
+            return "pg.to_fx(..., any_size=True) makes a graph for inputs of other sizes"
+        if difference.aspect is Aspect.LAYOUT:
+            contiguous = f"give {difference.name}.contiguous(), or " if difference.was == CONTIGUOUS else ""
+            another = "make another graph, with pg.to_fx(...) on inputs like this one"
+            return f"the model may ask for that; {contiguous}{another}"
+        return "make another graph, with pg.to_fx(...) of a PatchableGraph that has such inputs as its example"
+
+
+def _other_mode(who: str, was_training: bool) -> str:
+    was, now = ("train", "eval") if was_training else ("eval", "train")
+    return (
+        f"{who} was captured in {was} mode, and is in {now} mode now, which changes nothing in it (dropout and the "
+        f"like stay as they were); call {was}() on what was in {was} mode, or make another graph, with pg.to_fx(...) "
+        f"of a PatchableGraph of the model in {now} mode"
+    )

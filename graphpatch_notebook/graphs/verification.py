@@ -1,0 +1,283 @@
+"""`verify`: compares every graph of a model with the module that it is a record of, in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.doubts import Doubt, Reason, listed
+from graphpatch_notebook.capture.forward_swap import Swaps, invoke, original_forward
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
+from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared, run_and_compare
+from graphpatch_notebook.checks.model_state import ModuleState, copied
+from graphpatch_notebook.checks.outer_values import outer_objects
+from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graphs.live_runs import (
+    is_hooked,
+    observed_by,
+    run_in_hook,
+    run_live,
+    trusted,
+    unobserved,
+)
+from graphpatch_notebook.graphs.modules import GraphModule
+from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import children
+
+Status: TypeAlias = Literal["equal", "differing", "not comparable", "opaque", "own graph", "not reached"]
+_IN_WORDS: dict[Status, str] = {
+    "equal": "equal their modules, bit for bit",
+    "differing": "differ from their modules",
+    "not comparable": "cannot be compared with their modules",
+    "opaque": "have no graph",
+    "own graph": "are their module (edited or custom), so that there is nothing to compare",
+    "not reached": "were not reached by these inputs",
+}
+
+
+@dataclass(frozen=True)
+class FrameReport:
+    """How the graph of one frame compares with its module.
+
+    Attributes:
+        path: The path of the frame; empty for the root.
+        module_class: The class of the module.
+        status: `equal`, bit for bit; `differing`, both ran and their results differ, or the graph raises; `not
+            comparable`, a run of the graph would prove nothing; `opaque`, there is no graph; `own graph`, the graph
+            *is* the module (edited, or custom); `not reached` by these inputs.
+        reason: In what they differ, why they cannot be compared, or why there is no graph.
+    """
+
+    path: str
+    module_class: str
+    status: Status
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path or '<root>'} ({self.module_class}): {self.status}{f': {self.reason}' * bool(self.reason)}"
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """How all graphs of a model compare with their modules on the same inputs. Printing it shows what is to be known.
+
+    Attributes:
+        frames: A report for each frame, in order of execution.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> print(PatchableGraph(torch.nn.ReLU(), torch.ones(2)).verify(torch.ones(2)))
+        1 frame: 1 equal
+    """
+
+    frames: tuple[FrameReport, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no graph that these inputs reach differs or cannot be compared; opaque frames do not count."""
+        return not (self.differing or self.not_comparable)
+
+    @property
+    def equal(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames whose graphs equal their modules bit for bit."""
+        return self.of("equal")
+
+    @property
+    def differing(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames whose graphs were run and differ from their modules."""
+        return self.of("differing")
+
+    @property
+    def not_comparable(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames whose graphs cannot be compared with their modules on these inputs."""
+        return self.of("not comparable")
+
+    @property
+    def opaque(self) -> tuple[FrameReport, ...]:
+        """The reports of the frames that have no graph."""
+        return self.of("opaque")
+
+    def of(self, status: Status) -> tuple[FrameReport, ...]:
+        """Returns the reports with this status, in order of execution."""
+        return tuple(frame for frame in self.frames if frame.status == status)
+
+    def counts(self) -> dict[Status, int]:
+        """Returns how many frames there are of each status that occurs."""
+        found = {status: len(self.of(status)) for status in _IN_WORDS}
+        return {status: count for status, count in found.items() if count}
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{count} {status}" for status, count in self.counts().items())
+        lines = [f"{len(self.frames)} frame{'s' * (len(self.frames) != 1)}: {counted}"]
+        for status, meaning in _IN_WORDS.items():
+            if status != "equal" and (found := self.of(status)):
+                lines.append(f"{status}: {meaning}")
+                lines += _rows(found)
+        return "\n".join(lines)
+
+    def __iter__(self) -> Iterator[FrameReport]:
+        return iter(self.frames)
+
+
+def _rows(reports: Sequence[FrameReport]) -> list[str]:
+    """Returns a line for each report; those of one class for the same reason (the layers of a model) share one."""
+    together: dict[tuple[str, str | None], list[str]] = {}
+    for report in reports:
+        together.setdefault((report.module_class, report.reason), []).append(report.path or "<root>")
+    rows = []
+    for (module_class, reason), paths in together.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        rows.append(f"  {paths[0]}{more} ({module_class}){f': {reason}' if reason else ''}")
+    return rows
+
+
+def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
+    """Compares every graph with its module on the inputs that it gets when the model runs on `args`, `kwargs`.
+
+    The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are put
+    back afterwards. Where the graph of the root is the model, nothing is compared, and nothing runs.
+
+    Raises:
+        Exception: Whatever the model raises on these inputs.
+    """
+    if root.has_own_graph:
+        return VerificationReport(tuple(_report(g, {}) for g in root.walk()))
+    verifier = _Verifier(root)
+    state = ModuleState(root.frame.module)
+    first, second = copied((args, kwargs)), copied((args, kwargs))
+    swaps = Swaps()
+    with afterwards(swaps.let_go, state.restore), observed_by(verifier):
+        swaps.hold(reachable_modules(root.frame.module))
+        copy_context().run(root.frame.module, *first[0], **first[1])
+    found = verifier.found
+    if isinstance(root, CompiledGraphModule) and root in found and found[root].is_equal:
+        # Submodules may hand things on that no graph holds: once more, with all graphs that are equal running.
+        equal = frozenset(graph_module for graph_module, comparison in found.items() if comparison.is_equal)
+        with afterwards(state.restore), holding(trusted, equal):
+            if is_hooked(root.frame.module):  # the parameters are there only between the hooks
+                run_in_hook(root.frame.module, lambda *call: verifier.compare_as_a_whole(root, *call), *second)
+            else:
+                verifier.compare_as_a_whole(root, *second)
+    return VerificationReport(tuple(_report(g, found) for g in root.walk()))
+
+
+class _Verifier:
+    """Compares each graph with its module when the module call that it is a record of begins."""
+
+    def __init__(self, root: GraphModule) -> None:
+        self._root: GraphModule | None = root
+        self._stack: list[tuple[GraphModule | None, dict[int, int]]] = []
+        self.found: dict[GraphModule, Comparison] = {}
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graph_module = self._graph_module(module)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._stack.append((graph_module, {}))
+            try:
+                with observed_by(self):
+                    return invoke(forward, args, kwargs)
+            finally:
+                self._stack.pop()
+
+        if graph_module is not None and graph_module.has_own_graph:
+            return graph_module.run_frame(args, kwargs)
+        if graph_module is None or graph_module.frame.opaque_reason is not None:
+            return run(*args, **kwargs)
+        assert isinstance(graph_module, CompiledGraphModule)
+        frame = graph_module.frame
+        signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
+        doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
+        if doubts := doubts or [*_hooks_left_out(frame), *_unknown_values(frame)][:1]:
+            result, comparison = run(*args, **kwargs), Comparison(Outcome.NOT_COMPARABLE, listed(doubts))
+        else:
+            result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
+        self._note(graph_module, signature, comparison)
+        return result
+
+    def compare_as_a_whole(self, root: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares the graph of the root, and with it all that are trusted, with the model."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return run_live(root, args, kwargs)
+
+        signature = CallSignature.of(inputs_of_call(root.frame, args, kwargs))
+        self._note(root, signature, compared(root.frame.module, run, _graph_of(root), args, kwargs))
+
+    def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: Comparison) -> None:
+        self.found[graph_module] = comparison
+        graph_module.note_comparison(signature, comparison)
+
+    def _graph_module(self, module: Module) -> GraphModule | None:
+        """Returns the graph module of the frame that begins, if it was called during capture."""
+        if not self._stack:
+            root, self._root = self._root, None
+            return root if root is not None and root.frame.module is module else None
+        caller, counts = self._stack[-1]
+        call_index = counts.get(id(module), 0)
+        counts[id(module)] = call_index + 1
+        return caller.callee(module, call_index) if caller is not None else None
+
+
+def _graph_of(graph_module: CompiledGraphModule) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unobserved():
+            return graph_module.run_graph(args, kwargs)
+
+    return run
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What these hooks do is either done to tensors, and so part of the graph, or only meant for the module's own run.
+_KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
+
+
+def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
+    """Yields doubts where a run of the graph would leave out what hooks of the modules that it calls do."""
+    for module in (node.frame.module for node in frame.calls() if node.frame is not None):
+        if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
+            yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
+        hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]
+        if not all(str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS) for hook in hooks):
+            yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, type(module).__name__)
+
+
+def _unknown_values(frame: Frame) -> Iterator[Doubt]:
+    """Yields doubts where the graph holds on to a tensor that may be another one in the next run."""
+    constants = [node for node in frame.nodes if node.kind == "constant"]
+    if not constants:
+        return
+    held = set(map(id, outer_objects(frame.module, original_forward(frame.module)).values()))
+    for value in frame.module.__dict__.values():
+        held.update(id(item) for _, item in children(value) or ())
+    yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)
+
+
+def _report(graph_module: GraphModule, found: dict[GraphModule, Comparison]) -> FrameReport:
+    frame = graph_module.frame
+    comparison = found.get(graph_module)
+    status: Status = "equal"
+    reason = None
+    if graph_module.has_own_graph:
+        status = "own graph"
+    elif frame.opaque_reason is not None:
+        status, reason = "opaque", frame.opaque_reason
+    elif comparison is None:
+        status = "not reached"
+        if frame.is_below_own_graph:
+            reason = "a graph that is its module calls it"
+    elif not comparison.is_equal:
+        status = "differing" if comparison.is_difference else "not comparable"
+        reason = str(comparison)
+    return FrameReport(format_path(frame.path), type(frame.module).__name__, status, reason)
+
+
+__all__ = ["FrameReport", "VerificationReport", "verify"]

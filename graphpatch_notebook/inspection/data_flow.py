@@ -1,0 +1,135 @@
+"""Where a value of a capture comes from, and where it goes: read off the records, frame by frame.
+
+A value is a node and the keys that lead into it (a `Ref`). Across a call the flow goes on inside: what a frame gets
+as an input is what its caller gave, and what a call gives is the output of its frame.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure, refs_in
+from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.values import ContainerSpec, Key
+
+
+def sources(place: Place) -> list[Ref]:
+    """Returns the values that the value at `place` is made from; for a graph, what its call was given.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2))
+        >>> root = Place.of_root(pg._root_frame)
+        >>> [source.node.name for source in sources(root.below("sub_0", "input"))]
+        ['input']
+    """
+    node = place.node
+    if node is None:
+        return []
+    keys = keys_of(place)
+    if place.graph is None and node.kind == "input":
+        return _given(place.frame, node, keys)
+    if place.graph is None and node.kind == "output":
+        return _unique(refs_in(at_keys(place.frame.output, keys)))
+    if node.element is not None:
+        return [Ref(node.element[0], (node.element[1],))]
+    return _unique(refs_in((node.args, node.kwargs)))
+
+
+def users(place: Place) -> list[Ref]:
+    """Returns the values that are made from the value at `place`; for a graph, from what its call returned."""
+    node, frame = place.node, place.frame
+    if node is None:
+        return []
+    keys = keys_of(place)
+    if place.graph is None and node.kind == "output":
+        if frame.call is None or frame.parent is None:
+            return []
+        node, frame = frame.call, frame.parent
+    return _unique(user for other in frame.nodes for user in _uses(other, frame, node, keys))
+
+
+def keys_of(place: Place) -> tuple[Key, ...]:
+    """Returns the keys that lead from the value of the node of `place` to the value there."""
+    keys: list[Key] = []
+    spec = place.node.spec if place.node is not None else None
+    for text in place.dig:
+        found = spec.child(text) if isinstance(spec, ContainerSpec) else None
+        if found is None:
+            break
+        keys.append(found[0])
+        spec = found[1]
+    return tuple(keys)
+
+
+def _uses(other: Node, frame: Frame, node: Node, keys: tuple[Key, ...]) -> Iterator[Ref]:
+    """Yields what `other` makes of the value, if it uses it."""
+    if other.kind == "output":
+        if any(_is_in(ref, node, keys) for ref in refs_in(frame.output)):
+            yield Ref(other)
+    elif other.element is not None:
+        base, position = other.element
+        if base is node and (not keys or keys[0] == position):
+            yield Ref(other)
+    elif any(_is_in(ref, node, keys) for ref in refs_in((other.args, other.kwargs))):
+        inputs = _inputs_given(other, node, keys) if other.frame is not None else []
+        yield from inputs or [Ref(other)]
+
+
+def _inputs_given(call: Node, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
+    """Returns the inputs of the called frame that get the value."""
+    assert call.frame is not None
+    bound = bound_arguments(call.frame)
+    return [
+        Ref(given)
+        for given in call.frame.inputs()
+        if any(_is_in(ref, node, keys) for ref in refs_in(bound.get(str(given.target))))
+    ]
+
+
+def _is_in(ref: Ref, node: Node, keys: tuple[Key, ...]) -> bool:
+    """Whether what `ref` stands for is the value, a part of it, or has it as a part."""
+    shared = min(len(ref.dig), len(keys))
+    return ref.node is node and ref.dig[:shared] == keys[:shared]
+
+
+def _given(frame: Frame, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
+    bound = bound_arguments(frame)
+    if str(node.target) in bound:
+        return _unique(refs_in(at_keys(bound[str(node.target)], keys)))
+    return []
+
+
+def bound_arguments(frame: Frame) -> Mapping[str, Any]:
+    """Returns what the caller gave for each parameter of `forward`; nothing, where that cannot be told."""
+    if frame.call is None:
+        return {}
+    kinds = [inspect.Parameter(p.name, p.kind) for p in frame.parameters if str(p.name).isidentifier()]
+    try:
+        return inspect.Signature(kinds).bind_partial(*frame.call.args, **frame.call.kwargs).arguments
+    except (TypeError, ValueError):  # a hook changed what was given
+        return {}
+
+
+def at_keys(value: Any, keys: tuple[Key, ...]) -> Any:
+    """Returns what lies at `keys` in arguments as records keep them; as near to it as that can be told."""
+    for position, key in enumerate(keys):
+        if isinstance(value, Ref):
+            return Ref(value.node, (*value.dig, *keys[position:]))
+        items = dict(value.children) if isinstance(value, Structure) else value
+        try:
+            value = items[key]
+        except (KeyError, IndexError, TypeError):
+            return value
+    return value
+
+
+def _unique(refs: Iterator[Ref]) -> list[Ref]:
+    """Returns each value once, in order."""
+    found: dict[tuple[int, str], Ref] = {}
+    for ref in refs:
+        found.setdefault((id(ref.node), repr(ref.dig)), ref)
+    return list(found.values())

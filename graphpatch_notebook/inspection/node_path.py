@@ -1,0 +1,277 @@
+"""`pg.graph`: a `NodePath`, with which one walks through a capture, looks at it, and names what to patch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+
+import torch
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import UnknownChildError
+from graphpatch_notebook.inspection import tree, tree_texts
+from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.source_text import CodeText, code_text
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Shapes: TypeAlias = "torch.Size | ShapeTuple | ShapeDict | GraphShapes | None"
+
+
+class CodeSource(Protocol):
+    """Where the code of a graph comes from."""
+
+    def __call__(self, frame: Frame, /) -> str:
+        """Returns the Python code of the graph of `frame`, which is not opaque."""
+
+
+class NodePath:
+    """A place in the hierarchy of graphs: a graph, a node, or a value inside the container that a node holds.
+
+    `pg.graph` is the root. Children are attributes and items: `pg.graph.h_0.mlp`, `pg.graph["h_0.mlp.act.mul_3"]`,
+    `pg.graph.output.sub_0` (in text `output|sub_0`; `pg.graph.output[0]` is the same). Tab completes them. At a prompt
+    a path shows the tree below it; `str(path)` is its text, and a path stands for its text in `pg.patch({...})`.
+
+    The attributes of its own all begin with an underscore. A node that is called like one of them, like a Python
+    keyword, or with two underscores in front and behind is reached as an item: `pg.graph["_code"]`,
+    `pg.graph["lambda"]`. Keys of dicts that hold dots or other characters with a meaning in paths are items as they
+    are (`pg.graph.output["a.b"]`); in the text of paths they stand in double quotes (`output|"a.b"`).
+
+    Two paths are equal if they have the same text and belong to the same capture. Immutable.
+
+    Args:
+        root: The root frame of the capture.
+        code_of: Gives the code of a frame's graph.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(1, 2))
+        >>> path = pg.graph.sub_0.linear
+        >>> str(path), path._shape
+        ('sub_0.linear', torch.Size([1, 3]))
+    """
+
+    __slots__ = ("__code_of", "__place")
+
+    __place: Place
+    __code_of: CodeSource
+
+    def __init__(self, root: Frame, code_of: CodeSource) -> None:
+        self.__set(Place.of_root(root), code_of)
+
+    def __set(self, place: Place, code_of: CodeSource) -> None:
+        object.__setattr__(self, "_NodePath__place", place)
+        object.__setattr__(self, "_NodePath__code_of", code_of)
+
+    def __to(self, place: Place) -> NodePath:
+        path = object.__new__(NodePath)
+        path.__set(place, self.__code_of)
+        return path
+
+    # --- children ---------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> NodePath:
+        __tracebackhide__ = True
+        return self.__to(_attribute(self.__place, name))
+
+    def __getitem__(self, key: str | int) -> NodePath:
+        __tracebackhide__ = True
+        return self.__to(self.__place.at(key))
+
+    def __iter__(self) -> Iterator[NodePath]:
+        """Yields the children, as `dir` lists them."""
+        return (self.__to(self.__place.below(name)) for name in self.__place.children())
+
+    def __contains__(self, key: str | int) -> bool:
+        try:
+            self.__place.at(key)
+        except UnknownChildError:
+            return False
+        return True
+
+    def __dir__(self) -> list[str]:
+        return [*self.__place.children(), "_code", "_shape"]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self.__place.children()
+
+    # --- identity ---------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return self.__place.path or "<root>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NodePath):
+            return NotImplemented
+        mine, theirs = self.__place, other.__place
+        return mine.root is theirs.root and (mine.names, mine.dig) == (theirs.names, theirs.dig)
+
+    def __hash__(self) -> int:
+        return hash((id(self.__place.root), self.__place.names, self.__place.dig))
+
+    def __copy__(self) -> NodePath:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NodePath:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a NodePath belongs to the PatchableGraph it came from and cannot be pickled; keep str(path)")
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"a NodePath cannot be assigned to; to change a value, use pg.patch({{{str(self)!r}: ...}})"
+        )
+
+    # --- what it shows ----------------------------------------------------------------------------------------------
+
+    @property
+    def _code(self) -> CodeText:
+        """The Python code of a graph, with the lines that call it; of a node, the user's lines that made it."""
+        return code_text(self.__place, self.__code_of)
+
+    @property
+    def _shape(self) -> Shapes:
+        """The recorded `torch.Size`; of a container a tuple or dict of these; `None` for what is no tensor.
+
+        Of a graph a `GraphShapes`, which has the same children as the graph.
+        """
+        return _shapes(self.__place)
+
+    def _tree(
+        self, *, show_plumbing: bool = False, max_lines: int | None = tree.MAX_LINES, depth: int | None = None
+    ) -> CodeText:
+        """Returns the tree below this place.
+
+        Args:
+            show_plumbing: Show also what only carries sizes, constants, and inputs that the example did not have.
+            max_lines: The most lines; in a larger tree, graphs that look the same are folded into one line, then the
+                deepest graphs are closed. `None` for all lines.
+            depth: How many levels to open; `None` for all.
+        """
+        return CodeText(tree_texts.plain(self.__lines(show_plumbing, max_lines, depth)))
+
+    def __lines(self, show_plumbing: bool, max_lines: int | None, depth: int | None) -> list[tree.Line]:
+        entry = self.__place.entry(show_plumbing=show_plumbing)
+        return tree.tree_lines(entry, path=self.__place.python(), max_lines=max_lines, depth=depth)
+
+    def __repr__(self) -> str:
+        return tree_texts.plain(self.__lines(False, tree.MAX_LINES, None))
+
+    def __rich__(self) -> Text:
+        return tree_texts.rich_text(self.__lines(False, tree.MAX_LINES, None))
+
+    def _repr_html_(self) -> str:
+        return tree_texts.html(self.__lines(False, tree.MAX_LINES, None))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        if len(printer.stack) > 1:  # inside a list or dict, where a tree would be unreadable
+            printer.text(f"NodePath({str(self)!r})")
+            return
+        lines = self.__lines(False, tree.MAX_LINES, None)
+        printer.text(tree_texts.coloured(lines) if tree_texts.is_colour_terminal() else tree_texts.plain(lines))
+
+
+def place_of(path: NodePath) -> Place:
+    """Returns the place that `path` wears its attributes over."""
+    place: Place = object.__getattribute__(path, "_NodePath__place")  # other attributes are nodes
+    return place
+
+
+def _attribute(place: Place, name: str) -> Place:
+    __tracebackhide__ = True
+    # Python, copy, pickle and IPython ask every object for names like these: they get a quick answer.
+    is_dunder = name.startswith("__") and name.endswith("__")
+    if not is_dunder and (child := place.child(name)) is not None:
+        return child
+    if name.startswith("_"):
+        raise UnknownChildError(f"{place.title} has no child {name!r}")
+    return place.below(name)  # which raises
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shapes
+
+
+class ShapeTuple(tuple["torch.Size | ShapeTuple | ShapeDict | None", ...]):
+    """The shapes of the values in a sequence; also as attributes `sub_0`, `sub_1`, ..."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        prefix, _, position = name.partition("_")
+        if prefix == "sub" and position.isdecimal() and int(position) < len(self):
+            return self[int(position)]
+        raise AttributeError(f"no {name!r}; there are {', '.join(dir(self)) or 'none'}")
+
+    def __dir__(self) -> list[str]:
+        return [f"sub_{position}" for position in range(len(self))]
+
+
+class ShapeDict(dict[str, "torch.Size | ShapeTuple | ShapeDict | None"]):
+    """The shapes of the values in a dict or dataclass, by key or field; also as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"no {name!r}; there are {', '.join(self) or 'none'}")
+
+    def __dir__(self) -> list[str]:
+        return list(self)
+
+
+class GraphShapes:
+    """The shapes in a graph: it has the same children as the graph, and in the end they are a `torch.Size`."""
+
+    __slots__ = ("__place",)
+    __place: Place
+
+    def __init__(self, place: Place) -> None:
+        self.__place = place
+
+    def __getattr__(self, name: str) -> Shapes:
+        return _shapes(_attribute(self.__place, name))
+
+    def __getitem__(self, key: str) -> Shapes:
+        return _shapes(self.__place.at(key))
+
+    def __dir__(self) -> list[str]:
+        return self.__place.children()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the shapes of a graph cannot be copied or pickled; keep those of single nodes")
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self.__place.children()
+
+    def __repr__(self) -> str:
+        entry = self.__place.entry(label_of=_shape_label)
+        return tree_texts.plain(tree.tree_lines(entry, path=python_shape(self.__place)))
+
+
+def python_shape(place: Place) -> str:
+    """Returns the Python expression for the shapes at `place`."""
+    return place.python().replace("pg.graph", "pg.graph._shape", 1)
+
+
+def _shapes(place: Place) -> Shapes:
+    return GraphShapes(place) if place.graph is not None else _value_shapes(place.spec)
+
+
+def _value_shapes(spec: ValueSpec | None) -> torch.Size | ShapeTuple | ShapeDict | None:
+    if isinstance(spec, TensorSpec):
+        return spec.shape
+    if not isinstance(spec, ContainerSpec):
+        return None
+    if all(type(key) is int for _, key, _ in spec.children) and issubclass(spec.type, (tuple, list)):
+        return ShapeTuple(_value_shapes(child) for _, _, child in spec.children)
+    return ShapeDict({text: _value_shapes(child) for text, _, child in spec.children})
+
+
+def _shape_label(spec: ValueSpec) -> str:
+    if isinstance(spec, TensorSpec):
+        return str(tuple(spec.shape))
+    return "" if isinstance(spec, ContainerSpec) else ("number" if isinstance(spec, ScalarSpec) else str(spec))

@@ -1,0 +1,220 @@
+"""`pg.nodes`: every path that can be patched, with what is known of the value there.
+
+A node whose value is a container has no entry of its own: it has one for each tensor and number in it
+(`output|sub_0.logits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, cast
+
+import torch
+
+from graphpatch_notebook.capture.records import Frame, Node, Site, SourceLine
+from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, resolve
+from graphpatch_notebook.paths import format_path, format_segment, parse_path
+from graphpatch_notebook.values import TensorSpec, ValueSpec, leaves
+
+NodeKind: TypeAlias = Literal["input", "parameter", "buffer", "attribute", "op", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMeta:
+    """What is known of a value that can be patched, from the run on the example inputs.
+
+    Attributes:
+        path: The node path, as `pg.patch` takes it.
+        name: The name of the node: the last one in the path before `|`.
+        kind: What it is: `input`, `parameter`, `buffer`, `attribute` (another tensor of the module), `op`, `output`.
+        op: The name of the torch function (`linear`, `mul`); for other kinds that of the input, parameter, ...
+        shape: The recorded shape; `None` for numbers. So are `dtype` and `device`.
+        dtype: The recorded dtype.
+        device: The recorded device.
+        value: The value in words, as in the tree: `Tensor(3, 2)`, `int(5)`.
+        frame_path: The path of the graph that the node is in; empty for the root.
+        module_class: The name of the class of the user's module that this is the graph of.
+        is_plumbing: Whether the value only carries sizes; the tree hides it.
+        is_mutated_later: Whether the model writes into this very tensor after the node.
+        is_view_filled_later: Whether that tensor is a view, so that a patch of it is cut off from its base.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> node = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2)).nodes["linear"]
+        >>> node.op, node.kind, tuple(node.shape)
+        ('linear', 'op', (1, 3))
+    """
+
+    path: str
+    name: str
+    kind: NodeKind
+    op: str
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    device: torch.device | None
+    value: str
+    frame_path: str
+    module_class: str
+    is_plumbing: bool
+    is_mutated_later: bool
+    is_view_filled_later: bool
+    _site: Site | None = field(repr=False, compare=False)
+
+    @property
+    def source_lines(self) -> tuple[SourceLine, ...]:
+        """The lines of the user's code that made the value, outermost first; empty where no line did (inputs, ...)."""
+        return () if self._site is None else tuple(self._site.source_lines())
+
+
+class NodeMap(Mapping[str, NodeMeta]):
+    """Every path of a capture that can be patched, with its `NodeMeta`, in order of execution. Read-only.
+
+    The nodes of a submodule stand where it was called. Looking a path up takes the same time in any model.
+
+    Args:
+        root: The frame of the whole model.
+
+    Raises:
+        UnknownPathError: (on look-up) There is no such path, or it leads to no single value; a `KeyError`.
+
+    Example:
+        >>> from graphpatch_notebook.values import TensorSpec
+        >>> node = Node("input", "x", "x", spec=TensorSpec(torch.Size([3, 2]), torch.float32, torch.device("cpu")))
+        >>> node.name = "x"
+        >>> nodes = NodeMap(Frame(torch.nn.Identity(), "", None, nodes=[node], names={"x": node}))
+        >>> list(nodes), nodes["x"].value
+        (['x'], 'Tensor(3, 2)')
+    """
+
+    def __init__(self, root: Frame) -> None:
+        self._root = root
+        self._metas: dict[str, NodeMeta] = {}
+        self._built: tuple[NodeRows, dict[str, int]] | None = None
+
+    @property
+    def root(self) -> Frame:
+        """The frame of the whole model."""
+        return self._root
+
+    def __getitem__(self, path: object) -> NodeMeta:
+        text = str(path)
+        meta = self._metas.get(text)
+        if meta is None:
+            row = self._built[1].get(text) if self._built is not None else None
+            meta = self._found(text) if self._built is None or row is None else self._built[0].meta(row)
+            meta = self._metas[text] = self._metas.setdefault(meta.path, meta)
+        return meta
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows()[1])
+
+    def __len__(self) -> int:
+        return len(self._rows()[1])
+
+    def __contains__(self, path: object) -> bool:
+        return str(path) in self._rows()[1]
+
+    def __repr__(self) -> str:
+        few = list(self)[:3]
+        shown = ", ".join(f"{path!r}: {self[path].value}" for path in few) + (", ..." if len(self) > len(few) else "")
+        return f"<{type(self).__name__} of {type(self._root.module).__name__}, {len(self):,} nodes: {{{shown}}}>"
+
+    def _rows(self) -> tuple[NodeRows, dict[str, int]]:
+        if self._built is None:
+            rows = NodeRows.of(self._root)
+            self._built = (rows, {path: row for row, path in enumerate(rows.paths)})
+        return self._built
+
+    def _found(self, text: str) -> NodeMeta:
+        # By walking down: whoever looks one path up does not wait for a list of all.
+        try:
+            target = resolve(self._root, text)
+        except Unresolvable as problem:
+            raise UnknownPathError(problem.message) from None
+        parsed = parse_path(text)
+        path = format_path(parsed.names, parsed.dig)
+        if all(dig for dig, _ in leaves(target.spec)):
+            raise UnknownPathError(f"the value recorded at {path!r} is neither a tensor nor a number: it has no entry")
+        return _meta(path, target.frame, target.node, target.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRows:
+    """The paths of a capture that can be patched, and the records behind them: a list each, in order of execution.
+
+    Attributes:
+        paths: The paths.
+        nodes: The nodes that they lead to.
+        frames: The frames that the nodes are in.
+        specs: What was recorded of the values: leaves only.
+    """
+
+    # Lists, not one record for each path: those would take longer to make than everything else here together.
+    paths: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
+    specs: list[ValueSpec] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, root: Frame, *, with_plumbing: bool = True, only_plumbing: bool = False) -> NodeRows:
+        """Returns the rows of the capture whose root frame is `root`; with `only_plumbing`, no others."""
+        rows = cls()
+        states = (True,) if only_plumbing else (False, True) if with_plumbing else (False,)
+        rows._add_frame(root, "", states)
+        return rows
+
+    def _add_frame(self, frame: Frame, prefix: str, states: tuple[bool, ...]) -> None:
+        add_path, add_node = self.paths.append, self.nodes.append
+        add_frame, add_spec = self.frames.append, self.specs.append
+        for node in frame.nodes:
+            if node.kind == "call":
+                if node.frame is not None:
+                    self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", states)
+            elif node.is_plumbing in states and is_patchable(node):
+                path, spec = prefix + format_segment(node.name), node.spec
+                if type(spec) is TensorSpec:  # nearly all of them, for which a loop would take twice as long
+                    add_path(path)
+                    add_node(node)
+                    add_frame(frame)
+                    add_spec(spec)
+                    continue
+                for full, leaf in _leaves(path, spec).items():
+                    add_path(full)
+                    add_node(node)
+                    add_frame(frame)
+                    add_spec(leaf)
+
+    def meta(self, row: int) -> NodeMeta:
+        """Returns what is known of the node in a row."""
+        return _meta(self.paths[row], self.frames[row], self.nodes[row], self.specs[row])
+
+
+def _leaves(path: str, spec: ValueSpec) -> dict[str, ValueSpec]:
+    """Returns the leaves of the value at `path`, by their own paths."""
+    inside: dict[str, ValueSpec] = {}
+    for dig, leaf in leaves(spec):
+        # Of two keys that read the same (1 and "1"), a path means the first.
+        inside.setdefault(f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path, leaf)
+    return inside
+
+
+def _meta(path: str, frame: Frame, node: Node, spec: ValueSpec) -> NodeMeta:
+    return NodeMeta(
+        path=path,
+        name=node.name,
+        kind=cast(NodeKind, node.kind),
+        op=node.op,
+        shape=getattr(spec, "shape", None),
+        dtype=getattr(spec, "dtype", None),
+        device=getattr(spec, "device", None),
+        value=str(spec),
+        frame_path=format_path(frame.path),
+        module_class=type(frame.module).__name__,
+        is_plumbing=node.is_plumbing,
+        is_mutated_later=node.is_mutated_later,
+        is_view_filled_later=node.is_view_filled_later,
+        _site=node.site,
+    )

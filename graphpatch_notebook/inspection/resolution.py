@@ -1,0 +1,377 @@
+"""From the text of a node path to the node that it means, or to a message that says what is wrong with it.
+
+"h_0.attn.output|sub_0"   text
+  -> ParsedPath           names and dig (`paths`)
+  -> Target               frame, node and real keys (`resolve`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from graphpatch_notebook.capture.naming import call_name
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.inspection.aliases import fused_attention, meant_nodes
+from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
+from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a node path means.
+
+    Attributes:
+        path: The path as the package writes it.
+        frame: The frame that the node is in.
+        node: The node.
+        dig: The keys that lead from the node's value to the value meant.
+        dig_text: The same keys as the path writes them.
+        spec: What was recorded of the value meant. `ScalarSpec(None)` for an input that the example did not have.
+    """
+
+    path: str
+    frame: Frame
+    node: Node
+    dig: tuple[Key, ...]
+    dig_text: tuple[str, ...]
+    spec: ValueSpec
+
+
+class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
+    """A node path means no value that can be patched (caught inside the package, which adds the context).
+
+    Attributes:
+        message: What is wrong, and what was perhaps meant.
+        is_unknown: Whether the path does not exist at all (not: leads to a graph, a container, a constant).
+    """
+
+    def __init__(self, message: str, *, is_unknown: bool = False) -> None:
+        super().__init__(message)
+        self.message = message
+        self.is_unknown = is_unknown
+
+
+def resolve(root: Frame, path: str | ParsedPath) -> Target:
+    """Returns what `path` means in the capture whose root frame is `root`.
+
+    Raises:
+        Unresolvable: Nothing that can be patched; the message says why and names the nearest paths.
+    """
+    parsed = parse(path) if isinstance(path, str) else path
+    frame = root
+    for depth, name in enumerate(parsed.names):
+        node = frame.names.get(name)
+        if node is None:
+            raise _unknown_name(root, frame, parsed, depth)
+        rest = parsed.names[depth + 1 :]
+        if node.frame is None or node.kind != "call":
+            if rest:
+                raise _beyond_node(root, frame, node, rest, parsed)
+            return _dug(frame, node, parsed)
+        frame = node.frame
+    raise _stops_at_graph(root, frame, parsed)
+
+
+def parse(text: str) -> ParsedPath:
+    """Returns `text` taken apart, as `parse_path` does; `<root>`, as the tree has it, is the root graph.
+
+    Raises:
+        Unresolvable: `text` is no path.
+    """
+    if text in ("", "<root>"):
+        return ParsedPath(())
+    try:
+        return parse_path(text)
+    except ValueError as error:
+        hint = "; a position in a sequence is written output|sub_0" if "[" in text else ""
+        if text.count("|") > 1 and (meant := _with_one_bar(text)) is not None:
+            hint = f"; inside of a container a dot leads on: {meant!r}"
+        raise Unresolvable(f"{error}{hint}", is_unknown=True) from None
+
+
+def _with_one_bar(text: str) -> str | None:
+    first, _, rest = text.partition("|")
+    try:
+        return str(parse_path(f"{first}|{rest.replace('|', '.')}"))
+    except ValueError:
+        return None
+
+
+def is_patchable(node: Node) -> bool:
+    """Whether a live run sees the value of `node` come up."""
+    return node.is_live and node.kind not in ("constant", "call")
+
+
+def graph_class(frame: Frame | None) -> str:
+    """Returns the name of the class of the graph module that stands for `frame`."""
+    return "OpaqueGraphModule" if frame is None or frame.opaque_reason is not None else "CompiledGraphModule"
+
+
+def with_nearest(root: Frame, path: str, message: str) -> str:
+    """Returns the message on an unknown path with the nearest paths, where it does not name them yet."""
+    if "nearest: " in message:
+        return message
+    try:
+        close = nearest_paths(root, parse(path))
+    except Unresolvable:
+        return message
+    return f"{message}; nearest: {_listed(close, 3)}" if close else message
+
+
+def operation_of(root: Frame, path: str) -> str | None:
+    """Returns the operation whose value is at `path`; `None` for inputs, outputs and weights, and where nothing is."""
+    try:
+        node = resolve(root, path).node
+    except Unresolvable:
+        return None
+    return node.op if node.kind == "op" else None
+
+
+def other_operation(root: Frame, path: str, op: str | None) -> str | None:
+    """Returns what is wrong where `path` was written down for the operation `op`: it may be that of another one by now.
+
+    Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
+    """
+    target = resolve(root, path)
+    here = target.node.op if target.node.kind == "op" else None
+    if op is None or op == here:
+        return None
+    names = target.frame.path
+    same = [leaf for node in target.frame.nodes if node.op == op for leaf in _leaf_paths(names, node)]
+    close = [*nearest(path, same), *(near for near in nearest_paths(root, parse(path), 4) if near not in (path, *same))]
+    is_now = f"is of {here}" if here else "is of no operation"
+    return f"{path!r} {is_now} here, and was of {op} where it was written down; nearest: {_listed(close[:3], 3)}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Into a container
+
+
+def _dug(frame: Frame, node: Node, parsed: ParsedPath) -> Target:
+    if not is_patchable(node):
+        raise Unresolvable(_why_not_patchable(node, format_path(parsed.names)))
+    keys: list[Key] = []
+    spec = node.spec
+    for depth, text in enumerate(parsed.dig):
+        here = format_path(parsed.names, parsed.dig[:depth])
+        if not isinstance(spec, ContainerSpec):
+            raise _no_container(node, spec, text, here)
+        if (child := spec.child(text)) is None:
+            asked = "" if depth == len(parsed.dig) - 1 else f"{str(parsed)!r}: "
+            raise Unresolvable(asked + _unknown_key(node, spec, text, here), is_unknown=True)
+        key, spec = child
+        keys.append(key)
+    path = str(parsed)
+    if isinstance(spec, ContainerSpec):
+        raise _stops_at_container(spec, path, parsed)
+    return Target(path, frame, node, tuple(keys), parsed.dig, spec)
+
+
+def _why_not_patchable(node: Node, path: str) -> str:
+    if node.kind == "constant":
+        return (
+            f"{path!r} is a constant in the code of the model, not a value that its run makes; "
+            "patch the node that uses it"
+        )
+    if node.kind == "input":
+        return (
+            f"{path!r} was the same tensor as another input when this graph was captured, and the graph in the file "
+            "cannot tell them apart; patch the value where it is made, or make a PatchableGraph of the model"
+        )
+    return (
+        f"{path!r} is arithmetic on sizes, which happens in plain Python, out of sight of a patch; "
+        "patch a tensor that is made from it"
+    )
+
+
+def _no_container(node: Node, spec: ValueSpec, text: str, here: str) -> Unresolvable:
+    if node.kind == "input" and isinstance(spec, ScalarSpec) and spec.value is None:
+        return Unresolvable(
+            f"{here!r} was not given in the example, so what it holds is not known: make the PatchableGraph with "
+            f"example inputs that have it to patch {text!r} in it",
+            is_unknown=True,
+        )
+    hint = f"; to patch a part of it, use {here!r} with slice=..." if isinstance(spec, TensorSpec) else ""
+    return Unresolvable(
+        f"{here!r} is no container but a value: {spec}; there is no {text!r} in it{hint}", is_unknown=True
+    )
+
+
+def _unknown_key(node: Node, spec: ContainerSpec, text: str, here: str) -> str:
+    keys = [key for key, _, _ in spec.children]
+    if not keys:
+        absent = (
+            " in the example: make the PatchableGraph with example inputs that fill it" if node.kind == "input" else ""
+        )
+        return f"no {text!r} in {here!r}, which is an empty {spec.type.__name__}{absent}"
+    close = nearest(text, keys, 1)
+    there = f"keys: {_listed(keys, 8)}"
+    best = f"nearest: {_below(here, close[0])!r}; " if len(keys) > 8 else ""
+    by_name = node.kind in ("input", "output") and not issubclass(spec.type, (tuple, list))
+    other = "; if other example inputs bring it, make the PatchableGraph with those" if by_name else ""
+    return f"no {text!r} in {here!r}, a {spec}; {best}{there}{other}"
+
+
+def _below(here: str, key: str) -> str:
+    parsed = parse_path(here)
+    return format_path(parsed.names, (*parsed.dig, key))
+
+
+def _stops_at_container(spec: ContainerSpec, path: str, parsed: ParsedPath) -> Unresolvable:
+    inside = [format_path(parsed.names, (*parsed.dig, *dig)) for dig, _ in leaves(spec)]
+    if not inside:
+        return Unresolvable(f"{path!r} is a {spec} without a tensor or number in it: there is nothing to patch")
+    return Unresolvable(f"{path!r} is a {spec}; say which value: {_listed(inside, 4)}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the names could have meant
+
+
+def _unknown_name(root: Frame, frame: Frame, parsed: ParsedPath, depth: int) -> Unresolvable:
+    where = format_path(parsed.names[:depth]) if depth else "the root graph"
+    respelled = list(_respelled(frame, parsed.names[:depth], parsed.names[depth:], parsed.dig))
+    close = respelled or nearest_paths(root, parsed)
+    hint = f"; nearest: {_listed(close, 4)}" if close else ""
+    if (fused := fused_attention(root, parsed.names)) is not None:
+        hint = (
+            "; attention is one fused call in this model, which shows no weights: with "
+            'extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"]) there are '
+            f"{format_path((*fused.path, 'attn_pattern'))!r} and other steps"
+        )
+    if not respelled and (idle := _idle_submodule(frame, parsed.names[depth])) is not None:
+        hint = (
+            f"; the submodule {idle!r} did not run on the example inputs: make the PatchableGraph with inputs that "
+            "come to it"
+        )
+    asked = "" if depth == len(parsed.names) - 1 and not parsed.dig else f"{str(parsed)!r}: "
+    return Unresolvable(f"{asked}no node {parsed.names[depth]!r} in {where}{hint}", is_unknown=True)
+
+
+def _idle_submodule(frame: Frame, name: str) -> str | None:
+    """Returns the attribute path of the submodule that calls would be named `name` after, if there are no calls."""
+    called = {str(call.target) for call in frame.calls()}
+    for path, _ in frame.module.named_modules():
+        if path and name in (path, call_name(path)):
+            return None if any(f"{target}.".startswith(f"{path}.") for target in called) else path
+    return None
+
+
+def _meant_elsewhere(root: Frame, parsed: ParsedPath) -> list[str]:
+    """Returns the paths of what is meant by the end of a path, or by the name of a hook point of TransformerLens."""
+    found = (
+        (names, node) for names, node in meant_nodes(root, parsed.names) if is_patchable(node) and _has_tensor(node)
+    )
+    return [path for names, node in islice(found, 3) for path in _leaf_paths(names, node)[:1]]
+
+
+def _has_tensor(node: Node) -> bool:
+    return any(isinstance(spec, TensorSpec) for _, spec in leaves(node.spec))
+
+
+def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], dig: tuple[str, ...]) -> Iterator[str]:
+    """Yields the paths that are meant by names of modules as the model has them (`h.0.mlp` for `h_0.mlp`)."""
+    if not names:
+        yield from _leaf_paths(before, frame.output_node)
+        return
+    if node := frame.names.get(names[0]):
+        if node.kind == "call" and node.frame is not None:
+            yield from _respelled(node.frame, (*before, names[0]), names[1:], dig)
+        elif len(names) == 1:
+            yield format_path((*before, names[0]), dig)
+        return
+    for call in frame.calls():
+        attributes = tuple(str(call.target).split("."))
+        if call.frame is not None and attributes == names[: len(attributes)]:
+            yield from _respelled(call.frame, (*before, call.name), names[len(attributes) :], dig)
+
+
+def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvable:
+    path = format_path(parsed.names) or "<root>"
+    if parsed.dig and parsed.dig[0] in frame.names:
+        meant = _with_dots(root, parsed) or format_path((*parsed.names, parsed.dig[0]), parsed.dig[1:])
+        return Unresolvable(
+            f"{path!r} is a graph ({graph_class(frame)}): its nodes follow a dot; did you mean {meant!r}?"
+        )
+    output = frame.output_node
+    candidates = [*_leaf_paths(parsed.names, output), *_graph_paths(frame, parsed.names)]
+    if parsed.dig:
+        meant = format_path((*parsed.names, output.name), parsed.dig)
+        candidates = [meant] * (meant in candidates) + candidates
+    such_as = f", such as {candidates[0]!r}" if candidates else ""
+    # BERT has modules called `output`: the name that everybody tries first leads into one.
+    called_output = ""
+    if parsed.names[-1:] == ("output",) and frame.parent is not None:
+        parents = next(iter(_leaf_paths(parsed.names[:-1], frame.parent.output_node)), None)
+        caller = format_path(parsed.names[:-1]) or "the model"
+        called_output = f"; what {caller} itself returns is {parents!r}" if parents else ""
+    return Unresolvable(f"{path!r} is a graph ({graph_class(frame)}); patch a node in it{such_as}{called_output}")
+
+
+def _with_dots(root: Frame, parsed: ParsedPath) -> str | None:
+    """Returns the path with dots only, if that leads to a value: the bar stands where a graph was taken for a value."""
+    try:
+        return resolve(root, ParsedPath((*parsed.names, *parsed.dig))).path
+    except Unresolvable:
+        return None
+
+
+def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], parsed: ParsedPath) -> Unresolvable:
+    names = parsed.names[: len(parsed.names) - len(rest)]
+    path, meant = format_path(names), ParsedPath(names, (*rest, *parsed.dig))
+    asked = str(parsed)
+    try:
+        hint = f"did you mean {_dug(frame, node, meant).path!r}?"
+    except Unresolvable as problem:
+        if isinstance(node.spec, ContainerSpec):
+            hint = f"a dot does not lead into a container, write {str(meant)!r} ({problem.message})"
+        else:
+            close = nearest_paths(root, parsed)
+            hint = f"nearest: {_listed(close, 3)}" if close else "nothing lies below it"
+    return Unresolvable(f"{path!r} is a node, not a graph: no {asked!r}; {hint}", is_unknown=True)
+
+
+def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
+    """Returns the paths in the capture that `path` may have meant, best first: for people to choose from, never taken.
+
+    Names that people bring along, and ends of paths, come before what is only spelled alike. Frames are ranked before
+    paths are compared, so that it stays fast in a model of 50,000 nodes.
+    """
+    meant = _meant_elsewhere(root, path) if path.names else []
+    parts = (*path.names, *path.dig)
+    ranked = sorted(_walk(root, ()), key=lambda item: _likeness(parts, *item), reverse=True)
+    candidates = (leaf for names, frame in ranked[:10] for leaf in _graph_paths(frame, names))
+    return list(dict.fromkeys([*meant, *nearest(str(path), list(islice(candidates, 1000)), count)]))[:count]
+
+
+def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> float:
+    leading = next(
+        (i for i, (a, b) in enumerate(zip(parts, names, strict=False)) if a != b), min(len(parts), len(names))
+    )
+    has_last = bool(parts) and parts[-1] in frame.names
+    return len(set(parts) & set(names)) + leading + has_last - 0.1 * max(0, len(names) - len(parts) + 1)
+
+
+def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Frame]]:
+    yield names, frame
+    for call in frame.calls():
+        if call.frame is not None:
+            yield from _walk(call.frame, (*names, call.name))
+
+
+def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:
+    """Yields the paths of the values in the graph of `frame` itself; plumbing only where there is nothing else."""
+    own = [node for node in frame.nodes if is_patchable(node)]
+    shown = [node for node in own if not node.is_plumbing] or own
+    return (path for node in shown for path in _leaf_paths(names, node))
+
+
+def _leaf_paths(names: tuple[str, ...], node: Node) -> list[str]:
+    return [format_path((*names, node.name), dig) for dig, _ in leaves(node.spec)]
+
+
+def _listed(items: Sequence[str], most: int) -> str:
+    more = f", ... ({len(items) - most} more)" if len(items) > most else ""
+    return ", ".join(map(repr, items[:most])) + more

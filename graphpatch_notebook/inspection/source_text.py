@@ -1,0 +1,72 @@
+"""What `_code` shows: the code of a graph, and the lines of the user's code that called it or made a value."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+from collections.abc import Callable
+from types import CodeType
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame, Node, SourceLine
+from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.resolution import graph_class
+
+
+class CodeText(str):
+    """Text that shows as it is, at a prompt too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def code_text(place: Place, code_of: Callable[[Frame], str]) -> CodeText:
+    """Returns the code of the graph at `place`, or the user's lines that made the value there."""
+    if place.graph is None:
+        assert place.node is not None  # only the root has no node, and it is a graph
+        return CodeText(_value_text(place.node, place.frame))
+    if place.graph.opaque_reason is None:
+        title, code = "Compiled code:", code_of(place.graph).strip("\n")
+    else:
+        title, code = "No compiled code:", f"{graph_class(place.graph)}, because {place.graph.opaque_reason}"
+    if place.graph.custom_failure is not None:
+        title = f"{title.removesuffix(':')} ({place.graph.custom_failure}):"
+    if place.node is None:
+        return CodeText(code if place.graph.opaque_reason is None else f"{title}\n{code}")
+    return CodeText(f"Calling context:\n{_lines(place.node) or '(not known)'}\n{title}\n{code}")
+
+
+def _value_text(node: Node, frame: Frame) -> str:
+    if lines := _lines(node):
+        return lines
+    has_target = node.kind in ("input", "parameter", "buffer", "attribute")
+    name = "" if node.kind == "output" else f" {(str(node.target) if has_target else node.op)!r}"
+    title = f"{node.kind.capitalize()}{name} of {type(frame.module).__name__}"
+    line = signature_line(frame.module, node) if node.kind in ("input", "output") else None
+    return f"{title}\n{line}" if line else title
+
+
+def _lines(node: Node) -> str:
+    return "\n".join(map(str, node.site.source_lines())) if node.site is not None else ""
+
+
+def signature_line(module: Module, node: Node) -> SourceLine | None:
+    """Returns the line of the definition of the module's `forward` that names the input, or else its first line."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return None
+    # A decorated function begins, for Python, at its first decorator; its body begins after its own first line.
+    lines = range(code.co_firstlineno, max(_first_line_of_body(code), code.co_firstlineno) + 1)
+    text = {number: linecache.getline(code.co_filename, number).strip() for number in lines}
+    start = next((n for n in lines if text[n].startswith(("def ", "async def "))), code.co_firstlineno)
+    name = re.compile(rf"\**{re.escape(node.name)}\b")
+    named = (n for n in lines if n > start and node.kind == "input" and name.match(text[n]))
+    return SourceLine(code.co_filename, next(named, start), code.co_name)
+
+
+def _first_line_of_body(code: CodeType) -> int:
+    return min((n for _, _, n in code.co_lines() if n is not None and n > code.co_firstlineno), default=0)

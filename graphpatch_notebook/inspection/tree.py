@@ -1,0 +1,312 @@
+"""The tree of a capture, in lines: which nodes are shown, and what is folded where there are too many.
+
+Frame or ValueSpec
+  -> Entry             a node, its label, its children    (`frame_entry`, `spec_entry`)
+  -> Line ...          cut to a number of lines           (`tree_lines`)
+  -> str, rich, HTML                                      (`tree_texts`)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.inspection.resolution import graph_class
+from graphpatch_notebook.paths import format_segment, python_path
+from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
+
+MAX_LINES = 200
+# Groups of up to so many nodes are looked for that repeat themselves (layers with the ops between them, loops).
+_LONGEST_PERIOD = 24
+# Ops without a graph between them are folded only in a graph of so many nodes, and from so many repetitions on.
+_LONG_GRAPH, _MANY_TIMES = 40, 4
+
+Style: TypeAlias = Literal["name", "graph", "tensor", "container", "number", "object", "note", "line"]
+LabelOf: TypeAlias = Callable[[ValueSpec], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One node of the tree.
+
+    Attributes:
+        name: Its name, as a path writes it.
+        label: What stands behind the name.
+        style: What colour the label has.
+        children: The nodes below it.
+        size: How many entries there are from here on down.
+        pattern: Equal for entries that look the same but for their own name.
+    """
+
+    name: str
+    label: str
+    style: Style
+    children: tuple[Entry, ...] = ()
+    size: int = field(init=False)
+    pattern: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", 1 + sum(child.size for child in self.children))
+        inside = tuple((child.name, child.pattern) for child in self.children)
+        object.__setattr__(self, "pattern", hash((self.label, inside)))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the tree, in parts that may have colours of their own."""
+
+    branch: str
+    name: str
+    label: str
+    style: Style
+    note: str = ""
+
+    def parts(self) -> list[tuple[str, Style]]:
+        """Returns the texts that make up the line."""
+        label = f": {self.label}" if self.label and self.name else self.label
+        return [
+            p for p in ((self.branch, "line"), (self.name, "name"), (label, self.style), (self.note, "note")) if p[0]
+        ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> Entry:
+    """Returns the entry of a frame with all that the tree shows of it.
+
+    Args:
+        frame: The frame.
+        name: What it is called there.
+        show_plumbing: Show also what only carries sizes, constants, and inputs that the example did not have.
+        label_of: From what was recorded of a value to its label; the default is the one of the tree. With it graphs
+            have no label.
+    """
+    entries = (_node_entry(node, show_plumbing, label_of) for node in frame.nodes if show_plumbing or is_shown(node))
+    return Entry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
+
+
+def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> Entry:
+    name = format_segment(node.name)
+    if node.kind == "call" and node.frame is not None:
+        return frame_entry(node.frame, name, show_plumbing=show_plumbing, label_of=label_of)
+    if node.kind == "call":
+        return Entry(name, "" if label_of else graph_class(None), "graph")
+    return spec_entry(node.spec, name, show_all=show_plumbing, label_of=label_of)
+
+
+def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> Entry:
+    """Returns the entry of a value: containers opened, without `None`s, strings and the like (unless `show_all`)."""
+    inside: Iterable[Entry] = ()
+    if isinstance(spec, ContainerSpec):
+        inside = (
+            spec_entry(child, format_segment(text), show_all=show_all, label_of=label_of)
+            for text, _, child in spec.children
+            if show_all or not is_clutter(child)
+        )
+    return Entry(name, (label_of or str)(spec), _style_of(spec), tuple(inside))
+
+
+def is_shown(node: Node) -> bool:
+    """Whether the tree shows `node` without being asked to."""
+    if node.kind in ("call", "output"):
+        return True
+    if node.kind == "input" and _is_flag(node.spec):
+        return False
+    return not node.is_plumbing and node.kind != "constant" and not is_clutter(node.spec)
+
+
+def is_clutter(spec: ValueSpec) -> bool:
+    """Whether there is nothing at all in the value that somebody would look at or patch."""
+    if isinstance(spec, ContainerSpec):
+        return all(is_clutter(child) or _is_flag(child) for _, _, child in spec.children)
+    return isinstance(spec, ObjectSpec) or (isinstance(spec, ScalarSpec) and not spec.is_number)
+
+
+def _is_flag(spec: ValueSpec) -> bool:
+    # `use_cache`, `output_attentions`: on most inputs of a transformer, and in the way of what one looks for.
+    return isinstance(spec, ScalarSpec) and isinstance(spec.value, bool)
+
+
+def _style_of(spec: ValueSpec) -> Style:
+    if isinstance(spec, TensorSpec):
+        return "tensor"
+    if isinstance(spec, ContainerSpec):
+        return "container"
+    return "object" if isinstance(spec, (ObjectSpec, UnknownSpec)) or not spec.is_number else "number"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is folded
+
+
+@dataclass(slots=True)
+class Row:
+    """What a line stands for: an entry, or a run of entries that look like earlier ones.
+
+    Attributes:
+        entry: The entry; of a run, the first.
+        note: What is said of it behind its label; of a run, all that is said.
+        run: The entries that the line stands for, if it is a run.
+        rows: The lines directly below.
+        is_folded: Whether lines below are left out.
+    """
+
+    entry: Entry
+    note: str = ""
+    run: tuple[Entry, ...] = ()
+    rows: list[Row] = field(default_factory=list)
+    is_folded: bool = False
+
+
+def opened(entry: Entry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
+    """Returns the tree of `entry`, cut to a number of lines: what is in a row are its `rows`."""
+    top = Row(entry)
+    if depth is None and (max_lines is None or entry.size <= max_lines):
+        _open_wholly(top)
+    else:
+        _open_breadth_first(top, max_lines, depth)
+    return top
+
+
+def tree_lines(entry: Entry, *, path: str, max_lines: int | None = MAX_LINES, depth: int | None = None) -> list[Line]:
+    """Returns the lines of the tree of `entry`.
+
+    A tree of more than `max_lines` is cut: runs of graphs that look the same are folded into one line, then the
+    deepest graphs are closed, and the last line says how to see more.
+
+    Args:
+        entry: The root of the tree.
+        path: How Python reaches it (`pg.graph.h_0`), for that last line.
+        max_lines: The most lines that there may be; `None` for all.
+        depth: How many levels below the root to open; `None` for all.
+    """
+    is_whole = depth is None and (max_lines is None or entry.size <= max_lines)
+    top = opened(entry, max_lines, depth)
+    lines: list[Line] = []
+    _draw(top, "", "", lines)
+    if not is_whole and (hidden := entry.size - len(lines) + _stand_in_lines(top)) > 0:
+        lines.append(Line("", "", "", "note", _how_to_see_more(top, path, hidden)))
+    return lines
+
+
+def _open_wholly(row: Row) -> None:
+    row.rows = [Row(child) for child in row.entry.children]
+    for child in row.rows:
+        _open_wholly(child)
+
+
+def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> None:
+    # The levels near the root say most: they are opened first, and what does not fit any more stays closed.
+    queue = deque([(top, 0)])
+    left = float("inf") if max_lines is None else max_lines - 2
+    while queue:
+        row, level = queue.popleft()
+        if row.run or not row.entry.children:
+            continue
+        rows = _folded_runs(row.entry.children) if max_lines is not None else [Row(c) for c in row.entry.children]
+        if depth is not None and level >= depth and row.entry.style == "graph":
+            rows = []
+        elif level == 0 and len(rows) > left:
+            rows = _without_middle(rows, int(left))
+        if not rows or len(rows) > left:
+            row.is_folded, row.note = True, f" … {_nodes(row.entry.size - 1)}"
+            continue
+        left -= len(rows)
+        row.rows = rows
+        queue.extend((child, level + 1) for child in rows)
+
+
+def _folded_runs(entries: Sequence[Entry]) -> list[Row]:
+    """Returns a row for each entry, but one row for all repetitions of a group of entries."""
+    keys = [(re.sub(r"_?\d+$", "", e.name), e.pattern) for e in entries]
+    has_graph = [entry.style == "graph" for entry in entries]
+    rows: list[Row] = []
+    at = 0
+    while at < len(entries):
+        period, times = _repetition(keys, has_graph, at)
+        rows += map(Row, entries[at : at + period])
+        if times > 1:
+            again = tuple(entries[at + period : at + period * times])
+            rows.append(Row(again[0], run=again, note=_run_note(entries[at : at + period], again)))
+        at += period * times
+    return rows
+
+
+def _repetition(keys: Sequence[tuple[str, int]], has_graph: Sequence[bool], at: int) -> tuple[int, int]:
+    """Returns the length of the group of entries that repeats itself from `at` on, and how often it is there."""
+    for period in range(1, min(_LONGEST_PERIOD, (len(keys) - at) // 2) + 1):
+        group = keys[at : at + period]
+        times = 1
+        while keys[at + period * times : at + period * (times + 1)] == group:
+            times += 1
+        if times > 1 and any(has_graph[at : at + period]):
+            return period, times
+        if times >= _MANY_TIMES and len(keys) >= _LONG_GRAPH:
+            return period, times
+    return 1, 1
+
+
+def _run_note(group: Sequence[Entry], again: Sequence[Entry]) -> str:
+    times = len(again) // len(group)
+    same = f"(same as {group[0].name}{' … ' + group[-1].name if len(group) > 1 else ''})"
+    if len(group) > 1:
+        return f"{again[0].name} … {again[-1].name}: {times} × {same}"
+    label = f"{group[0].label} " if group[0].label else ""
+    if times == 1:
+        return f"{again[0].name}: {label}{same}"
+    return f"{again[0].name} … {again[-1].name}: {times} × {label}{same}"
+
+
+def _without_middle(rows: list[Row], most: int) -> list[Row]:
+    tail = most // 4
+    gap = rows[most - tail - 1 : len(rows) - tail]
+    entries = tuple(entry for row in gap for entry in (row.run or (row.entry,)))
+    return [
+        *rows[: most - tail - 1],
+        Row(entries[0], run=entries, note=f"… {_nodes(len(entries))}"),
+        *rows[len(rows) - tail :],
+    ]
+
+
+def _stand_in_lines(row: Row) -> int:
+    return bool(row.run) + sum(map(_stand_in_lines, row.rows))
+
+
+def _how_to_see_more(top: Row, path: str, hidden: int) -> str:
+    more = f"… {_nodes(hidden, 'more ')}: "
+    closed = max(_closed(top), key=lambda found: found[1], default=None)
+    if closed is not None:
+        return f"{more}{python_path(path, closed[0])} shows a subtree, pg.nodes lists all"
+    return f"{more}{path}._tree(max_lines=None) shows them, pg.nodes lists all"
+
+
+def _closed(row: Row) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields, for each closed graph below `row`, the names that lead to it and its size."""
+    for child in row.rows:
+        closed = child.run or ((child.entry,) if child.is_folded else ())
+        yield from (((entry.name,), entry.size) for entry in closed if entry.style == "graph")
+        yield from (((child.entry.name, *names), size) for names, size in _closed(child))
+
+
+def _nodes(count: int, which: str = "") -> str:
+    return f"{count:,} {which}node{'s' * (count != 1)}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How it is drawn
+
+
+def _draw(row: Row, branch: str, indent: str, lines: list[Line]) -> None:
+    entry = row.entry
+    lines.append(
+        Line(branch, "", row.note, "note") if row.run else Line(branch, entry.name, entry.label, entry.style, row.note)
+    )
+    for position, child in enumerate(row.rows):
+        is_last = position == len(row.rows) - 1
+        _draw(child, indent + ("└─" if is_last else "├─"), indent + ("  " if is_last else "│ "), lines)

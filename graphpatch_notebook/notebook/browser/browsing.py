@@ -1,0 +1,79 @@
+"""What `pg.browse()` and `%graphpatch show` do: make a browser of a graph, among the user's variables."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.session.workspace import Workspace, workspace_of
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import numbered
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.browser.widget import Browser
+
+
+def browser_of(
+    graph: PatchableGraph,
+    workspace: Workspace,
+    path: str = "",
+    *,
+    inputs: Any = None,
+    typed: str | None = None,
+    tokenizer: Any = None,
+) -> Browser:
+    """Returns a new browser of a graph, which shares chosen patches and runs with the others of the same graph.
+
+    Args:
+        graph: The graph.
+        workspace: The user's variables.
+        path: The path at which it is opened.
+        inputs: What *Run* runs on: a tuple of arguments, a dict of keyword arguments, or one value.
+        typed: The same as the arguments of a call, as Python, evaluated for each run.
+        tokenizer: Says what tokens are in words.
+
+    Raises:
+        UnknownPathError: There is no such path; the message names the nearest.
+        TypeError: The tokenizer is none.
+        GraphError: The front end is not built.
+    """
+    from graphpatch_notebook.notebook.browser.widget import Browser
+    from graphpatch_notebook.notebook.run.shared_runs import SharedRuns
+
+    _check_tokenizer(tokenizer)
+    session = session_of(graph)
+    names = [name for name, other in workspace.graphs().items() if other is graph]
+    if names:  # the session learns what the user calls the graph, and the model
+        workspace.named(session.origin.graph if session.origin.graph in names else names[0])
+    elif session.origin.graph in workspace.namespace:  # another graph may be called so: exports must not patch that
+        free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
+        session.origin = replace(session.origin, graph=free)
+    shared = SharedRuns.of(session, workspace)
+    shared.use(inputs=inputs, typed=typed, tokenizer=tokenizer)
+    return Browser(graph, session, workspace, path)
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    methods = (getattr(tokenizer, name, None) for name in ("decode", "convert_ids_to_tokens"))
+    if tokenizer is None or (any(map(callable, methods)) and not isinstance(tokenizer, bytes)):
+        return
+    raise TypeError(
+        f"tokenizer must be an object with decode or convert_ids_to_tokens, not {tokenizer!r:.80}; "
+        "load it first: AutoTokenizer.from_pretrained(...)"
+    )
+
+
+def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
+    """Returns the user's variables: those of IPython, where it runs; else `namespace`."""
+    if "IPython" in sys.modules:
+        from IPython.core.getipython import get_ipython
+
+        if (shell := get_ipython()) is not None:
+            return workspace_of(shell)
+    return Workspace(lambda: namespace, _refuse_cell)
+
+
+def _refuse_cell(text: str) -> None:
+    raise NotImplementedError("there are no cells here")

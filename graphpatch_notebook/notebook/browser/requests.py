@@ -1,0 +1,327 @@
+"""What the front end asks, and what it is told: `Requests` of js/src/protocol.ts. Pure functions, without widgets.
+
+    {"id": 7, "request": "details", "payload": {"row": 3}}
+      -> {"id": 7, "result": {...}}                          and binary parts
+      -> {"id": 7, "error": {"message": ..., "field": ...}}  whatever went wrong, in words
+
+Nothing here runs the model: a request may come while the user's cell runs, in another thread.
+"""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError
+from graphpatch_notebook.notebook.browser.details import details
+from graphpatch_notebook.notebook.browser.session_state import FIELDS
+from graphpatch_notebook.notebook.browser.skeleton import Skeleton
+from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch, names_used
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.session_file import trust
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.paths import nearest
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.run.runs import Runs
+
+Answer: TypeAlias = "tuple[dict[str, Any], list[bytes]]"
+_LONGEST_NAME = 100
+_MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with what stands above in the log"
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What requests are about.
+
+    Attributes:
+        session: The session.
+        workspace: The user's variables.
+        skeleton: Gives the rows that the front end has.
+        runs: The runs of the session.
+        arguments: The inputs of runs for which none are typed, as Python; `None` for those that `runs` has.
+        written: The same as far as anybody knows how they are written; for exports.
+    """
+
+    session: Session
+    workspace: Workspace
+    skeleton: Callable[[], Skeleton]
+    runs: Runs
+    arguments: Callable[[], str | None] = lambda: None
+    written: Callable[[], str | None] = lambda: None
+
+
+class Payload:
+    """What a request says. It may come from anywhere: everything is checked.
+
+    Args:
+        content: The content.
+
+    Raises:
+        SessionError: It is none; or (by the methods) a part of it is missing or is something else.
+    """
+
+    def __init__(self, content: Any) -> None:
+        if not isinstance(content, dict):
+            raise SessionError(f"a request needs a payload, not {_shown(content)}")
+        self._content: dict[str, Any] = content
+
+    def number(self, name: str) -> int:
+        """Returns a whole number."""
+        value = self._get(name)
+        if type(value) is not int:
+            raise SessionError(f"{name!r} must be a whole number, not {_shown(value)}")
+        return value
+
+    def numbers(self, name: str) -> list[int]:
+        """Returns a list of whole numbers."""
+        value = self._get(name)
+        if not isinstance(value, list) or any(type(one) is not int for one in value):
+            raise SessionError(f"{name!r} must be a list of whole numbers, not {_shown(value)}")
+        return list(value)
+
+    def number_or_none(self, name: str) -> int | None:
+        """Returns a whole number, or `None`."""
+        return None if self._get(name) is None else self.number(name)
+
+    def text(self, name: str) -> str:
+        """Returns a text."""
+        value = self._get(name)
+        if not isinstance(value, str):
+            raise SessionError(f"{name!r} must be a text, not {_shown(value)}")
+        return value
+
+    def text_or_none(self, name: str) -> str | None:
+        """Returns a text, or `None`."""
+        return None if self._get(name) is None else self.text(name)
+
+    def flag(self, name: str) -> bool:
+        """Returns `True` or `False`."""
+        value = self._get(name)
+        if not isinstance(value, bool):
+            raise SessionError(f"{name!r} must be true or false, not {_shown(value)}")
+        return value
+
+    def part(self, name: str) -> Payload:
+        """Returns a payload in it."""
+        return Payload(self._get(name))
+
+    def fields(self, *more: str) -> dict[str, Any]:
+        """Returns those fields of a patch that are given, as they are: whoever makes a patch of them checks them."""
+        known = (*FIELDS, *more)
+        unknown = next((name for name in self._content if name not in known), None)
+        if unknown is not None:
+            raise SessionError(f"a patch has no field {_shown(unknown)}; it has {', '.join(known)}")
+        return dict(self._content)
+
+    def _get(self, name: str) -> Any:
+        if name not in self._content:
+            raise SessionError(f"{name!r} is missing in the request")
+        return self._content[name]
+
+
+def answer(desk: Desk, message: Any) -> Answer:
+    """Returns the reply to a message of the front end, whatever it says, and the binary parts of the reply."""
+    number = message.get("id") if isinstance(message, dict) else None
+    number = number if type(number) is int else -1
+    try:
+        result, buffers = _handled(desk, message)
+    except StaleEditError as error:
+        return _error(number, str(error), "version")
+    except ChosenPatchError as error:
+        return _error(number, str(error), error.field)
+    except GraphPatchError as error:
+        return _error(number, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        return _error(number, f"{type(error).__name__}: {error}; {_MISTAKE}")
+    return {"id": number, "result": result}, buffers
+
+
+def _error(number: int, message: str, field: str | None = None) -> Answer:
+    return {"id": number, "error": {"message": message, "field": field}}, []
+
+
+def _handled(desk: Desk, message: Any) -> Answer:
+    request = Payload(message)
+    request.number("id")
+    name = request.text("request")
+    handler = _HANDLERS.get(name)
+    if handler is None:
+        close = ", ".join(map(repr, nearest(name[:_LONGEST_NAME], list(_HANDLERS))))
+        raise SessionError(f"there is no request {_shown(name)}; nearest: {close}; is the page older than the kernel?")
+    return handler(desk, request.part("payload"))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]}..."
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Patches
+
+
+def _edit(desk: Desk, payload: Payload) -> Answer:
+    session, version, edit = desk.session, payload.number("based_on"), payload.part("edit")
+    match edit.text("action"):
+        case "add":
+            session.add(_patch(desk, edit.part("patch").fields()), version)
+        case "change":
+            _change(desk, edit, version)
+        case "move":
+            session.move(edit.number("number"), max(0, edit.number("position")), version)
+        case "remove":
+            session.remove(edit.numbers("numbers"), version)
+        case "clear":
+            session.clear(version)
+        case "trust":
+            trust(session, edit.number("number"), version)
+        case "undo":
+            session.undo(version)
+        case "redo":
+            session.redo(version)
+        case other:
+            raise SessionError(f"there is no edit {_shown(other)}")
+    return {"version": session.chosen.version}, []
+
+
+def _change(desk: Desk, edit: Payload, version: int) -> None:
+    number, changed = edit.number("number"), edit.part("patch").fields("is_enabled")
+    before = desk.session.chosen.find(number)
+    if not changed.keys() <= {"is_enabled"}:
+        fields = {field: getattr(before, field) for field in FIELDS} | changed
+        after = _patch(desk, fields, is_enabled=fields.pop("is_enabled", before.is_enabled))
+        changed = {field: getattr(after, field) for field in FIELDS} | {"is_enabled": after.is_enabled}
+    desk.session.change(number, version, **changed)
+
+
+def _patch(desk: Desk, fields: dict[str, Any], is_enabled: Any = True) -> ChosenPatch:
+    """Returns the patch that fields make, under a free name if it needs one.
+
+    Raises:
+        ChosenPatchError: They make none.
+    """
+    for field in ("path", "kind"):
+        if not isinstance(fields.get(field), str):
+            raise ChosenPatchError(field, f"a patch needs a {field}, not {_shown(fields.get(field))}")
+    if fields["kind"] in OBSERVING and fields.get("name") is None:
+        # The path first: a mistake in it would make nonsense of a name.
+        path = desk.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
+        fields = {**fields, "name": _free_name(desk, path)}
+    return ChosenPatch(**fields, is_enabled=is_enabled)
+
+
+def _free_name(desk: Desk, path: str) -> str:
+    return desk.session.free_name(path, desk.workspace.results.names_of_others())
+
+
+def _check(desk: Desk, payload: Payload) -> Answer:
+    session, number = desk.session, payload.number_or_none("number")
+    fields = payload.part("patch").fields()
+    others = [patch for patch in session.chosen.patches if patch.number != number]
+    before = next((patch for patch in session.chosen.patches if patch.number == number), None)
+    is_named = fields.get("name") is not None
+    if before is not None and not is_named and fields.get("kind") in OBSERVING:
+        fields["name"] = before.name
+    patch = _patch(desk, fields, before.is_enabled if before is not None else True).numbered(number or 0)
+    found = session.check(patch, others)
+    warnings = [warning for warning in (found.warning, *_notes(desk, patch, before)) if warning]
+    return {
+        "shape": None if found.shape is None else list(found.shape),
+        "sliced": None if found.sliced is None else list(found.sliced),
+        "warning": "; ".join(warnings) or None,
+        "name": patch.name,
+    }, []
+
+
+def _notes(desk: Desk, patch: ChosenPatch, before: ChosenPatch | None) -> list[str]:
+    """Returns what the magics say when they choose such a patch."""
+    namespace = desk.workspace.namespace
+    unknown = [name for name in sorted(names_used([patch])) if name not in namespace and not hasattr(builtins, name)]
+    notes = []
+    if unknown:
+        notes.append(f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
+    is_own = before is not None and before.name == patch.name
+    if patch.name in namespace and not is_own and not desk.workspace.results.is_own(str(patch.name)):
+        notes.append(f"the variable {patch.name} holds something, which the next run overwrites")
+    return notes
+
+
+def _export(desk: Desk, payload: Payload) -> Answer:
+    form = payload.text("form")
+    if form not in ("graphpatch", "hooks"):
+        raise SessionError(f"there is no form {_shown(form)}: it is 'graphpatch' or 'hooks'")
+    # On what *Run* runs: other inputs would give other numbers.
+    origin = replace(desk.session.origin, arguments=payload.text_or_none("inputs") or desk.written())
+    return {"code": str(export(desk.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Nodes, runs
+
+
+def _details(desk: Desk, payload: Payload) -> Answer:
+    return details(desk.session.graph, desk.skeleton(), payload.number("row")), []
+
+
+def _run(desk: Desk, payload: Payload) -> Answer:
+    return desk.runs.status(desk.runs.start(_inputs(desk, payload)))
+
+
+def _inputs(desk: Desk, payload: Payload) -> str | None:
+    typed = payload.text_or_none("inputs")
+    return typed if typed is not None and typed.strip() else desk.arguments()
+
+
+def _run_status(desk: Desk, payload: Payload) -> Answer:
+    return desk.runs.status(payload.number("id"))
+
+
+def _run_interrupt(desk: Desk, payload: Payload) -> Answer:
+    desk.runs.interrupt(payload.number("id"))
+    return desk.runs.status(payload.number("id"))
+
+
+def _activation(desk: Desk, payload: Payload) -> Answer:
+    skeleton, row = desk.skeleton(), payload.number("row")
+    path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
+    if not path:
+        raise SessionError(f"row {row} is no node: there is no activation to show")
+    plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
+    number = desk.runs.start_activation(path, plane, is_patched, _inputs(desk, payload))
+    return desk.runs.activation_status(number)
+
+
+def _activation_status(desk: Desk, payload: Payload) -> Answer:
+    return desk.runs.activation_status(payload.number("id"))
+
+
+def _activation_interrupt(desk: Desk, payload: Payload) -> Answer:
+    desk.runs.interrupt_activation(payload.number("id"))
+    return desk.runs.activation_status(payload.number("id"))
+
+
+def _activation_close(desk: Desk, payload: Payload) -> Answer:
+    desk.runs.close_activation(payload.number("id"))
+    return {}, []
+
+
+_HANDLERS: dict[str, Callable[[Desk, Payload], Answer]] = {
+    "edit": _edit,
+    "check": _check,
+    "details": _details,
+    "run": _run,
+    "run_status": _run_status,
+    "run_interrupt": _run_interrupt,
+    "activation": _activation,
+    "activation_status": _activation_status,
+    "activation_interrupt": _activation_interrupt,
+    "activation_close": _activation_close,
+    "export": _export,
+}
+REQUESTS = tuple(_HANDLERS)

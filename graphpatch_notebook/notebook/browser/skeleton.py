@@ -1,0 +1,378 @@
+"""The skeleton of a capture: all rows of the tree as columns, small enough to be sent at once.
+
+records of the capture
+  -> Skeleton          a row for each graph, node, value in a container, and module that was never called
+  -> bytes             deflated JSON: `Columns` of js/src/protocol.ts
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse
+from graphpatch_notebook.inspection.tree import is_clutter, is_shown
+from graphpatch_notebook.inspection.unused_modules import unused_modules, used_modules
+from graphpatch_notebook.notebook.display.labels import spec_label, visible
+from graphpatch_notebook.notebook.search.graph_cache import KeptByGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, parse_path
+from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
+
+KINDS = ("graph", "input", "parameter", "buffer", "attribute", "constant", "op", "output", "item", "unused")
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_GRAPH, _ITEM, _UNUSED = _NUMBERS["graph"], _NUMBERS["item"], _NUMBERS["unused"]
+
+# In columns with positions in a table: the first that did not come up yet. Long runs of it deflate to nothing.
+NEXT = -2
+
+PLUMBING, HIDDEN, OPAQUE, PATCHABLE, MUTATED, VIEW_FILLED = 1, 2, 4, 8, 16, 32
+
+
+class Skeleton:
+    """The rows of the tree of one capture, each before those in it, and how they and paths lead to each other.
+
+    Paths and rows are one to one: every path of `pg.nodes` has a row, and so have graphs and containers. Only modules
+    that were never called have rows without a path. Immutable; it holds the records of the capture, not the graph.
+
+    Args:
+        nodes: The nodes of the capture.
+
+    Example:
+        >>> import torch
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+        >>> skeleton = skeleton_of(pg)
+        >>> [skeleton.path(row) for row in range(len(skeleton))]
+        ['', 'input', 'relu', 'output']
+        >>> skeleton.row("relu")
+        2
+    """
+
+    def __init__(self, nodes: NodeMap) -> None:
+        self.nodes = nodes
+        self._rows = _Rows(nodes.root)
+        self._names = self._rows.written_names()
+        self._ops: list[str] = list(self._rows.ops)
+
+    def __len__(self) -> int:
+        return len(self._rows.name)
+
+    @functools.cached_property
+    def data(self) -> bytes:
+        """The columns as deflated JSON."""
+        rows = self._rows
+        columns = {
+            "names": self._names,
+            "ops": list(map(visible, self._ops)),
+            "specs": rows.specs,
+            "name": _without_next(rows.name),
+            "depth": rows.depth,
+            "kind": rows.kind,
+            "op": _without_next(rows.op),
+            "spec": _without_next(rows.spec),
+            "flags": rows.flags,
+            "notes": {str(row): note for row, note in rows.notes.items()},
+        }
+        return zlib.compress(json.dumps(columns, separators=(",", ":")).encode())
+
+    @property
+    def node_count(self) -> int:
+        """How many values can be patched: the length of `pg.nodes`."""
+        return sum(bool(flags & PATCHABLE) for flags in self._rows.flags) - self._rows.absent_count
+
+    # -- one row -------------------------------------------------------------------------------------------------------
+
+    def kind(self, row: int) -> str:
+        """Returns what a row is: one of `KINDS`."""
+        return KINDS[self._rows.kind[row]]
+
+    def name(self, row: int) -> str:
+        """Returns the name of a row, as a path writes it."""
+        return self._names[self._rows.name[row]]
+
+    def op(self, row: int) -> str:
+        """Returns the torch function of an op, the class of the module of a graph, else the kind."""
+        return self._ops[self._rows.op[row]]
+
+    def flags(self, row: int) -> int:
+        """Returns the flags of a row: `PLUMBING`, `HIDDEN`, ..."""
+        return self._rows.flags[row]
+
+    def note(self, row: int) -> str | None:
+        """Returns why a graph is opaque, and the like."""
+        return self._rows.notes.get(row)
+
+    def parent(self, row: int) -> int | None:
+        """Returns the row that a row is in; `None` for the root."""
+        return self._rows.parent[row] if row else None
+
+    def children(self, row: int) -> Iterator[int]:
+        """Yields the rows that are directly in a row."""
+        depth = self._rows.depth
+        for below in range(row + 1, len(depth)):
+            if depth[below] <= depth[row]:
+                return
+            if depth[below] == depth[row] + 1:
+                yield below
+
+    def node(self, row: int) -> Node | None:
+        """Returns the node of a row, for a value in a container that which holds it; `None` for root and modules."""
+        return self._rows.node[row]
+
+    def path(self, row: int) -> str:
+        """Returns the path of a row; empty for the root, and for modules that were never called."""
+        if self._rows.kind[row] == _UNUSED:
+            return ""
+        text = ""
+        while row:
+            above = self._rows.parent[row]
+            text = f"{self._separator(row, above)}{self.name(row)}{text}"
+            row = above
+        return text
+
+    def place(self, row: int) -> Place | None:
+        """Returns the place in the capture that a row shows; `None` for a module that was never called."""
+        if self._rows.kind[row] == _UNUSED:
+            return None
+        root = Place.of_root(self.nodes.root)
+        if not row:
+            return root
+        parsed = parse_path(self.path(row))
+        return root.below(*parsed.names).below(*parsed.dig)
+
+    def _separator(self, row: int, above: int) -> str:
+        if not above:
+            return ""
+        is_item = self._rows.kind[row] == _ITEM
+        return "|" if is_item and self._rows.kind[above] != _ITEM else "."
+
+    # -- which row -----------------------------------------------------------------------------------------------------
+
+    def find(self, path: str) -> int | None:
+        """Returns the row of a path, in whichever spelling; `None` if there is none. The root is `""` or `<root>`."""
+        row = self._by_path.get(path)
+        if row is not None:
+            return row
+        try:
+            parsed = parse(path)
+        except Unresolvable:
+            return None
+        return self._by_path.get(format_path(parsed.names, parsed.dig))
+
+    def row(self, path: str) -> int:
+        """Returns the row of a path.
+
+        Raises:
+            UnknownPathError: There is none; the message names the nearest paths.
+        """
+        row = self.find(path)
+        if row is not None:
+            return row
+        try:
+            parsed = parse(path)
+        except Unresolvable as problem:
+            raise UnknownPathError(problem.message) from None
+        close = ", ".join(map(repr, self._nearest(parsed)))
+        raise UnknownPathError(f"there is no {path!r} in the tree" + (f"; nearest: {close}" if close else ""))
+
+    def _nearest(self, parsed: ParsedPath) -> list[str]:
+        return nearest_paths(self.nodes.root, parsed)
+
+    def row_of_node(self, node: Node) -> int | None:
+        """Returns the row of a node, or of the graph that a call stands for."""
+        return self._by_node.get(id(node))
+
+    @functools.cached_property
+    def _by_node(self) -> dict[int, int]:
+        rows = self._rows
+        nodes = enumerate(zip(rows.node, rows.kind, strict=True))
+        # Backwards, so that of several rows the first counts.
+        found = [(id(node), row) for row, (node, kind) in nodes if node is not None and kind != _ITEM]
+        return dict(reversed(found))
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, int]:
+        rows, names = self._rows, self._names
+        paths = [""]
+        found = {"": 0}
+        for row in range(1, len(self)):
+            above = rows.parent[row]
+            path = f"{paths[above]}{self._separator(row, above)}{names[rows.name[row]]}"
+            paths.append(path)
+            if rows.kind[row] != _UNUSED:
+                found[path] = row
+        return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How rows are made
+
+
+class _Numbered(dict[Any, int]):
+    """Numbers what it is asked for, in order."""
+
+    def __missing__(self, key: Hashable) -> int:
+        number = self[key] = len(self)
+        return number
+
+
+class _Rows:
+    """The columns. Lists, since an object for each of 50,000 rows takes longer than all else here together."""
+
+    def __init__(self, root: Frame) -> None:
+        # A name of a node as it is; of a module that was never called, the names that lead to it.
+        self.names = _Numbered()
+        self.ops = _Numbered()
+        self.specs: list[list[Any]] = []
+        self._tensors: dict[TensorSpec, int] = {}
+        self._others = _Numbered()
+        self.name: list[int] = []
+        self.depth: list[int] = []
+        self.kind: list[int] = []
+        self.op: list[int] = []
+        self.spec: list[int] = []
+        self.flags: list[int] = []
+        self.parent: list[int] = []
+        self.node: list[Node | None] = []
+        self.notes: dict[int, str] = {}
+        self.absent_count = 0
+        self._used = used_modules(root)
+        self._add_graph("<root>", type(root.module).__name__, None, root, 0, 0)
+
+    def written_names(self) -> list[str]:
+        """Returns the names as paths write them."""
+        root = self.name[0]
+        return [
+            "<root>" if number == root else ".".join(map(format_segment, (name,) if isinstance(name, str) else name))
+            for name, number in self.names.items()
+        ]
+
+    def _add(self, name: Any, op: str, kind: int, spec: int, flags: int, node: Node | None, parent: int) -> int:
+        row = len(self.name)
+        self.name.append(self.names[name])
+        self.op.append(self.ops[op])
+        self.kind.append(kind)
+        self.spec.append(spec)
+        self.flags.append(flags)
+        self.node.append(node)
+        self.parent.append(parent)
+        self.depth.append(self.depth[parent] + 1 if row else 0)
+        return row
+
+    def _add_graph(self, name: Any, op: str, node: Node | None, frame: Frame | None, parent: int, flags: int) -> None:
+        is_opaque = frame is None or frame.opaque_reason is not None
+        name = ("<root>",) if node is None else name  # no node's name, also where one is called like that
+        row = self._add(name, op, _GRAPH, -1, flags | OPAQUE * is_opaque, node, parent)
+        if frame is None:
+            self.notes[row] = "nothing is known of this call: it was added to the graph"
+            return
+        reasons = [reason for reason in (frame.opaque_reason, frame.custom_failure) if reason]
+        if reasons:
+            self.notes[row] = "; ".join(map(visible, reasons))
+        self._add_nodes(frame, row)
+        for names, module in unused_modules(frame.module, self._used):
+            self._add(names, type(module).__name__, _UNUSED, -1, 0, None, row)
+
+    def _add_nodes(self, frame: Frame, parent: int) -> None:
+        add, tensors = self._add, self._tensors
+        for node in frame.nodes:
+            kind, spec = node.kind, node.spec
+            if kind == "call":
+                op = node.op if node.frame is None else type(node.frame.module).__name__
+                self._add_graph(node.name, op, node, node.frame, parent, PLUMBING * node.is_plumbing)
+                continue
+            flags = MUTATED * node.is_mutated_later + VIEW_FILLED * node.is_view_filled_later
+            if node.is_plumbing:
+                flags += PLUMBING
+            op = node.op if kind == "op" else kind
+            if type(spec) is TensorSpec:  # nearly all of them, for which the general way takes twice as long
+                number = tensors.get(spec)
+                if number is None:
+                    number = self._number_of(spec)
+                if kind == "constant":
+                    flags += 0 if node.is_plumbing else HIDDEN
+                elif node.is_live:
+                    flags += PATCHABLE
+                add(node.name, op, _NUMBERS[kind], number, flags, node, parent)
+            else:
+                self._add_other(node, op, flags, parent)
+
+    def _add_other(self, node: Node, op: str, flags: int, parent: int) -> None:
+        spec, can_be_patched = node.spec, is_patchable(node)
+        is_absent = node.kind == "input" and isinstance(spec, ScalarSpec) and spec.value is None
+        own = flags | PATCHABLE * (can_be_patched and (is_absent or _is_leaf(spec)))
+        own |= HIDDEN * (not node.is_plumbing and not is_shown(node))
+        row = self._add(node.name, op, _NUMBERS[node.kind], self._number_of(spec), own, node, parent)
+        if is_absent:
+            self.absent_count += can_be_patched
+            self.notes[row] = "the example did not have it"
+        if isinstance(spec, ContainerSpec):
+            self._add_items(spec, node, flags | PATCHABLE * can_be_patched, row)
+
+    def _add_items(self, container: ContainerSpec, node: Node, flags: int, parent: int) -> None:
+        texts: set[str] = set()
+        for text, _, spec in container.children:
+            if text in texts:  # of two keys that read the same (1 and "1"), a path means the first
+                self.notes[parent] = f"several of its keys read {visible(text)}: only the first can be told by a path"
+                continue
+            texts.add(text)
+            own = flags if _is_leaf(spec) else flags & ~PATCHABLE
+            own |= HIDDEN * (not node.is_plumbing and is_clutter(spec))
+            row = self._add(text, "item", _ITEM, self._number_of(spec), own, node, parent)
+            if isinstance(spec, ContainerSpec):
+                self._add_items(spec, node, flags, row)
+
+    def _number_of(self, spec: ValueSpec) -> int:
+        """Returns the number of a spec in the table."""
+        if type(spec) is TensorSpec and (known := self._tensors.get(spec)) is not None:
+            return known
+        shape, dtype, what = None, None, _what(spec)
+        if isinstance(spec, TensorSpec):
+            shape, dtype = tuple(spec.shape), str(spec.dtype).removeprefix("torch.")
+        written = (visible(spec_label(spec)), shape, dtype, what)
+        number = self._others[written]
+        if number == len(self.specs):
+            self.specs.append(list(written))
+        if type(spec) is TensorSpec:
+            self._tensors[spec] = number
+        return number
+
+
+def _without_next(column: list[int]) -> list[int]:
+    """Returns a column of positions, each that comes up for the first time, in order, as `NEXT`."""
+    written, following = [], 0
+    for position in column:
+        is_next = position == following
+        written.append(NEXT if is_next else position)
+        following += is_next
+    return written
+
+
+def _is_leaf(spec: ValueSpec) -> bool:
+    return isinstance(spec, (TensorSpec, UnknownSpec)) or (isinstance(spec, ScalarSpec) and spec.is_number)
+
+
+def _what(spec: ValueSpec) -> str:
+    if isinstance(spec, TensorSpec):
+        return "tensor"
+    if isinstance(spec, ContainerSpec):
+        return "container"
+    return "number" if isinstance(spec, ScalarSpec) and spec.is_number else "object"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Where it is kept
+
+_skeletons = KeptByGraph(Skeleton)
+
+
+def skeleton_of(pg: PatchableGraph) -> Skeleton:
+    """Returns the skeleton of `pg`, which is kept as long as `pg` and made anew when its graphs were edited."""
+    return _skeletons.of(pg)

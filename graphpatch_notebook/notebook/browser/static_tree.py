@@ -1,0 +1,116 @@
+"""The tree as HTML that lives without a kernel: what a saved notebook, nbconvert or GitHub shows of a browser.
+
+Plain `<details>`: no script, no style sheet, no style attribute. The live widget hides it by its classes.
+"""
+
+from __future__ import annotations
+
+import html
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.tree import Entry, Row, opened
+from graphpatch_notebook.notebook.browser.skeleton import Skeleton
+from graphpatch_notebook.notebook.display.labels import escaped
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+
+MOST_BYTES = 30_000
+_MOST_LINES = 160
+_MOST_PATCHES = 100
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """What is shown of a graph.
+
+    Attributes:
+        model_id: The id of the widget that hides it.
+        title: What it is, in a line.
+        entry: The tree.
+        patches: The chosen patches.
+    """
+
+    model_id: str
+    title: str
+    entry: Entry
+    patches: Sequence[ChosenPatch] = ()
+
+    def html(self) -> str:
+        """Returns the HTML, of at most about `MOST_BYTES`; all text is escaped.
+
+        Example:
+            >>> print(StaticTree("7", "pg: ReLU", Entry("<root>", "", "graph")).html())
+            <div class="gp-static gp-static-7">
+            <p><strong>pg: ReLU</strong> (a picture of the tree; to browse it, run the cell)</p>
+            <p>No patch is chosen.</p>
+            <ul>
+            <li><code>&lt;root&gt;</code></li>
+            </ul>
+            </div>
+        """
+        lines = _MOST_LINES
+        while True:
+            text = "\n".join(self._lines(lines))
+            if len(text.encode()) <= MOST_BYTES or lines < 4:
+                return text
+            lines = lines * 2 // 3
+
+    def _lines(self, most: int) -> Iterator[str]:
+        yield f'<div class="gp-static gp-static-{html.escape(self.model_id)}">'
+        yield f"<p><strong>{escaped(self.title)}</strong> (a picture of the tree; to browse it, run the cell)</p>"
+        yield from self._patch_lines(min(most, _MOST_PATCHES))
+        yield "<ul>"
+        yield from _tree_lines(opened(self.entry, most), is_open=True)
+        yield "</ul>"
+        yield "</div>"
+
+    def _patch_lines(self, most: int) -> Iterator[str]:
+        if not self.patches:
+            yield "<p>No patch is chosen.</p>"
+            return
+        count = len(self.patches)
+        yield f"<p>{count} {'patch is' if count == 1 else 'patches are'} chosen:</p>"
+        yield "<ul>"
+        for patch in self.patches[:most]:
+            off = "" if patch.is_enabled else " (off)"
+            name = f" as {patch.name}" if patch.name else ""
+            text = " ".join(filter(None, [f"#{patch.number} {patch.kind}", _where(patch), patch.value]))
+            options = "".join(f" {option}" for option in patch.options())
+            yield f"<li><code>{escaped(text + name + options)}</code>{off}</li>"
+        if count > most:
+            yield f"<li>… {count - most} more</li>"
+        yield "</ul>"
+
+
+def _where(patch: ChosenPatch) -> str:
+    return patch.path if patch.slice is None else f"{patch.path}[{patch.slice}]"
+
+
+def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:
+    if row.run:
+        yield f"<li><em>{escaped(row.note)}</em></li>"
+        return
+    text = f"<code>{escaped(row.entry.name)}</code>"
+    label = f": {escaped(row.entry.label)}" if row.entry.label else ""
+    if not row.rows:
+        yield f"<li>{text}{label}{escaped(row.note)}</li>"
+        return
+    yield f"<li><details{' open' * is_open}><summary>{text}{label}{escaped(row.note)}</summary>"
+    yield "<ul>"
+    for child in row.rows:
+        yield from _tree_lines(child)
+    yield "</ul>"
+    yield "</details></li>"
+
+
+_entries: weakref.WeakKeyDictionary[Skeleton, Entry] = weakref.WeakKeyDictionary()
+
+
+def entry_of(skeleton: Skeleton) -> Entry:
+    """Returns the tree of a capture, which is kept as long as its skeleton."""
+    entry = _entries.get(skeleton)
+    if entry is None:
+        entry = _entries[skeleton] = Place.of_root(skeleton.nodes.root).entry()
+    return entry

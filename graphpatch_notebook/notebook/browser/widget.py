@@ -1,0 +1,365 @@
+"""The tree browser: the widget, as the kernel has it. Its front end is js/.
+
+front end  -- expanded, selected, query, shows_plumbing -->  traits, checked
+front end  -- requests ---------------------------------->  `requests.answer`
+session    -- each change, by whomever ----------------->  trait `session`
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import traitlets
+
+from graphpatch_notebook._version import __version__
+from graphpatch_notebook.errors import SessionError, UnknownPathError
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.notebook.browser.requests import Desk, answer
+from graphpatch_notebook.notebook.browser.scores import packed_scores, scores_by_path
+from graphpatch_notebook.notebook.browser.session_state import session_state
+from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, PLUMBING, Skeleton, skeleton_of
+from graphpatch_notebook.notebook.browser.static_tree import StaticTree, entry_of
+from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
+from graphpatch_notebook.notebook.run.runs import RunResult
+from graphpatch_notebook.notebook.run.shared_runs import SharedRuns
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+if TYPE_CHECKING:
+    from xarray import DataArray
+
+_LONGEST_QUERY = 10_000
+
+
+class Browser(DisplayedWidget):
+    """The tree of a graph, to look at and to patch by click: what `pg.browse()` returns.
+
+    All browsers of a graph, the magics, and `pg.browse()` again have the same chosen patches: what one changes, all
+    show. A browser keeps its graph alive only where no variable of the user's holds it, and then until it is closed.
+
+    In a notebook it shows the widget, and beside it a tree that lives without a kernel. Elsewhere it shows the tree.
+
+    Example:
+        >>> import torch
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+        >>> browser = pg.browse("relu")
+        >>> browser.selected_path
+        'relu'
+        >>> browser.set_scores({"relu": 0.5}, name="effect")
+        >>> browser.close()
+    """
+
+    skeleton = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+    about = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    session = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    expanded: Any = traitlets.List(traitlets.Int(), default_value=None, allow_none=True).tag(sync=True)
+    selected = traitlets.Int().tag(sync=True)
+    query = traitlets.Unicode().tag(sync=True)
+    shows_plumbing = traitlets.Bool().tag(sync=True)
+    scores = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+    scores_name = traitlets.Unicode(read_only=True).tag(sync=True, echo_update=False)
+    run = traitlets.Dict(default_value=None, allow_none=True, read_only=True).tag(sync=True, echo_update=False)
+
+    def __init__(self, graph: PatchableGraph, session: Session, workspace: Workspace, path: str = "") -> None:
+        skeleton = skeleton_of(graph)
+        row = skeleton.row(path)
+        self._session = session
+        self._shared = SharedRuns.of(session, workspace)
+        self._shown = weakref.ref(skeleton)
+        self._scores: dict[str, float] = {}
+        self._patch_states: dict[ChosenPatch, dict[str, Any]] = {}
+        self._opened_at = skeleton.path(row)
+        is_held = any(other is graph for other in workspace.graphs().values())
+        self._kept = None if is_held else graph
+        # Front end and kernel change traits at the same time: while one is at it, what the other has is put off.
+        self._lock = threading.RLock()
+        self._is_receiving = 0
+        self._waiting: set[str] = set()
+        self._requests_lock = threading.Lock()
+        model_id = uuid.uuid4().hex
+        self._desk = Desk(session, workspace, self._rows, self._shared.runs, self._shared.typed, self._shared.written)
+        self._own_id = model_id
+        for name in ("skeleton", "about", "session", "run"):
+            self.set_trait(name, self._value_of_trait(name, graph, skeleton))
+        super().__init__(self._static_html, model_id, selected=row, **_opened(skeleton, row))
+        self._stop_listening = _listen(session, self)
+        self._shared.add(self)
+        self.on_msg(_answer_message)
+
+    # -- what the user does with it ------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> PatchableGraph:
+        """The graph that is shown.
+
+        Raises:
+            SessionError: It is gone.
+        """
+        return self._session.graph
+
+    @property
+    def selected_path(self) -> str | None:
+        """The path of the selected row; empty for the whole model, `None` for a module that was never called."""
+        skeleton = self._skeleton()
+        if skeleton.kind(self.selected) == "unused":
+            return None
+        return skeleton.path(self.selected)
+
+    def select(self, path: str | NodePath) -> None:
+        """Selects the row of a node or graph, and opens those that it is in.
+
+        Raises:
+            UnknownPathError: There is no such path; the message names the nearest.
+        """
+        skeleton = self._skeleton()
+        row = skeleton.row(str(path))
+        for name, value in _opened(skeleton, row, self.expanded or ()).items():
+            self.set_trait(name, value)
+        self.selected = row
+
+    def set_scores(self, scores: Mapping[str | NodePath, Any] | DataArray, name: str | None = None) -> None:
+        """Colours rows by a number each, instead of whatever scores there were.
+
+        Args:
+            scores: From paths of nodes, of values in containers, or of graphs to numbers: Python's, numpy's, or tensors
+                without dimensions. Or an `xarray.DataArray` with the one dimension `path`, as `attribute` gives it. NaN
+                stands for no score.
+            name: What the numbers are; by default the name of the array, or "score".
+
+        Raises:
+            UnknownPathError: Some paths do not exist; nothing was changed, and the message names the nearest.
+            TypeError: A score is no number.
+            ValueError: A score is infinite, or an array has other dimensions than `path`.
+        """
+        skeleton = self._skeleton()
+        self._scores = scores_by_path(scores, skeleton)
+        with self.hold_sync():
+            self.set_trait("scores_name", str(name or getattr(scores, "name", None) or "score"))
+            self.renew("scores")
+
+    def clear_scores(self) -> None:
+        """Takes the scores away."""
+        self._scores = {}
+        with self.hold_sync():
+            self.set_trait("scores_name", "")
+            self.renew("scores")
+
+    @property
+    def last_run(self) -> RunResult | None:
+        """What the last run gave, of whichever browser of the graph: `output`, `unpatched_output`, `activations`."""
+        return self._shared.runs.last
+
+    def close(self) -> None:
+        """Takes the widget out of the notebook. Chosen patches and scores stay; it cannot be shown again."""
+        stop: Callable[[], None] | None = self.__dict__.pop("_stop_listening", None)
+        if stop is not None:
+            stop()
+            self._shared.remove(self)
+            self._kept = None
+        super().close()
+
+    # -- what the front end says ---------------------------------------------------------------------------------------
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Takes over what the front end has set, as far as it may set it, and it means something."""
+        accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
+        with self._lock:
+            self._is_receiving += 1
+        try:
+            super().set_state(accepted)
+        finally:
+            with self._lock:
+                self._is_receiving -= 1
+                waiting, self._waiting = self._waiting, set()
+            self.renew(*sorted(waiting))
+        self.put_right(sync_data.keys() - accepted.keys())
+
+    def _accepts(self, name: str, value: Any) -> bool:
+        return _IS_OF_FRONT_END.get(name, _never)(value) and self._problem(name, value) is None
+
+    @traitlets.validate("expanded", "selected", "query")
+    def _validated(self, proposal: Any) -> Any:
+        problem = self._problem(proposal["trait"].name, proposal["value"])
+        if problem is not None:
+            raise traitlets.TraitError(problem)
+        return proposal["value"]
+
+    def _problem(self, name: str, value: Any) -> str | None:
+        """Returns what is wrong with a value of the right type."""
+        skeleton = self._shown()
+        count = len(skeleton) if skeleton is not None else 0
+        rows = {"selected": [value], "expanded": value or []}.get(name, [])
+        if any(not 0 <= row < count for row in rows):
+            return f"{name!r} must be rows of the tree, from 0 to {count - 1:,}"
+        if name == "query" and len(value) > _LONGEST_QUERY:
+            return f"a query of {len(value):,} characters is too long"
+        return None
+
+    def _answer(self, message: Any) -> None:
+        """Answers a request, whatever comes of it."""
+        with self._requests_lock:
+            reply, buffers = answer(self._desk, message)
+            result = reply.get("result")
+            if isinstance(result, dict) and {"report", "state"} <= result.keys():
+                self._shared.note(result)
+            self.send(reply, buffers)
+        self._display.renew()
+
+    # -- what it shows -------------------------------------------------------------------------------------------------
+
+    def _rows(self) -> Skeleton:
+        """Returns the rows that the front end has.
+
+        Raises:
+            SessionError: Somebody has edited the graph since: the rows are others now.
+        """
+        before = self._shown()
+        skeleton = self._skeleton()
+        if skeleton is not before:
+            raise SessionError(
+                "the graph was edited: the tree shows it as it is now, where rows may be others; look again"
+            )
+        return skeleton
+
+    def _skeleton(self) -> Skeleton:
+        """Returns the rows as they are now, and shows them, if they are others than before."""
+        skeleton = skeleton_of(self.graph)
+        if skeleton is not self._shown():
+            with self._lock:
+                self._shown = weakref.ref(skeleton)
+                self._patch_states.clear()
+                with self.hold_sync():
+                    self.expanded, self.selected = None, 0
+                    self.renew("skeleton", "about", "session", "scores")
+        return skeleton
+
+    # marimo puts an attribute `_value` on every widget (0.25).
+    def _value_of_trait(self, name: str, graph: PatchableGraph, skeleton: Skeleton) -> Any:
+        match name:
+            case "skeleton":
+                return skeleton.data
+            case "session":
+                return session_state(self._session, skeleton, self._patch_states)
+            case "scores":
+                return packed_scores(self._scores, skeleton) if self._scores else b""
+            case "run":
+                return self._shared.run
+            case _:
+                return self._about(graph, skeleton)
+
+    def _about(self, graph: PatchableGraph, skeleton: Skeleton) -> dict[str, Any]:
+        return {
+            "name": self._session.origin.graph,
+            "module": type(graph._module).__name__,
+            "nodes": skeleton.node_count,
+            "model_id": self._own_id,
+            "arguments": self._shared.written(),
+            "has_given_inputs": self._shared.is_given,
+            "no_inputs": self._shared.no_inputs,
+            "has_tokenizer": self._shared.runs.tokenizer is not None,
+            "version": __version__,
+        }
+
+    def renew(self, *names: str) -> None:
+        """Brings traits up to date, and sends them, if they have changed; without a graph, they stay as they are."""
+        with self._lock:
+            if self._is_receiving:
+                self._waiting |= {*names}
+                return
+            with suppress(SessionError), self.hold_sync():
+                graph = self.graph
+                skeleton = self._shown() or skeleton_of(graph)
+                for name in names:
+                    self.set_trait(name, self._value_of_trait(name, graph, skeleton))
+
+    def follow_session(self) -> None:
+        """Called after each change of the chosen patches."""
+        with suppress(SessionError):
+            self._skeleton()
+        self.renew("session", "about")
+
+    def follow_runs(self) -> None:
+        """Called when a run has begun or ended, or runs have other inputs."""
+        self.renew("run", "about")
+
+    # -- where it is shown ---------------------------------------------------------------------------------------------
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        place = self._place()
+        if len(printer.stack) > 1 or place is None:
+            printer.text(f"<Browser of {self._session.origin.graph}>")
+        else:
+            place._repr_pretty_(printer, cycle)
+
+    def __repr__(self) -> str:
+        place = self._place()
+        return f"<Browser of {self._session.origin.graph}, which is gone>" if place is None else repr(place)
+
+    def _place(self) -> NodePath | None:
+        """Returns the place at which it was opened; `None`, if the graph is gone."""
+        with suppress(SessionError, UnknownPathError):
+            root = self.graph.graph
+            return root[self._opened_at] if self._opened_at else root
+        return None
+
+    def _static_html(self) -> str | None:
+        with suppress(SessionError):
+            graph, name = self.graph, self._session.origin.graph
+            title = f"{name}: {type(graph._module).__name__}, {skeleton_of(graph).node_count:,} nodes"
+            tree = StaticTree(self._own_id, title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
+            return tree.html()
+        return None
+
+
+def _is_rows(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(row) is int for row in value))
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+_IS_OF_FRONT_END: dict[str, Callable[[Any], bool]] = {
+    "expanded": _is_rows,
+    "selected": lambda value: type(value) is int,
+    "query": lambda value: isinstance(value, str),
+    "shows_plumbing": lambda value: isinstance(value, bool),
+}
+
+
+def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[str, Any]:
+    """Returns the traits with which a row is to be seen; nothing for the root."""
+    if not row:
+        return {}
+    above: list[int] = []
+    found: dict[str, Any] = {}
+    here: int | None = row
+    while here is not None:
+        if skeleton.flags(here) & (PLUMBING | HIDDEN):
+            found["shows_plumbing"] = True
+        here = skeleton.parent(here)
+        above += [] if here is None else [here]
+    return {**found, "expanded": sorted({*before, *above})}
+
+
+def _listen(session: Session, browser: Browser) -> Callable[[], None]:
+    """Tells a browser of each change of a session, as long as it lives; returns what stops that."""
+    reference = weakref.ref(browser)
+
+    def tell(_: ChosenPatches) -> None:
+        listener = reference()
+        if listener is not None:
+            listener.follow_session()
+
+    return session.listen(tell)
+
+
+def _answer_message(browser: Browser, message: Any, _: Any) -> None:
+    browser._answer(message)

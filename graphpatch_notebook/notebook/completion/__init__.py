@@ -1,0 +1,1 @@
+"""Tab completion of node paths and commands."""

@@ -1,0 +1,307 @@
+"""Completes node paths and everything else that `%graphpatch` takes, in magics and in Python text.
+
+CompletionContext -> `Argument` or `Cursor` -> `Offers` -> what IPython's completer takes
+
+Nothing is evaluated: names are looked up in the user's namespace, attributes in the `__dict__`s of objects.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.inspection.node_path import NodePath, place_of
+from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.notebook.completion.command_arguments import COMMANDS, Argument, Arguments, argument_at_end
+from graphpatch_notebook.notebook.completion.python_text import Cursor, Expression, Link, cursor_at_end
+from graphpatch_notebook.notebook.completion.segments import MOST_OFFERS, Offer, Offers, next_segments
+from graphpatch_notebook.notebook.display.labels import visible
+from graphpatch_notebook.notebook.magics.typed_paths import cut_place
+from graphpatch_notebook.notebook.search.query import KEYS, NODE_KINDS, STATES
+from graphpatch_notebook.notebook.search.search import NodeColumns, index_of
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.selections import NAMED_STEPS
+
+IDENTIFIER = "graphpatch"
+# Before all others: where paths are meant, nothing else is, and the others need not look for it.
+_PRIORITY = 1000
+
+
+class PathCompleter:
+    """Completion in one shell, from `install` to `uninstall`.
+
+    Args:
+        shell: The `InteractiveShell`, or a proxy of it (much of it has no types).
+        active: Gives the graph that commands are about.
+        commands: What the commands take.
+        taken: Gives the names that are not offered for the variable of a probe; all that there are, if left out.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        active: Callable[[], ActiveGraph | None],
+        commands: Mapping[str, Arguments] = COMMANDS,
+        taken: Callable[[], Container[str]] | None = None,
+    ) -> None:
+        self._shell = shell
+        self._taken = taken or (lambda: self._namespace)
+        self._active = active
+        self._commands = commands
+
+        @context_matcher(identifier=IDENTIFIER, priority=_PRIORITY)  # type: ignore[untyped-decorator,unused-ignore]
+        def matcher(context: CompletionContext) -> dict[str, Any]:
+            return self._matched(context)
+
+        self._matcher = matcher
+
+    def install(self) -> None:
+        """Adds it to the shell's completer; once, however often it is asked to."""
+        if self._matcher not in self._matchers:
+            self._matchers.append(self._matcher)
+
+    def uninstall(self) -> None:
+        """Takes it away again."""
+        self._matchers[:] = [matcher for matcher in self._matchers if matcher is not self._matcher]
+
+    @property
+    def _matchers(self) -> list[Any]:
+        matchers: list[Any] = self._shell.Completer.custom_matchers
+        return matchers
+
+    def _matched(self, context: CompletionContext) -> dict[str, Any]:
+        lines = context.full_text.split("\n")[: context.cursor_line + 1]
+        lines[-1] = lines[-1][: context.cursor_position]
+        try:
+            found = self.offers(lines)
+        except Exception:
+            # A traceback in the middle of what somebody types helps nobody; other completions go on.
+            found = None
+        if found is None or not found.offers:
+            return {"completions": [], "suppress": False}
+        return {
+            "completions": [SimpleCompletion(text=offer.text, type=offer.label[:40]) for offer in found.offers],
+            "matched_fragment": "\n".join(lines)[found.start :],
+            "suppress": True,
+            "ordered": True,
+        }
+
+    def offers(self, lines: Sequence[str]) -> Offers | None:
+        """Returns what may stand at the end of the lines of a cell; `start` counts from the beginning of the cell."""
+        line = lines[-1]
+        argument = argument_at_end(
+            line,
+            is_first=not any(map(str.strip, lines[:-1])),
+            may_lack_mark=bool(self._shell.automagic) and "graphpatch" not in self._namespace,
+            commands=self._commands,
+        )
+        if argument is None:
+            text = "\n".join(lines)
+            cursor = cursor_at_end(text)
+            return None if cursor is None else _python_offers(cursor, self._namespace)
+        found = self._argument_offers(argument)
+        before = sum(len(above) + 1 for above in lines[:-1])
+        return None if found is None else Offers(before + argument.start + found.start, found.offers)
+
+    @property
+    def _namespace(self) -> dict[str, Any]:
+        namespace: dict[str, Any] = self._shell.user_ns
+        return namespace
+
+    # --- arguments of the magic -------------------------------------------------------------------------------------
+
+    def _argument_offers(self, argument: Argument) -> Offers | None:
+        typed = argument.typed
+        match argument.kind:
+            case "node" | "place" | "name" | "chosen":
+                return self._offers_in_graph(argument, self._active())
+            case "slice":
+                # A slice is complete, and a space follows: to offer nothing would leave the word to IPython.
+                return Offers(0, [Offer(f"{typed} ", "slice")])
+            case "command":
+                return _beginning(typed, (Offer(name, "command") for name in self._commands))
+            case "option":
+                return _beginning(typed, (Offer(name, "option") for name in argument.options))
+            case "graph":
+                return _beginning(typed, self._variables(lambda value: is_a(value, PatchableGraph)))
+            case "model":
+                is_model = lambda value: is_a(value, Module) and not is_a(value, PatchableGraph)  # noqa: E731
+                return self._values(typed, is_model)
+            case "value":
+                return self._values(typed, lambda value: is_a(value, (Tensor, int, float, complex)))
+            case "query":
+                return self._query_offers(typed)
+            case "steps":
+                return _beginning(typed, (Offer(name, "steps") for name in NAMED_STEPS))
+            case "file":
+                return _file_offers(typed)
+            case _:
+                return None
+
+    def _offers_in_graph(self, argument: Argument, active: ActiveGraph | None) -> Offers | None:
+        if active is None:
+            return None
+        if argument.kind == "name":
+            return self._name_offers(argument, active)
+        if argument.kind == "chosen":
+            return _beginning(argument.typed, _chosen_offers(argument.typed, active))
+        root = Place.of_root(active.graph.nodes.root)
+        return _path_offers(root, argument.typed, patchable=argument.kind == "node")
+
+    def _name_offers(self, argument: Argument, active: ActiveGraph) -> Offers | None:
+        try:
+            place = cut_place(argument.path, active.graph._root_frame)
+            name = active.session.free_name(place.path, self._taken())
+        except (SessionError, ValueError):
+            return None
+        return _beginning(argument.typed, [Offer(name, "variable")])
+
+    def _variables(self, is_meant: Callable[[Any], bool]) -> Iterator[Offer]:
+        hidden = self._shell.user_ns_hidden
+        for name, value in list(self._namespace.items()):
+            is_hidden = name.startswith("_") or (name in hidden and hidden[name] is value)
+            if not is_hidden and name.isidentifier() and is_meant(value):
+                yield Offer(name, visible(type(value).__name__))
+
+    def _values(self, typed: str, is_likely: Callable[[Any], bool]) -> Offers:
+        """Returns the variables that a Python expression may use: those first that are likely meant."""
+        likely = list(self._variables(is_likely))
+        others = self._variables(lambda value: not is_likely(value) and not isinstance(value, types.ModuleType))
+        return _beginning(typed, [*likely, *others])
+
+    def _query_offers(self, typed: str) -> Offers | None:
+        key, colon, value = typed.partition(":")
+        active = self._active()
+        columns = index_of(active.graph).without_plumbing if active is not None else None
+        if not colon:
+            keys = [Offer(f"{name}:", "search") for name in KEYS if name != "kind"]
+            words = columns.words_from(typed) if typed and columns is not None else ()
+            return _beginning(typed, [*keys, *(Offer(word, "name") for word in words)])
+        # Nothing but these can stand here: what IPython would offer instead takes it seconds to find.
+        values = _search_values(key.lower(), columns)
+        found = _beginning(value, (Offer(name, key) for name in values))
+        return Offers(len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
+
+
+def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
+    patches = active.session.chosen.patches
+    if not typed or typed.startswith("#"):
+        yield from (Offer(f"#{patch.number}", visible(str(patch))) for patch in patches)
+    if not typed.startswith("#"):
+        yield from (Offer(path, "chosen") for path in dict.fromkeys(patch.path for patch in patches))
+
+
+def _path_offers(root: Place, typed: str, *, patchable: bool) -> Offers | None:
+    """Returns what a path may become; behind a quote that begins it a name that needs it, or a whole path in quotes."""
+    found = next_segments(root, typed, patchable=patchable)
+    if not typed.startswith('"') or typed.count('"') > 1:
+        return found
+    named = [offer for offer in found.offers if not offer.text.strip('".|').isidentifier()] if found else []
+    if found is not None and named:
+        return Offers(found.start, named)
+    inside = next_segments(root, typed[1:], patchable=patchable)
+    return None if inside is None else Offers(inside.start + 1, inside.offers)
+
+
+def _search_values(key: str, columns: NodeColumns | None) -> Sequence[str]:
+    if key in ("is", "kind"):
+        return STATES if key == "is" else NODE_KINDS
+    if columns is None:
+        return ()
+    found = {"op": lambda: columns.ops, "dtype": lambda: columns.dtypes, "module": lambda: columns.module_classes}
+    return sorted(set(found[key]()) - {""}) if key in found else ()
+
+
+def _beginning(typed: str, offers: Iterable[Offer]) -> Offers:
+    return Offers(0, list(islice((offer for offer in offers if offer.text.startswith(typed)), MOST_OFFERS)))
+
+
+def _file_offers(typed: str) -> Offers | None:
+    """Returns the files and folders that a name may become. Names with spaces or quotes in them are left to IPython."""
+    start = typed.rfind("/") + 1
+    prefix = typed[start:]
+    try:
+        inside = sorted(Path(typed[:start] or ".").expanduser().iterdir(), key=lambda file: file.name)
+    except (OSError, RuntimeError):  # no such folder; no such user
+        return None
+    offers = []
+    for file in inside:
+        is_meant = file.name.startswith(prefix) and file.name.startswith(".") == prefix.startswith(".")
+        if is_meant and file.name.isprintable() and not set(file.name) & set(" \"'\\#"):
+            is_folder = file.is_dir()
+            offers.append(Offer(f"{file.name}/" if is_folder else file.name, "folder" if is_folder else "file"))
+    return Offers(start, offers[:MOST_OFFERS])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Python text
+
+
+# By which attribute of a `PatchableGraph` one comes to keys, items and attributes that are paths.
+_WAYS = {"key": ("patch",), "item": ("graph", "nodes"), "attribute": ("graph",)}
+
+
+def _python_offers(cursor: Cursor, namespace: Mapping[str, Any]) -> Offers | None:
+    found = _place(cursor.of, namespace)
+    if found is None:
+        return None
+    place, way = found
+    if way not in _WAYS[cursor.role]:
+        return None
+    offers = next_segments(place, cursor.typed, patchable=way != "graph")
+    if offers is None:
+        return None
+    texts = [Offer(cursor.escaped(offer.text), offer.label) for offer in offers.offers]
+    if cursor.role == "attribute":
+        texts = [offer for offer in texts if offer.text.isidentifier()]
+        texts += [Offer(name, "NodePath") for name in ("_code", "_shape") if name.startswith(cursor.typed)]
+    return Offers(cursor.offsets[offers.start], texts)
+
+
+def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Place, str] | None:
+    """Returns the place that an expression leads to, and by which attribute of the graph: graph, nodes or patch."""
+    value: Any = namespace.get(expression.variable)
+    links = list(expression.links)
+    while links and not is_a(value, (PatchableGraph, NodePath)):
+        value = _value_at(value, links.pop(0))
+    if is_a(value, NodePath):
+        return _below(place_of(value), links)
+    if not is_a(value, PatchableGraph) or not links or links[0][0] != "attribute":
+        return None
+    way = links.pop(0)[1]
+    root = Place.of_root(value.nodes.root)
+    if way == "graph":
+        return _below(root, links)
+    return (root, way) if way in ("nodes", "patch") and not links else None
+
+
+def _below(place: Place, links: Sequence[Link]) -> tuple[Place, str] | None:
+    for kind, name in links:
+        if kind == "attribute" and name == "_shape" and place.child(name) is None:
+            continue  # shapes have the children of what they are the shapes of
+        child = place.child(name) if kind == "attribute" else place.at(name)
+        if child is None:
+            return None
+        place = child
+    return place, "graph"
+
+
+def _value_at(value: Any, link: Link) -> Any:
+    """Returns what an object has there, as far as no code of its class runs."""
+    kind, name = link
+    if kind == "item":
+        return value.get(name) if type(value) is dict else None
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return attributes.get(name) if type(attributes) is dict else None

@@ -1,0 +1,141 @@
+"""A widget of the bundled front end as it is displayed in a notebook, and beside it HTML that lives without a kernel.
+
+The HTML is displayed under an id of its own, and again whenever it has changed: after a request of the front end at
+once, else when the cell that changed it has ended.
+"""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import anywidget
+import traitlets
+from IPython.core.getipython import get_ipython
+from IPython.display import display, update_display
+
+from graphpatch_notebook.notebook.display import front_end
+
+# They have no types.
+_display: Callable[..., Any] = display
+_update_display: Callable[..., Any] = update_display
+
+
+def has_front_end() -> bool:
+    """Whether what is displayed now goes to a front end, which may show more than text."""
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def is_terminal() -> bool:
+    """Whether what is displayed now is text in a terminal."""
+    return get_ipython() is not None and not has_front_end()
+
+
+class DisplayedWidget(anywidget.AnyWidget):
+    """A widget of the front end. Its subclasses say what it shows, and what stands in their place elsewhere.
+
+    Args:
+        html: A method that returns what is displayed beside it, and lives without a kernel; it has the widget's model
+            id in its classes, by which the live widget hides it. `None` where there is nothing any more.
+        model_id: The id.
+        **traits: As `Widget` takes them.
+    """
+
+    _esm, _css = front_end.for_anywidget()
+
+    front_end = traitlets.Bytes(front_end.packed(), read_only=True).tag(sync=True, echo_update=False)
+
+    def __init__(self, html: Callable[[], str | None], model_id: str, **traits: Any) -> None:
+        self._display = HtmlDisplay(html)
+        super().__init__(model_id=model_id, **traits)
+
+    def close(self) -> None:
+        """Takes the widget out of the notebook; what was shown without a kernel stays."""
+        if "_display" in self.__dict__:  # else it never came to be
+            self._display.stop()
+        super().close()
+
+    def put_right(self, names: Iterable[str]) -> None:
+        """Sends what holds of traits that the front end has set as it must not."""
+        for name in names:
+            if name in self.keys:
+                self.send_state(name)
+
+    def _ipython_display_(self, **_: Any) -> None:
+        if self.comm is None or not has_front_end():
+            raise NotImplementedError  # what else there is shows it
+        bundle: Any = super()._repr_mimebundle_()
+        self._display.show(*bundle)
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        # In a terminal texts have colours, which a bundle would not have.
+        return None if is_terminal() else super()._repr_mimebundle_(**options)
+
+
+class HtmlDisplay:
+    """What is displayed beside one widget, wherever that is displayed.
+
+    Args:
+        html: Returns it; `None` where there is none any more. Asked as long as its object lives.
+    """
+
+    def __init__(self, html: Callable[[], str | None]) -> None:
+        self._html = weakref.WeakMethod(html)
+        self._id: str | None = None
+        self._shown: str | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def show(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Displays the widget, and the HTML."""
+        _display(bundle, metadata=metadata, raw=True)
+        html = self._current()
+        if html is None:
+            return
+        if self._id is None:
+            self._id = uuid.uuid4().hex
+            self._stop_listening = _after_cells(weakref.WeakMethod(self.renew))
+        self._shown = html
+        _display({"text/html": html}, raw=True, display_id=self._id)
+
+    def renew(self) -> None:
+        """Displays the HTML again, wherever it is displayed, if it has changed."""
+        if self._id is None:
+            return
+        html = self._current()
+        if html is not None and html != self._shown:
+            self._shown = html
+            _update_display({"text/html": html}, raw=True, display_id=self._id)
+
+    def stop(self) -> None:
+        """Leaves what is displayed as it is."""
+        self._stop_listening()
+        self._id = None
+
+    def _current(self) -> str | None:
+        html = self._html()
+        return html() if html is not None else None
+
+
+def _after_cells(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """Has a method called after each cell, as long as its object lives; returns what stops that."""
+    events = getattr(get_ipython(), "events", None)
+    if events is None:
+        return lambda: None
+
+    def renew() -> None:
+        function = method()
+        if function is not None:
+            function()
+        else:
+            stop()
+
+    def stop() -> None:
+        try:
+            events.unregister("post_execute", renew)
+        except ValueError:  # it was stopped before
+            return
+
+    events.register("post_execute", renew)
+    return stop

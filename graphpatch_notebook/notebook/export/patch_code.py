@@ -1,0 +1,209 @@
+"""Chosen patches as Python source that uses graphpatch. Pure text: nothing is evaluated, nothing runs.
+
+ChosenPatches, Origin, records of the capture
+  -> "with pg.patch({...}): output = pg(ids)"          (`export`)
+  -> the same by plain forward hooks of torch          (`codegen_hooks`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import ExportError
+from graphpatch_notebook.notebook.export.hook_code import HooksExport
+from graphpatch_notebook.notebook.export.source_code import WIDTH, SourceCode, block, bracketed, text_literal
+from graphpatch_notebook.notebook.export.source_parts import (
+    by_path,
+    call_arguments,
+    is_name,
+    left_out,
+    looked_up,
+    name_of_model,
+    result_lines,
+    unknown_inputs,
+)
+from graphpatch_notebook.notebook.session.chosen_patch import FLAGS, OBSERVING, ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.session.code_names import (
+    Names,
+    Needs,
+    as_source,
+    in_order,
+    needs,
+    parse_arguments,
+    user_names,
+)
+from graphpatch_notebook.notebook.session.expressions import without_syntax_warnings
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.slices import parse_slice
+from graphpatch_notebook.patches.selections import NAMED_STEPS
+
+_CLASSES = {
+    "zero": "ZeroPatch",
+    "add": "AddPatch",
+    "replace": "ReplacePatch",
+    "probe": "ProbePatch",
+    "record": "RecordPatch",
+    "custom": "CustomPatch",
+}
+
+
+Form: TypeAlias = Literal["graphpatch", "hooks"]
+
+
+def export(
+    session: Session,
+    form: Form = "graphpatch",
+    *,
+    wrap: bool = False,
+    chosen: ChosenPatches | None = None,
+    origin: Origin | None = None,
+) -> SourceCode:
+    """Returns the enabled patches of a session as Python; runs and evaluates nothing.
+
+    Args:
+        session: The session.
+        form: With `graphpatch`, or as a script on plain forward hooks.
+        wrap: Make the `PatchableGraph` in the code, too (for a file that is to be run by itself); of `model`, where it
+            is not known what it was made of.
+        chosen: The patches; those of the session now, if left out.
+        origin: How graph, model and inputs are written; as the session knows it, if left out.
+
+    Raises:
+        ExportError: No patch is enabled; or hooks cannot do what some of them do (one message names them all).
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+        >>> session = Session(pg, Origin("pg", "model", "torch.ones(1, 2)"))
+        >>> _ = session.add(ChosenPatch("linear", "zero", slice=":, -1"))
+        >>> export(session)
+        # Needs: pg
+        import torch
+        from graphpatch import ZeroPatch
+        <BLANKLINE>
+        with pg.patch({"linear": ZeroPatch(slice=(slice(None), -1))}):
+            output = pg(torch.ones(1, 2))
+    """
+    patches = session.chosen if chosen is None else chosen
+    off = len(patches.patches) - len(patches.enabled)
+    if not patches.enabled:
+        there = f"; all {off} are switched off: switch one on" if off else ": choose one"
+        raise ExportError(f"there is no patch to export{there} first")
+    root = session.graph._root_frame
+    origin = session.origin if origin is None else origin
+    with without_syntax_warnings():
+        if form == "hooks":
+            return HooksExport(patches.enabled, origin, root).source(off)
+        return _Export(patches.enabled, origin, root, wrap).source(off)
+
+
+class _Export:
+    """One export in the graphpatch form.
+
+    Run in a fresh interpreter that has the names which its first line lists, the code gives the numbers of
+    `with pg.patch(session.resolve(...).patch_map)`, bit for bit.
+    """
+
+    def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame, wrap: bool) -> None:
+        self.patches = patches
+        self.origin = origin
+        self.wrap = wrap
+        self.arguments = call_arguments(origin, root, {str(p.name) for p in patches})
+        # That which makes the graph, and may have options.
+        self.first_call = self.arguments
+        if wrap and origin.arguments is not None:
+            self.first_call = parse_arguments(origin.arguments, with_options=True)
+        self.names = Names({*user_names(patches, origin), *in_order(self.arguments.expression), "torch"})
+        self.model = name_of_model(patches, origin, self.names)
+        used = {_CLASSES[patch.kind] for patch in patches} | ({"PatchableGraph"} if wrap else set())
+        self.classes = {name: self.names.free(name) for name in sorted(used)}
+        self.result = self.names.free("output", "result")
+        self.observers = {p.number: self.names.free(f"{p.name}_{p.kind}") for p in patches if p.kind in OBSERVING}
+        self.lookups = looked_up(patches, self.first_call, self.names, in_hooks=False)
+
+    def source(self, off: int) -> SourceCode:
+        """Returns all of the code; `off` patches are not in it."""
+        needed = self.needed()
+        kept = {
+            p.number: f"{self.observers[p.number]}.activation" + "s" * (p.kind == "record")
+            for p in self.patches
+            if p.number in self.observers
+        }
+        blocks = [
+            [*needed.comment(), *left_out(off), *self.imports(needed)],
+            [*self.preparations(), self.context()],
+            result_lines(self.patches, kept, self.lookups.slices),
+        ]
+        return SourceCode("\n\n".join("\n".join(statements) for statements in blocks if statements) + "\n")
+
+    def needed(self) -> Needs:
+        """Returns what the code needs."""
+        first = [self.origin.graph] if not self.wrap else [self.model] if is_name(self.model) else []
+        wrapped = [self.model] if self.wrap and not first else []
+        arguments = self.first_call.expression
+        found = needs(self.patches, first, [*wrapped, arguments])
+        if self.wrap and self.origin.graph not in {*in_order(self.model), *in_order(arguments)}:
+            return replace(found, names=tuple(name for name in found.names if name != self.origin.graph))
+        return found
+
+    def imports(self, needed: Needs) -> list[str]:
+        """Returns the import statements."""
+        items = [name if name == own else f"{name} as {own}" for name, own in self.classes.items()]
+        flat = f"from graphpatch import {', '.join(items)}"
+        names = flat if len(flat) <= WIDTH else bracketed("from graphpatch import (", items, ")", 0)
+        return [*["import torch"] * needed.imports_torch, names]
+
+    def preparations(self) -> list[str]:
+        """Returns what comes before the patch context: the graph, values and probes."""
+        found: list[str] = []
+        if self.wrap:
+            items = [as_source(self.model, "the model"), *self.first_call.sources]
+            found += unknown_inputs(self.origin)
+            found.append(bracketed(f"{self.origin.graph} = {self.classes['PatchableGraph']}(", items, ")"))
+        found += self.lookups.lines
+        for patch in self.patches:
+            if patch.number in self.observers:
+                found.append(self._construction(patch, f"{self.observers[patch.number]} = "))
+        return found
+
+    def context(self) -> str:
+        """Returns the `with` statement with the call in it."""
+        entries = [self._entry(path, patches) for path, patches in by_path(self.patches).items()]
+        call = bracketed(f"{self.result} = {self.origin.graph}(", self.arguments.sources, ")", WIDTH - 4)
+        head = bracketed(f"with {self.origin.graph}.patch({{", entries, "}):")
+        return block(head, [*unknown_inputs(self.origin), call])
+
+    def _entry(self, path: str, patches: Sequence[ChosenPatch]) -> str:
+        start = f"{text_literal(path)}: "
+        if len(patches) == 1:
+            return self._item(patches[0], start)
+        return bracketed(f"{start}[", [self._item(patch) for patch in patches], "]", WIDTH - 5)
+
+    def _item(self, patch: ChosenPatch, start: str = "") -> str:
+        observer = self.observers.get(patch.number)
+        return start + observer if observer else self._construction(patch, start)
+
+    def _construction(self, patch: ChosenPatch, start: str) -> str:
+        """Returns the source of the patch, with `start` before it."""
+        items: list[str] = []
+        if patch.value is not None:
+            field = "custom_op" if patch.kind == "custom" else "value"
+            items.append(f"{field}={self.lookups.values[patch.number]}")
+        if patch.index is not None and patch.kind not in OBSERVING:
+            items.append(f"slice={self.lookups.slices[patch.number]}")
+        items += [f"{what}={_numbers(text)}" for what in ("steps", "positions") if (text := getattr(patch, what))]
+        items += [] if patch.position_dim is None else [f"position_dim={patch.position_dim}"]
+        items += [f"{flag}=True" for flag in FLAGS if getattr(patch, flag)]
+        return bracketed(f"{start}{self.classes[_CLASSES[patch.kind]]}(", items, ")", WIDTH - 5)
+
+
+def _numbers(text: str) -> str:
+    if text in NAMED_STEPS:
+        return text_literal(text)
+    typed = parse_slice(text)
+    return f"[{typed}]" if len(typed.parts) > 1 else typed.source()

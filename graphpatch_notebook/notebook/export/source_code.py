@@ -1,0 +1,123 @@
+"""Python source: how its statements are written, and how it shows itself (coloured where that can be seen)."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphpatch_notebook.inspection.tree_texts import css_colour, is_colour_terminal
+
+WIDTH = 88
+_INDENT = "    "
+_COLOURS = {
+    "Token.Comment": "#808080",
+    "Token.Keyword": "#2c7fb8",
+    "Token.Operator.Word": "#2c7fb8",
+    "Token.Name.Builtin": "#2c7fb8",
+    "Token.Name.Namespace": "#a05aa8",
+    "Token.Name.Function": "#a05aa8",
+    "Token.Literal.String": "#3a8a4d",
+    "Token.Literal.Number": "#a06a1c",
+}
+
+
+class SourceCode(str):
+    r"""Python source: a `str`, so that `exec`, `print` and files take it; its repr is the code itself.
+
+    Example:
+        >>> SourceCode("x = 1\n")
+        x = 1
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return self.rstrip("\n")
+
+    def save(self, file: str | os.PathLike[str]) -> Path:
+        """Writes the code to a file, in UTF-8; returns the file."""
+        target = Path(file)
+        target.write_text(self, encoding="utf8", newline="\n")
+        return target
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Coloured in IPython's terminal, plain where its output is no terminal or no colours are wanted."""
+        text = repr(self)
+        printer.text(_coloured(text) if is_colour_terminal() else text)
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
+
+    def __rich__(self) -> Any:
+        from rich.syntax import Syntax
+
+        return Syntax(repr(self), "python", theme="ansi_dark", background_color="default")
+
+
+def _coloured(text: str) -> str:
+    from pygments import highlight
+    from pygments.formatters import TerminalFormatter
+    from pygments.lexers import PythonLexer
+
+    return str(highlight(text, PythonLexer(stripnl=False, ensurenl=False), TerminalFormatter()))
+
+
+def as_html(text: str) -> str:
+    """Returns Python source as HTML that needs no style sheet; all of it is escaped."""
+    from pygments.lexers import PythonLexer
+
+    tokens = PythonLexer(stripnl=False, ensurenl=False).get_tokens(text)
+    body = "".join(_span(value, str(kind)) for kind, value in tokens)
+    return f'<pre style="line-height:1.4;white-space:pre;overflow-x:auto">{body}</pre>'
+
+
+def _span(text: str, kind: str) -> str:
+    escaped = html.escape(text)
+    colour = next((colour for start, colour in _COLOURS.items() if kind.startswith(start)), None)
+    return f'<span style="{css_colour(colour)}">{escaped}</span>' if colour and text.strip() else escaped
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Statements, as texts without a line break at their end
+
+
+def bracketed(opening: str, items: Sequence[str], closing: str, width: int = WIDTH) -> str:
+    """Returns items between brackets: on one line where that fits, else one item a line.
+
+    Example:
+        >>> print(bracketed("f(", ["one", "two"], ")", width=8))
+        f(
+            one,
+            two,
+        )
+    """
+    flat = f"{opening}{', '.join(items)}{closing}"
+    if not items or (len(flat) <= width and "\n" not in flat):
+        return flat
+    return "\n".join([opening, *(indented(f"{item},") for item in items), closing])
+
+
+def block(head: str, body: Iterable[str]) -> str:
+    """Returns a compound statement with its body."""
+    return "\n".join([head, *map(indented, body)])
+
+
+def indented(statement: str) -> str:
+    """Returns a statement one step further to the right."""
+    # Not by `textwrap`, for which a text breaks at characters where Python goes on.
+    return _INDENT + statement.replace("\n", f"\n{_INDENT}")
+
+
+def text_literal(text: str) -> str:
+    """Returns a string literal for `text`: in double quotes, unless single ones save backslashes.
+
+    Example:
+        >>> print(text_literal("it's"), text_literal('output|"a.b"'))
+        "it's" 'output|"a.b"'
+    """
+    body = "".join(letter if letter in "'\"" else repr(letter)[1:-1] for letter in text)
+    quote = "'" if text.count('"') > text.count("'") else '"'
+    return quote + body.replace(quote, "\\" + quote) + quote

@@ -1,0 +1,1 @@
+"""The commands of `%graphpatch` and the cell magic `%%graphpatch`."""

@@ -1,0 +1,302 @@
+"""The commands that change the choice. Each prints one line that says what it did."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.errors import ChosenPatchError, SessionError
+from graphpatch_notebook.notebook.magics.command_line import Place, arguments, split_options, without_comment
+from graphpatch_notebook.notebook.magics.typed_paths import advice, cut_place, unquoted
+from graphpatch_notebook.notebook.session.chosen_patch import (
+    FLAGS,
+    OBSERVING,
+    WITH_VALUE,
+    ChosenPatch,
+    ChosenPatches,
+    Kind,
+    names_used,
+)
+from graphpatch_notebook.notebook.session.graph_transfer import counted
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.paths import nearest, parse_path
+
+OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
+
+
+def choose(workspace: Workspace, kind: Kind, text: str) -> None:
+    """Chooses one more patch; none, if the same one is chosen already: a cell may be run again.
+
+    Raises:
+        SessionError: It cannot be applied there, or is not written like that.
+    """
+    session = workspace.current().session
+    root = session.graph._root_frame
+    place, options, value = _taken_apart(text, root)
+    if not place.path:
+        raise SessionError(f"{kind} needs the path of a node: %graphpatch {kind} PATH[slice] ...")
+    fields: dict[str, Any] = {"slice": place.slice, **_restrictions(options)}
+    # The path first: a mistake in it would make nonsense of what is said about the rest.
+    path = _path(session, place, kind, root)
+    variable = _variable(value) if kind in OBSERVING else None
+    if kind in OBSERVING:
+        fields["name"] = variable or session.free_name(path, workspace.results.names_of_others())
+    elif kind in WITH_VALUE:
+        fields["value"] = value or None
+    elif value:
+        hint = "; a slice stands directly behind the path" if value.startswith("[") else ""
+        raise SessionError(f"{kind} takes no value, but {value!r} was given{hint}")
+    wanted = ChosenPatch(path, kind, **fields)
+    if (same := _same(session.chosen, wanted, any_name=variable is None)) is not None:
+        how = "" if same.is_enabled else f", but disabled: %graphpatch enable #{same.number}"
+        print(f"#{same.number} {described(same)} is chosen already{how}")
+        return
+    check = session.check(wanted)
+    added = session.add(wanted)
+    print(f"#{added.number} {described(added)}{_shape_note(check.sliced, added)}{_name_note(workspace, added)}")
+    if check.warning:
+        print(f"warning: {check.warning}")
+    names = sorted(names_used([added]))
+    unknown = [name for name in names if name not in workspace.namespace and not hasattr(builtins, name)]
+    if unknown:
+        print(f"note: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
+
+
+def _path(session: Session, place: Place, kind: Kind, root: Frame) -> str:
+    """Returns the path in its usual spelling."""
+    try:
+        return session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
+    except ChosenPatchError as problem:
+        raise ChosenPatchError(problem.field, advice(str(problem), place, kind, root)) from None
+
+
+def _same(chosen: ChosenPatches, wanted: ChosenPatch, *, any_name: bool) -> ChosenPatch | None:
+    """Returns the chosen patch that does what `wanted` would do; with `any_name`, whatever its variable is called."""
+    for patch in chosen.patches:
+        if patch.kind == wanted.kind:
+            name = wanted.name if any_name else patch.name
+            if replace(patch, number=0, is_enabled=True, name=name) == wanted:
+                return patch
+    return None
+
+
+def _taken_apart(text: str, root: Frame) -> tuple[Place, dict[str, str], str]:
+    """Returns place, options, and the value as it was written."""
+    found, text = leading_options(text)
+    place = cut_place(text, root)
+    more, value = split_options(without_comment(place.rest), OPTIONS)
+    if twice := found.keys() & more.keys():
+        raise SessionError(f"the option {min(twice)} is given twice")
+    return place, {**found, **more}, value
+
+
+def leading_options(text: str) -> tuple[dict[str, str], str]:
+    """Returns the options in front of a path, and the text behind them.
+
+    Raises:
+        SessionError: There is no such option, or it lacks its argument.
+    """
+    found: dict[str, str] = {}
+    while text.lstrip().startswith("--"):
+        leading, text = _leading_option(text.strip())
+        found |= leading
+    return found, text.lstrip()
+
+
+def _leading_option(text: str) -> tuple[dict[str, str], str]:
+    """Returns the option at the front, and what follows it, untouched: a path is not split like a value."""
+    name, _, rest = text.partition(" ")
+    if "=" in name or OPTIONS.get(name) is False:
+        return split_options(name, OPTIONS)[0], rest.lstrip()
+    if name not in OPTIONS:
+        split_options(name, OPTIONS)  # says what is wrong
+    rest = rest.lstrip()
+    end = rest.find('"', 1) + 1 if rest.startswith('"') else len(rest.partition(" ")[0])
+    return split_options(f"{name} {rest[:end]}", OPTIONS)[0], rest[end:].lstrip()
+
+
+def _restrictions(options: dict[str, str]) -> dict[str, Any]:
+    dim = options.get("--position-dim")
+    try:
+        position_dim = None if dim is None else int(dim)
+    except ValueError:
+        raise SessionError(f"--position-dim takes a whole number, not {dim!r}") from None
+    return {
+        "steps": options.get("--steps"),
+        "positions": options.get("--positions"),
+        "position_dim": position_dim,
+        **{flag: f"--{flag.replace('_', '-')}" in options for flag in FLAGS},
+    }
+
+
+def _variable(text: str) -> str | None:
+    named = text.split()
+    if len(named) == 2 and named[0] == "as":
+        named = named[1:]
+    if len(named) > 1 or named == ["as"]:
+        raise SessionError(f"{text!r} is no name of a variable; write PATH[slice] NAME")
+    return named[0] if named else None
+
+
+def described(patch: ChosenPatch) -> str:
+    """Returns a patch as it may be typed, without its number."""
+    if patch.name is None:
+        return str(patch)
+    brackets = "" if patch.slice is None else f"[{patch.slice}]"
+    return " ".join([patch.kind, f"{patch.path}{brackets}", "as", patch.name, *patch.options()])
+
+
+def _shape_note(sliced: tuple[int, ...] | None, patch: ChosenPatch) -> str:
+    if sliced is None:
+        return ""
+    return f" -> {'list of ' if patch.kind == 'record' else ''}{sliced}"
+
+
+def _name_note(workspace: Workspace, patch: ChosenPatch) -> str:
+    if patch.name is None or patch.name not in workspace.namespace or workspace.results.is_own(patch.name):
+        return ""
+    return f"; the variable {patch.name} holds something, which the next run overwrites"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which ones
+
+
+def numbers_of(chosen: ChosenPatches, specs: list[str]) -> list[int]:
+    """Returns the numbers of the patches that are meant by `#n`, a path, a path with its slice, or a glob over paths.
+
+    Raises:
+        SessionError: Nothing is meant by one of them.
+    """
+    found = {number for spec in specs for number in _numbers_of(chosen, spec)}
+    return [patch.number for patch in chosen.patches if patch.number in found]
+
+
+def _numbers_of(chosen: ChosenPatches, spec: str) -> list[int]:
+    numbers = [part.removeprefix("#") for part in spec.split(",")]
+    if all(number.isdecimal() for number in numbers):
+        return [chosen.find(int(number)).number for number in numbers]
+    try:
+        here = _at_place(chosen, spec)
+    except SessionError:
+        if "*" not in spec and "?" not in spec and "[" not in spec:
+            raise
+        here = []
+    bare = spec[1:-1] if len(spec) > 1 and spec[0] == spec[-1] and spec[0] in "\"'" else spec
+    here = here or [patch for patch in chosen.patches if fnmatchcase(patch.path, bare)]
+    if here:
+        return [patch.number for patch in here]
+    if bare != spec:
+        return _numbers_of(chosen, bare)
+    paths = list(dict.fromkeys(patch.path for patch in chosen.patches))
+    hint = f"nearest: {', '.join(map(repr, nearest(spec.partition('[')[0], paths)))}" if paths else "none is chosen"
+    raise SessionError(f"no chosen patch at {spec!r}; {hint}")
+
+
+def _at_place(chosen: ChosenPatches, spec: str) -> list[ChosenPatch]:
+    place = Place.cut(spec)
+    path = _usual(place.path)
+    if not any(patch.path == path for patch in chosen.patches):
+        path = _usual(unquoted(place.path, ()))
+    here = [patch for patch in chosen.patches if patch.path == path]
+    if place.slice is None:
+        return here
+    wanted = ChosenPatch(path, "zero", slice=place.slice).slice
+    return [patch for patch in here if patch.slice == wanted]
+
+
+def _usual(path: str) -> str:
+    try:
+        return str(parse_path(path))
+    except ValueError:
+        return path
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Edits of what is chosen
+
+
+def remove(workspace: Workspace, text: str) -> None:
+    """Removes patches."""
+    session = workspace.current().session
+    for patch in session.remove(numbers_of(session.chosen, _specs(text, "rm"))):
+        print(f"removed #{patch.number} {described(patch)}")
+
+
+def enable(workspace: Workspace, text: str) -> None:
+    """Switches patches on."""
+    _switch(workspace, text, True)
+
+
+def disable(workspace: Workspace, text: str) -> None:
+    """Switches patches off."""
+    _switch(workspace, text, False)
+
+
+def _switch(workspace: Workspace, text: str, is_enabled: bool) -> None:
+    word = "enable" if is_enabled else "disable"
+    session = workspace.current().session
+    for number in numbers_of(session.chosen, _specs(text, word)):
+        patch = session.change(number, is_enabled=is_enabled)
+        print(f"{word}d #{number} {described(patch)}")
+
+
+def _specs(text: str, command: str) -> list[str]:
+    specs = arguments(text)
+    if not specs:
+        raise SessionError(f"{command} needs to know which: %graphpatch {command} #1, or a path")
+    return specs
+
+
+def clear(workspace: Workspace, text: str) -> None:
+    """Removes all."""
+    refuse_arguments(text, "clear", "to remove some, use rm")
+    removed = workspace.current().session.clear()
+    them = "it" if len(removed) == 1 else "them"
+    print(f"removed {counted(len(removed))}; undo brings {them} back" if removed else "there was nothing to remove")
+
+
+def undo(workspace: Workspace, text: str) -> None:
+    """Takes the last edit back."""
+    refuse_arguments(text, "undo")
+    session = workspace.current().session
+    before = session.chosen
+    print(_difference(before, session) if session.undo() else "there is nothing to undo")
+
+
+def redo(workspace: Workspace, text: str) -> None:
+    """Does again what was taken back."""
+    refuse_arguments(text, "redo")
+    session = workspace.current().session
+    before = session.chosen
+    print(_difference(before, session) if session.redo() else "there is nothing to redo")
+
+
+def refuse_arguments(text: str, command: str, hint: str = "") -> None:
+    """Makes sure that nothing follows the name of a command.
+
+    Raises:
+        SessionError: Something does.
+    """
+    if given := arguments(text):
+        behind = f"; {hint}" if hint else ""
+        raise SessionError(f"{command} takes nothing, but {' '.join(given)!r} was given{behind}")
+
+
+def _difference(before: ChosenPatches, session: Session) -> str:
+    after = session.chosen
+    gone = [
+        f"- #{patch.number} {_state(patch)}{described(patch)}" for patch in before.patches if patch not in after.patches
+    ]
+    came = [patch for patch in after.patches if patch not in before.patches]
+    new = [f"+ #{patch.number} {_state(patch)}{described(patch)}" for patch in came]
+    changes = "; ".join([*gone, *new][:4]) + (" ..." if len(gone) + len(new) > 4 else "")
+    return f"{changes or 'another order'} ({counted(len(after.patches))} chosen now)"
+
+
+def _state(patch: ChosenPatch) -> str:
+    return "" if patch.is_enabled else "(off) "

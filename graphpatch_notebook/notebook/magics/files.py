@@ -1,0 +1,129 @@
+"""The commands that leave with something: Python code, or a file with the chosen patches."""
+
+from __future__ import annotations
+
+import keyword
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.display.labels import visible
+from graphpatch_notebook.notebook.magics.command_line import arguments, split_options, without_comment
+from graphpatch_notebook.notebook.session.graph_transfer import counted
+from graphpatch_notebook.notebook.session.text_file import digest, real_file, replace_text
+from graphpatch_notebook.notebook.session.workspace import Workspace, is_a
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.notebook.export.patch_code import Form
+    from graphpatch_notebook.notebook.export.source_code import SourceCode
+
+_EXPORT_OPTIONS = {"-o": True, "--cell": False, "--hooks": False, "--force": False}
+# The first line of a file with exported code, with a hash of the rest: while that holds, it may be overwritten.
+MARK = "# Written by %graphpatch export, sha256 "
+
+
+def export(workspace: Workspace, text: str) -> SourceCode | None:
+    """Returns the chosen patches as Python; with a target, puts the code there instead.
+
+    Raises:
+        SessionError: The code cannot be made, or would overwrite something.
+    """
+    from graphpatch_notebook.notebook.export import patch_code
+
+    options, rest = split_options(without_comment(text), _EXPORT_OPTIONS)
+    if rest:
+        raise SessionError(f"{rest!r} is too much; write export [-o NAME|FILE] [--cell] [--hooks]")
+    session = workspace.current().session
+    target = options.get("-o")
+    is_variable = target is not None and target.isidentifier()
+    if target is not None and keyword.iskeyword(target):
+        raise SessionError(f"{target!r} cannot be the name of a variable; a file is written ./{target}")
+    form: Form = "hooks" if "--hooks" in options else "graphpatch"
+    # A file is run by itself: there the graph must be made, too.
+    code = patch_code.export(session, form, wrap=target is not None and not is_variable)
+    if target is not None and is_variable:
+        _to_variable(workspace.namespace, target, code, "--force" in options)
+    elif target is not None:
+        _to_file(target, code, "--force" in options)
+    if "--cell" in options:
+        workspace.put_in_new_cell(code.rstrip("\n"))
+        print("the code is in a new cell")
+    return code if target is None and "--cell" not in options else None
+
+
+def _to_variable(namespace: dict[str, Any], name: str, code: SourceCode, is_forced: bool) -> None:
+    from graphpatch_notebook.notebook.export.source_code import SourceCode
+
+    there = namespace.get(name)
+    if name in namespace and not is_a(there, SourceCode) and not is_forced:
+        raise SessionError(
+            f"the variable {name!r} holds an object of {type(there).__name__}, which no export has put there; "
+            "choose another name, or add --force"
+        )
+    namespace[name] = code
+    print(f"the code is in the variable {name}")
+
+
+def _to_file(file: str, code: SourceCode, is_forced: bool) -> None:
+    try:
+        target = real_file(file)
+        if target.exists() and not is_forced:
+            _check_overwritten(target)
+        replace_text(target, f"{MARK}{digest(str(code))}\n{code}")
+    except OSError as error:
+        raise SessionError(f"{file!r} cannot be written: {error.strerror or error}") from None
+    print(f"the code is in {file}")
+
+
+def _check_overwritten(target: Path) -> None:
+    try:
+        first, _, rest = target.read_text("utf8").partition("\n")
+    except UnicodeDecodeError:
+        first = rest = ""
+    if first.startswith(MARK) and first == f"{MARK}{digest(rest)}":
+        return
+    what = (
+        "was changed since %graphpatch export wrote it"
+        if first.startswith(MARK)
+        else "was not written by %graphpatch export"
+    )
+    raise SessionError(f"{str(target)!r} {what}; choose another file, or add --force")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sessions
+
+
+def save(workspace: Workspace, text: str) -> None:
+    """Writes the chosen patches to a file."""
+    from graphpatch_notebook.notebook.session import session_file
+
+    options, rest = split_options(without_comment(text), {"--force": False})
+    name, session = _name(rest, "save"), workspace.current().session
+    session_file.save(session, name, force="--force" in options)
+    print(f"wrote {counted(len(session.chosen.patches))} to {name}")
+
+
+def load(workspace: Workspace, text: str) -> None:
+    """Chooses what a file holds, in place of what is chosen."""
+    from graphpatch_notebook.notebook.session import session_file
+
+    options, rest = split_options(without_comment(text), {"--trust": False})
+    name, session = _name(rest, "load"), workspace.current().session
+    before = len(session.chosen.patches)
+    patches = session_file.load(session, name, is_trusted="--trust" in options)
+    instead = f" in place of {counted(before)}; undo brings those back" if before else ""
+    print(f"read {counted(len(patches))} from {name}{instead}")
+    code = {f"#{one.number} {visible(str(one.value), None)}": one.untrusted for one in patches if one.untrusted}
+    for file in dict.fromkeys(code.values()):
+        print(f"these values are code, which is not run until you trust the file: {'; '.join(code)}")
+        print(f"if it does only what you want: {file.repair}")
+
+
+def _name(text: str, command: str) -> str:
+    names = arguments(text)
+    if len(names) != 1:
+        raise SessionError(f"{command} takes the name of a file; one with spaces stands in quotes")
+    name = names[0]
+    is_quoted = len(name) > 1 and name[0] in "\"'" and name[-1] == name[0]
+    return name[1:-1] if is_quoted else name

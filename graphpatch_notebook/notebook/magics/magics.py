@@ -1,0 +1,126 @@
+"""The magic `%graphpatch`: a line is a command, a cell runs under the chosen patches."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import no_var_expand
+
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.magics import cell as cells
+from graphpatch_notebook.notebook.magics.cell_run import CellRun, one_line
+from graphpatch_notebook.notebook.magics.commands import run
+from graphpatch_notebook.notebook.magics.expansion import expanded
+from graphpatch_notebook.notebook.session.workspace import Workspace
+
+
+class GraphPatchMagic:
+    """The magic of one shell.
+
+    Args:
+        shell: The `InteractiveShell` (much of it has no types). It is not kept alive, if this is a proxy of it.
+        workspace: The variables of the shell.
+    """
+
+    def __init__(self, shell: Any, workspace: Workspace) -> None:
+        self._shell = shell
+        self.workspace = workspace
+
+    @no_var_expand
+    def graphpatch(self, line: str, cell: str | None = None) -> Any:
+        """Choose patches for a PyTorch model by their paths, and run cells under them.
+
+        %graphpatch wrap pg = model(inputs)            capture a model on example inputs
+        %graphpatch find mlp op:mul                    find nodes; also: show, ls, code, shape
+        %graphpatch zero h_0.mlp.output[:, -1]         choose a patch
+        %graphpatch add h_0.output 0.5 * steering      ... with a value: any Python expression
+        %graphpatch probe h_1.output hidden            ... the activation lands in the variable `hidden`
+        %graphpatch                                    what is chosen; also: list, rm, disable, undo, clear
+        %graphpatch export                             the choice as Python code; also: save FILE, load FILE
+
+        %%graphpatch [NAME] [--only PATH|#n ...]       run the cell under the chosen patches
+        pg(inputs)
+
+        %graphpatch help                               all commands; help COMMAND for one
+        """
+        __tracebackhide__ = True
+        try:
+            if cell is not None:
+                return self._run_cell(line, cell)
+            if line.startswith("%%"):
+                return self._run_part_of_cell(line)
+            return run(self.workspace, expanded(line, self._variables))
+        except SessionError as error:
+            raise UsageError(one_line(error)) from None
+
+    def _variables(self) -> dict[str, Any]:
+        """Returns the variables that the user's code sees at this place: of a function, its own, too."""
+        variables: dict[str, Any] = self._shell.user_ns
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals is not variables:
+            frame = frame.f_back
+        return variables if frame is None else {**variables, **frame.f_locals}
+
+    # -- cells ---------------------------------------------------------------------------------------------------------
+
+    def _run_part_of_cell(self, line: str) -> Any:
+        """Runs what `CellTransformer` has put into a cell."""
+        part, _, rest = line.partition(" ")
+        if part == cells.PATCHES:
+            cell = sys._getframe(3)
+            if cell.f_code.co_name != "<module>":
+                raise UsageError("%%graphpatch must be the first line: put the other cell magic below it")
+            return CellRun(self.workspace, rest, cell, self._is_silent()).patches()
+        if part == cells.RESULTS:
+            return CellRun.current().results()
+        if part == cells.DISPLAY:
+            return CellRun.current().display
+        if part == cells.EMPTY:
+            raise UsageError("%%graphpatch is there, but the cell below it is empty")
+        raise UsageError(
+            f"{line.strip()} was reached by a way that does not apply its patches, so nothing of the cell ran; "
+            "make it the first line of a cell, above other cell magics"
+        )
+
+    def _is_silent(self) -> bool:
+        result = getattr(self._shell.displayhook, "exec_result", None)
+        return bool(result is not None and result.info is not None and result.info.silent)
+
+    def _run_cell(self, line: str, cell: str) -> None:
+        """Runs a cell for code that asks for it: `get_ipython().run_cell_magic("graphpatch", line, body)`."""
+        __tracebackhide__ = True
+        shell = self._shell
+        text = f"{cells.MARKER} {line}\n{cell}"
+        marked = cells.mark_cell(text.splitlines(keepends=True))
+        if marked[0].startswith("%%"):
+            raise UsageError("%%graphpatch is there, but the cell below it is empty")
+        source = shell.transform_cell("".join(marked))
+        name = shell.compile.cache(source, shell.execution_count)
+        tree = shell.transform_ast(shell.compile.ast_parse(source, filename=name))
+        is_all = shell.ast_node_interactivity == "all"
+        with shell.compile.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT):
+            code = shell.compile(ast.Interactive(tree.body) if is_all else tree, name, "single" if is_all else "exec")
+        self._execute(code)
+
+    def _execute(self, code: CodeType) -> None:
+        __tracebackhide__ = True
+        is_async = bool(code.co_flags & inspect.CO_COROUTINE)
+        if is_async and _is_in_loop():
+            raise UsageError("a cell that awaits must begin with %%graphpatch itself")
+        done = eval(code, self._shell.user_ns)
+        if is_async:
+            self._shell.loop_runner(done)
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,202 @@
+"""The commands that make a graph, or pick one."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.errors import OptionError, SessionError
+from graphpatch_notebook.notebook.display.progress import capture_progress
+from graphpatch_notebook.notebook.magics.command_line import arguments
+from graphpatch_notebook.notebook.session.chosen_patch import reserved
+from graphpatch_notebook.notebook.session.expressions import undefined
+from graphpatch_notebook.notebook.session.graph_transfer import counted, hand_over
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.session.workspace import Workspace, is_a
+from graphpatch_notebook.options import ExtractionOptions
+from graphpatch_notebook.patchable_graph import PatchableGraph
+
+_USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
+_PACKAGE = Path(__file__).parents[2]
+_TYPED = "<%graphpatch wrap>"  # stands for the file name of the typed line
+_MAKE = "<graphpatch>"  # no name that a user could have
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """`NAME = MODEL(ARGS)`, taken apart.
+
+    Attributes:
+        name: The variable.
+        model: The expression for the model, as typed.
+        arguments: What stands between the parentheses, as typed.
+        call: The call, parsed.
+    """
+
+    name: str
+    model: str
+    arguments: str
+    call: ast.Call
+
+    @classmethod
+    def parse(cls, text: str) -> Assignment:
+        """Takes it apart.
+
+        Raises:
+            SessionError: It is something else.
+        """
+        text = text.strip()
+        try:
+            body = ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise SessionError(f"{text!r} is no Python ({reason}); {_USAGE}") from None
+        if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Call):
+            raise SessionError(f"wrap needs a name for the graph: %graphpatch wrap pg = {text}")
+        statement = body[0] if len(body) == 1 else None
+        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
+            raise SessionError(f"{text!r} is no assignment; {_USAGE}" if text else f"wrap what? {_USAGE}")
+        target, call = statement.targets[0], statement.value
+        if not isinstance(target, ast.Name):
+            raise SessionError(f"{ast.unparse(target)!r} is no plain name; {_USAGE}")
+        if not isinstance(call, ast.Call):
+            raise SessionError(f"the model must be called on example inputs: {target.id} = {ast.unparse(call)}(...)")
+        return cls(target.id, *_texts(text, call), call)
+
+
+def _texts(text: str, call: ast.Call) -> tuple[str, str]:
+    """Returns the texts of function and arguments of a call."""
+    model = ast.get_source_segment(text, call.func) or ast.unparse(call.func)
+    whole = ast.get_source_segment(text, call) or ast.unparse(call)
+    opened = re.compile(r"[\s)]*\(").match(whole, whole.index(model) + len(model))
+    assert opened is not None
+    return model, whole[opened.end() : -1].strip()
+
+
+def wrap(workspace: Workspace, text: str) -> None:
+    """Makes a `PatchableGraph` of a model and puts it in a variable; chosen patches go over to it.
+
+    Raises:
+        SessionError: The text is no such assignment, or what it calls is no model.
+        Exception: Whatever the model raises on the example inputs.
+    """
+    __tracebackhide__ = True
+    assignment = Assignment.parse(text)
+    namespace = workspace.namespace
+    _check_name(assignment, namespace)
+    start = time.perf_counter()
+    graph, has_options_first = _evaluate(assignment, namespace)
+    arguments_text = _with_named_options(assignment) if has_options_first else assignment.arguments
+    origin = Origin(assignment.name, assignment.model, arguments_text)
+    seconds = time.perf_counter() - start
+    before = namespace.get(assignment.name)
+    session = session_of(graph)
+    session.origin = origin
+    namespace[assignment.name] = graph
+    print(f"{workspace.use(assignment.name).title} ({seconds:.1f} s)")
+    if is_a(before, PatchableGraph):
+        hand_over(session_of(before).chosen.patches, session)
+
+
+def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
+    name = assignment.name
+    inputs = [*assignment.call.args, *(keyword.value for keyword in assignment.call.keywords)]
+    nodes = [node for value in inputs for node in ast.walk(value)]
+    why = reserved(name)
+    if any(isinstance(node, ast.Name) and node.id == name for node in nodes):
+        why = "is among the example inputs, which the graph would replace"
+    if assignment.model == name and not is_a(namespace.get(name), PatchableGraph):
+        why = "is the model itself, which the graph would replace"
+    if why:
+        raise SessionError(f"{name!r} {why}: choose another name: %graphpatch wrap pg = {assignment.model}(...)")
+
+
+def _with_named_options(assignment: Assignment) -> str:
+    """Returns the arguments with the options, which come first, by keyword: they are no input of the model."""
+    options, *inputs = [ast.unparse(argument) for argument in (*assignment.call.args, *assignment.call.keywords)]
+    return ", ".join([*inputs, f"extraction_options={options}"])
+
+
+def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> tuple[PatchableGraph, bool]:
+    """Returns the graph, and whether options are the first of the arguments.
+
+    It is the call with `PatchableGraph` in place of the model, evaluated among the user's variables.
+    """
+    __tracebackhide__ = True
+    positional: list[Any] = []
+
+    def make(module: Any, *args: Any, **kwargs: Any) -> PatchableGraph:
+        __tracebackhide__ = True
+        _check_model(module, assignment)
+        positional.extend(args)
+        try:
+            with capture_progress(module):
+                return PatchableGraph(module, *args, **kwargs)
+        except OptionError as error:
+            raise SessionError(str(error)) from None
+        except BaseException as error:
+            raise error.with_traceback(_without_own_frames(error.__traceback__))  # noqa: B904  # the same error
+
+    function = ast.copy_location(ast.Name(_MAKE, ast.Load()), assignment.call.func)
+    call = ast.copy_location(
+        ast.Call(function, [assignment.call.func, *assignment.call.args], assignment.call.keywords), assignment.call
+    )
+    code = compile(ast.fix_missing_locations(ast.Expression(call)), _TYPED, "eval")
+    local: dict[str, Any] = {_MAKE: make, "__tracebackhide__": True}
+    try:
+        graph = eval(code, namespace, local)
+    except NameError as error:
+        if not _is_raised_by_line(error):
+            raise
+        raise SessionError(undefined(error.name, namespace)) from None
+    namespace.update({name: value for name, value in local.items() if name not in (_MAKE, "__tracebackhide__")})
+    assert isinstance(graph, PatchableGraph)
+    has_options_first = bool(positional) and isinstance(positional[0], ExtractionOptions)
+    return graph, has_options_first and not isinstance(assignment.call.args[0], ast.Starred)
+
+
+def _is_raised_by_line(error: NameError) -> bool:
+    """Whether an error comes from the typed line itself, and not from code that it calls."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_filename == _TYPED
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback with the frames of the model, and of this package only the innermost, if that is one."""
+    places = []
+    while traceback is not None:
+        places.append(traceback)
+        traceback = traceback.tb_next
+    kept: TracebackType | None = None
+    for place in reversed(places):
+        if kept is None or not Path(place.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            kept = TracebackType(kept, place.tb_frame, place.tb_lasti, place.tb_lineno)
+    return kept
+
+
+def _check_model(module: Any, assignment: Assignment) -> None:
+    if isinstance(module, PatchableGraph):
+        raise SessionError(f"{assignment.model!r} is a PatchableGraph already; use it, or wrap the model itself")
+    if not isinstance(module, Module):
+        kind = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise SessionError(f"{assignment.model!r} is no torch.nn.Module but {kind}; {_USAGE}")
+
+
+def use(workspace: Workspace, text: str) -> None:
+    """Picks the graph that commands are about."""
+    names = arguments(text)
+    if len(names) != 1:
+        there = ", ".join(workspace.graphs())
+        raise SessionError("use takes the name of a graph" + (f"; graphs: {there}" if there else f"; {_USAGE}"))
+    active = workspace.use(names[0])
+    print(f"{active.title}, {counted(len(active.session.chosen.patches))} chosen")

@@ -1,0 +1,1 @@
+"""The search for nodes: the query grammar, and what matches a query."""

@@ -1,0 +1,211 @@
+"""The search grammar, shared by `%graphpatch find` and the widget: from the text of a query to its terms.
+
+| term | finds nodes |
+| --- | --- |
+| `attn` | with this text in their path or torch function; upper and lower case are the same |
+| `"mlp.act"` | with these names in their path: whole names, upper and lower case differ |
+| `h_*.attn` | the same, in this order; `*` stands for any letters, here as in all terms |
+| `op:mul` | made by this torch function; `op:*norm` |
+| `shape:64` | tensors with a dimension of this size |
+| `shape:[1,128,64]` | tensors of this shape; `*` is any size, `...` any number of sizes |
+| `dtype:f16` | tensors of this dtype, `f16` or `float16` |
+| `is:parameter` | of this kind; `is:patched`, `is:opaque` (in a graph that is opaque), `is:plumbing`, ... |
+| `module:LlamaMLP` | in the graph of a module of this class |
+| `-term` | that the term does not find |
+
+All terms of a query must hold. Plumbing is found only where `is:plumbing` asks for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from graphpatch_notebook.notebook.display.labels import visible
+from graphpatch_notebook.paths import nearest
+
+TermKind: TypeAlias = Literal["text", "exact", "op", "shape", "dtype", "is", "module"]
+Sizes: TypeAlias = "tuple[int | None, ...]"
+
+NODE_KINDS = ("input", "parameter", "buffer", "attribute", "op", "output")
+STATES = ("patched", "opaque", "plumbing", "tensor", "number", *NODE_KINDS)
+KEYS = ("op", "shape", "dtype", "is", "module", "kind")
+
+_KEY = re.compile(r"([A-Za-z]+):")
+_SPACE = re.compile(r"\s*")
+_WORD = re.compile(r"\S+")
+_BRACKETED = re.compile(r"shape:(\[[^\]]*\]|\([^)]*\))(?!\S)")
+_QUOTED = re.compile(r"\"([^\"]*)\"(?!\S)|'([^']*)'(?!\S)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What shapes a `shape:` term means: a size that is among the dimensions, or whole shapes.
+
+    Attributes:
+        size: The size that is among the dimensions; `None` for any.
+        first: The sizes at the beginning, for whole shapes; `None` where only `size` counts.
+        last: The sizes at the end, behind `...`; `None` where there is no `...`.
+    """
+
+    size: int | None = None
+    first: Sizes | None = None
+    last: Sizes | None = None
+
+    def matches(self, shape: Sequence[int]) -> bool:
+        """Whether the shape is one of those meant."""
+        if self.first is None:
+            return len(shape) > 0 if self.size is None else self.size in shape
+        if self.last is None:
+            return len(shape) == len(self.first) and _are_sizes(self.first, shape)
+        is_long_enough = len(shape) >= len(self.first) + len(self.last)
+        end = shape[len(shape) - len(self.last) :]
+        return is_long_enough and _are_sizes(self.first, shape) and _are_sizes(self.last, end)
+
+
+def _are_sizes(sizes: Sizes, shape: Sequence[int]) -> bool:
+    return all(wanted is None or wanted == size for wanted, size in zip(sizes, shape, strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of a query.
+
+    Attributes:
+        kind: What it is about.
+        value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or the `Shape`.
+        is_excluded: Whether nodes are wanted for which it does not hold.
+    """
+
+    kind: TermKind
+    value: str | Shape
+    is_excluded: bool = False
+
+
+def parse_query(text: str) -> list[Term]:
+    """Returns the terms of a query.
+
+    Raises:
+        ValueError: The text is no query; the message, of one line, says how to write what was perhaps meant.
+
+    Example:
+        >>> parse_query("mlp -op:mul")
+        [Term(kind='text', value='mlp', is_excluded=False), Term(kind='op', value='mul', is_excluded=True)]
+    """
+    try:
+        return list(_terms(text))
+    except ValueError as error:
+        raise ValueError(visible(str(error))) from None
+
+
+def _terms(text: str) -> Iterator[Term]:
+    position = _after_space(text, 0)
+    while position < len(text):
+        start = position
+        is_excluded = text[position] == "-"
+        position += is_excluded
+        if position == len(text) or text[position].isspace():
+            raise ValueError("there is nothing after '-': write -term to leave out what the term finds")
+        term, position = _term(text, position)
+        yield Term(term.kind, term.value, is_excluded)
+        assert position > start
+        position = _after_space(text, position)
+
+
+def _after_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def _term(text: str, position: int) -> tuple[Term, int]:
+    """Returns the term at `position`, and where it ends."""
+    if text[position] in "\"'":
+        if (quoted := _QUOTED.match(text, position)) is None:
+            raise ValueError(f"the quote does not end: {text[position:]}; write {text[position]}name{text[position]}")
+        return Term("exact", quoted[1] or quoted[2] or ""), quoted.end()
+    if text[position] == "/":
+        raise ValueError(
+            "no path has a '/' in it, and regular expressions are not searched: write words and *, as in h_*.attn"
+        )
+    if bracketed := _BRACKETED.match(text, position):
+        return Term("shape", _shape(bracketed[1])), bracketed.end()
+    word = _WORD.match(text, position)
+    assert word is not None  # not at a space
+    return _word_term(word[0]), word.end()
+
+
+def _word_term(word: str) -> Term:
+    match = _KEY.match(word)
+    if match is None:
+        return Term("text", word.lower())
+    key, value = match[1].lower(), word[match.end() :]
+    if key not in KEYS:
+        meant = nearest(key, KEYS, 1)[0]
+        raise ValueError(f"unknown search key '{match[1]}:'; nearest: {meant}:; for the text itself write *{word}")
+    if not value:
+        raise ValueError(f"there is nothing after '{key}:'; write {_EXAMPLES[key]}")
+    return _KEYED[key](value)
+
+
+def _state(value: str) -> Term:
+    if value.lower() not in STATES:
+        close = nearest(value.lower(), STATES, 1)[0]
+        raise ValueError(f"unknown search word 'is:{value}'; nearest: is:{close}; there are {', '.join(STATES)}")
+    return Term("is", value.lower())
+
+
+def _kind(value: str) -> Term:
+    if value.lower() not in NODE_KINDS:
+        close = nearest(value.lower(), NODE_KINDS, 1)[0]
+        raise ValueError(f"unknown 'kind:{value}'; nearest: kind:{close}; there are {', '.join(NODE_KINDS)}")
+    return Term("is", value.lower())
+
+
+def _dtype(value: str) -> Term:
+    short = re.fullmatch(r"(bf|f|c|u|i)(\d\w*)", value.lower().removeprefix("torch."))
+    if short is None:
+        return Term("dtype", value.lower().removeprefix("torch."))
+    names = {"bf": "bfloat", "f": "float", "c": "complex", "u": "uint", "i": "int"}
+    return Term("dtype", names[short[1]] + short[2])
+
+
+def _shape(value: str) -> Shape:
+    inside = value[1:-1] if value[0] + value[-1] in ("[]", "()") else value
+    if inside == value and "," not in value and value != "...":
+        return Shape(size=_size(value, value))
+    texts = [part.strip() for part in inside.split(",")]
+    if texts[-1] == "":  # `[]`, or a comma at the end as in `(3,)`
+        texts.pop()
+    if "..." not in texts:
+        return Shape(first=tuple(_size(part, value) for part in texts))
+    gap = texts.index("...")
+    first = tuple(_size(part, value) for part in texts[:gap])
+    return Shape(first=first, last=tuple(_size(part, value) for part in texts[gap + 1 :]))
+
+
+def _size(text: str, value: str) -> int | None:
+    if text == "*":
+        return None
+    if text.isdecimal():
+        return int(text)
+    raise ValueError(f"not a shape: {value}; write shape:64 for a size, shape:[1,*,64] for a whole shape")
+
+
+_KEYED: dict[str, Callable[[str], Term]] = {
+    "op": lambda value: Term("op", value.lower()),
+    "module": lambda value: Term("module", value.lower()),
+    "shape": lambda value: Term("shape", _shape(value)),
+    "dtype": _dtype,
+    "is": _state,
+    "kind": _kind,
+}
+_EXAMPLES = {
+    "op": "op:mul",
+    "module": "module:Linear",
+    "shape": "shape:64",
+    "dtype": "dtype:f16",
+    "is": "is:parameter",
+    "kind": "kind:op",
+}

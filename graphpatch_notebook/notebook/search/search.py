@@ -1,0 +1,365 @@
+"""Finds nodes of a capture by a query: what `%graphpatch find` and the search field of the widget do."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
+from typing import Any, overload
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.inspection.nodes import NodeMap, NodeMeta, NodeRows
+from graphpatch_notebook.inspection.resolution import nearest_paths
+from graphpatch_notebook.notebook.display.labels import op_label, source_label, value_label
+from graphpatch_notebook.notebook.display.tables import Column, Table
+from graphpatch_notebook.notebook.search.graph_cache import KeptByGraph
+from graphpatch_notebook.notebook.search.matching import has_names, has_parts, is_among
+from graphpatch_notebook.notebook.search.query import NODE_KINDS, Term, parse_query
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
+from graphpatch_notebook.values import ScalarSpec, TensorSpec
+
+# The most names that a misspelled one is compared with: a comparison takes some microseconds.
+_MOST_COMPARED = 2000
+_COLUMNS = (
+    Column("path", is_whole=True),
+    Column("op", "graph", is_cut=True),
+    Column("value", "tensor"),
+    Column("source", "note", is_cut=True, is_optional=True),
+)
+
+
+class FoundNodes(Table[NodeMeta]):
+    """The nodes that a query found, in order of execution: a sequence of `NodeMeta`s that shows as a table.
+
+    Args:
+        query: The query.
+        columns: What is known of the nodes.
+        positions: Which of them were found.
+        hints: Gives what else there is to say, where nothing was found; asked when the table is shown.
+    """
+
+    def __init__(
+        self, query: str, columns: NodeColumns, positions: Sequence[int], hints: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        super().__init__(
+            _COLUMNS,
+            _Metas(columns.rows, positions),
+            _cells,
+            title=f"{len(positions):,} node{'s' * (len(positions) != 1)}" + (f" for {query}" if query.strip() else ""),
+            notes=lambda: () if positions else hints(),
+            empty="nothing found" if query.strip() else "no nodes",
+            how_to_narrow="narrow the query",
+        )
+        self.query = query
+        self._paths = columns.rows.paths
+        self._positions = positions
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all nodes found, as `pg.patch` takes them."""
+        return [self._paths[position] for position in self._positions]
+
+
+def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
+    """Returns the nodes of `pg` that a query finds, in order of execution.
+
+    Args:
+        pg: The graph.
+        query: Terms, as explained in `notebook/search/query.py`; all must hold. An empty query finds all.
+        patched_paths: The paths that `is:patched` means.
+
+    Raises:
+        ValueError: The text is not a query; the message is one line.
+
+    Example:
+        >>> import torch
+        >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(1, 2))
+        >>> find(pg, "shape:[1,3] -op:relu").paths
+        ['sub_0.linear', 'sub_0.output', 'sub_1.input', 'sub_1.output', 'output']
+    """
+    terms = parse_query(query)
+    index = index_of(pg)
+    patched = frozenset(map(_canonical, patched_paths))
+    asks_for_plumbing = any(term.kind == "is" and term.value == "plumbing" for term in terms if not term.is_excluded)
+    columns = index.all_nodes if asks_for_plumbing else index.without_plumbing
+    rows = columns.matching(terms, patched)
+    return FoundNodes(query, columns, rows, lambda: _hints(index, terms, patched))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is looked through
+
+
+class NodeColumns:
+    """What terms ask of the nodes of a capture: a list for each property, made when the first term asks for it.
+
+    Args:
+        rows: The nodes.
+    """
+
+    def __init__(self, rows: NodeRows) -> None:
+        self.rows = rows
+        self._columns: dict[str, list[Any]] = {}
+
+    @property
+    def texts(self) -> list[str]:
+        """What is written of the nodes, in lower case: the paths, each with the torch function behind a line break."""
+        return self._column(
+            "texts", lambda: [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
+        )
+
+    @property
+    def ops(self) -> list[str]:
+        """The names of the torch functions in lower case; empty for nodes that are no ops."""
+        return self._column("ops", lambda: [n.op.lower() if n.kind == "op" else "" for n in self.rows.nodes])
+
+    @property
+    def module_classes(self) -> list[str]:
+        """The names of the classes of the modules that the nodes are in, in lower case."""
+        return self._column("classes", lambda: [type(frame.module).__name__.lower() for frame in self.rows.frames])
+
+    @property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """The shapes; `None` for what is no tensor."""
+        return self._column("shapes", lambda: [_shape(spec) for spec in self.rows.specs])
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The names of the dtypes, such as `float32`; empty for what is no tensor."""
+        return self._column("dtypes", lambda: list(map(_dtype_name, self.rows.specs)))
+
+    @property
+    def stems(self) -> dict[str, str]:
+        """The names of the nodes without the numbers at their ends, each with the first name that has it."""
+        column = self._column("stems", lambda: [_stems(node.name for node in self.rows.nodes)])
+        return column[0]  # type: ignore[no-any-return]
+
+    @property
+    def words(self) -> list[str]:
+        """The names that stand in paths, and those of torch functions, sorted; without those that need quotes."""
+        return self._column("words", lambda: sorted(filter(_is_word, {*self.ops, *self._names()})))
+
+    def _names(self) -> Iterator[str]:
+        seen: set[int] = set()
+        for frame in self.rows.frames:
+            above: Frame | None = frame
+            while above is not None and id(above) not in seen:
+                seen.add(id(above))
+                yield from (node.name for node in above.nodes if not node.is_plumbing)
+                above = above.parent
+
+    def words_from(self, prefix: str) -> list[str]:
+        """Returns the words that begin with `prefix`."""
+        words = self.words
+        first = bisect.bisect_left(words, prefix)
+        return list(itertools.takewhile(lambda word: word.startswith(prefix), itertools.islice(words, first, None)))
+
+    def _column(self, name: str, make: Callable[[], list[Any]]) -> list[Any]:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = make()
+        return column
+
+    def matching(self, terms: Sequence[Term], patched: Set[str]) -> list[int]:
+        """Returns the positions of the nodes for which all terms hold."""
+        positions: Sequence[int] = range(len(self.rows.paths))
+        for term in terms:
+            has = self._test(term, patched)
+            is_wanted = not term.is_excluded
+            positions = [position for position in positions if has(position) is is_wanted]
+        return list(positions)
+
+    def _test(self, term: Term, patched: Set[str]) -> Callable[[int], bool]:
+        """Returns what tells of the node at a position whether the term holds, not minding that it may be excluded."""
+        value: Any = term.value
+        paths = self.rows.paths
+        match term.kind:
+            case "text":
+                texts = self.texts
+                parts = value.split("*")
+                if len(parts) == 1:
+                    return lambda at: value in texts[at]
+                return lambda at: has_parts(texts[at], parts)
+            case "exact":
+                return lambda at: has_names(paths[at], value)
+            case "op":
+                return is_among(self.ops, value)
+            case "module":
+                return is_among(self.module_classes, value)
+            case "dtype":
+                return is_among(self.dtypes, value)
+            case "shape":
+                shapes = self.shapes
+                return lambda at: (shape := shapes[at]) is not None and value.matches(shape)
+            case "is":
+                return self._state_test(value, patched)
+
+    def _state_test(self, state: str, patched: Set[str]) -> Callable[[int], bool]:
+        rows = self.rows
+        match state:
+            case "patched":
+                return lambda at: rows.paths[at] in patched
+            case "opaque":
+                return lambda at: rows.frames[at].opaque_reason is not None
+            case "plumbing":
+                return lambda at: rows.nodes[at].is_plumbing
+            case "tensor":
+                return lambda at: isinstance(rows.specs[at], TensorSpec)
+            case "number":
+                return lambda at: isinstance(rows.specs[at], ScalarSpec)
+            case _:
+                return lambda at: rows.nodes[at].kind == state
+
+
+class NodeIndex:
+    """What queries look through in one capture: made in parts, when the first query needs them.
+
+    Args:
+        nodes: The nodes of the capture.
+    """
+
+    def __init__(self, nodes: NodeMap) -> None:
+        self.nodes = nodes
+        self._columns: dict[str, NodeColumns] = {}
+
+    @property
+    def all_nodes(self) -> NodeColumns:
+        """All nodes that can be patched."""
+        return self._of("all", with_plumbing=True)
+
+    @property
+    def without_plumbing(self) -> NodeColumns:
+        """Those that carry more than sizes."""
+        return self._of("without plumbing", with_plumbing=False)
+
+    @property
+    def plumbing(self) -> NodeColumns:
+        """Those that carry only sizes."""
+        return self._of("plumbing", only_plumbing=True)
+
+    def prepare(self) -> None:
+        """Makes what plain words are looked for in, so that the first query need not wait for it."""
+        for columns in (self.without_plumbing, self.plumbing):
+            _ = columns.texts
+
+    def _of(self, name: str, **which: bool) -> NodeColumns:
+        if name not in self._columns:
+            self._columns[name] = NodeColumns(NodeRows.of(self.nodes.root, **which))
+        return self._columns[name]
+
+
+_indices = KeptByGraph(NodeIndex)
+
+
+def index_of(pg: PatchableGraph) -> NodeIndex:
+    """Returns the index of `pg`, which is kept as long as `pg` and made anew when its graphs were edited."""
+    return _indices.of(pg)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is known of a node
+
+
+def _is_word(name: str) -> bool:
+    return bool(re.fullmatch(r"[^\W\d][\w.]*", name))
+
+
+def _shape(spec: object) -> tuple[int, ...] | None:
+    return spec.shape if isinstance(spec, TensorSpec) else None
+
+
+def _dtype_name(spec: object) -> str:
+    return str(spec.dtype).removeprefix("torch.") if isinstance(spec, TensorSpec) else ""
+
+
+def _canonical(path: str) -> str:
+    try:
+        parsed = parse_path(path)
+    except ValueError:
+        return path
+    return format_path(parsed.names, parsed.dig)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+class _Metas(Sequence[NodeMeta]):
+    """The `NodeMeta`s of some rows, made when somebody looks."""
+
+    def __init__(self, rows: NodeRows, positions: Sequence[int]) -> None:
+        self._rows, self._positions = rows, positions
+
+    @overload
+    def __getitem__(self, position: int) -> NodeMeta: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[NodeMeta]: ...
+
+    def __getitem__(self, position: int | slice) -> NodeMeta | Sequence[NodeMeta]:
+        if isinstance(position, slice):
+            return list(map(self._rows.meta, self._positions[position]))
+        return self._rows.meta(self._positions[position])
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+
+def _cells(meta: NodeMeta) -> list[str]:
+    value = value_label(meta.shape, meta.dtype, meta.value)
+    return [meta.path, op_label(meta.kind, meta.op), value, source_label(meta.source_lines, meta.module_class)]
+
+
+def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
+    """Yields what may help somebody whose query found nothing."""
+    if hidden := index.plumbing.matching(terms, patched):
+        yield f"{len(hidden):,} in the plumbing, that only carries sizes: add is:plumbing"
+        return
+    columns = index.without_plumbing
+    for term in terms:
+        if term.is_excluded or columns.matching([term], patched):
+            continue
+        value = str(term.value)
+        ops = sorted({*columns.ops} - {""})
+        if term.kind in ("op", "text", "exact"):
+            yield from (_FUSED.format(op) for op, inside in _INSIDE.items() if op in ops and value.lower() in inside)
+        if term.kind == "op" and value in NODE_KINDS:
+            yield f"{value} is no torch function but a kind of node: is:{value}"
+        elif term.kind == "op":
+            yield f"no op is called {value}; nearest: {', '.join(nearest(value, ops))}"
+        elif term.kind in ("text", "exact"):
+            close = _close(value.lower(), {op: op for op in ops} | columns.stems)
+            if re.search("[.|]", value):
+                close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
+            yield f"no path and no op has {value} in it" + (f"; nearest: {', '.join(close)}" if close else "")
+
+
+def _stems(names: Iterable[str]) -> dict[str, str]:
+    """Returns what is left of the names without the numbers at their ends, each with the first name that has it.
+
+    Example:
+        >>> _stems(["x_1", "x_2", "hidden"])
+        {'x': 'x_1', 'hidden': 'hidden'}
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(name.rstrip("_0123456789").lower() or name, name)
+    return found
+
+
+def _close(value: str, names: Mapping[str, str]) -> list[str]:
+    """Returns the names whose stems are spelled like `value`, with its number or without."""
+    stems = list(islice(names, _MOST_COMPARED))
+    close = difflib.get_close_matches(value, stems, cutoff=0.7)
+    close += difflib.get_close_matches(value.rstrip("_0123456789"), stems, cutoff=0.7)
+    return [names[stem] for stem in dict.fromkeys(close)][:3]
+
+
+_INSIDE = {
+    "scaled_dot_product_attention": {"softmax", "pattern", "attn_pattern", "attn_weights", "scores", "attn_scores"},
+}
+_FUSED = 'it is inside of {0}, which ExtractionOptions(decompose=["{0}"]) opens'

@@ -1,0 +1,342 @@
+"""Chosen patches: what a user picked for nodes, as text, to be resolved when a context is entered."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import Tensor
+
+from graphpatch_notebook.errors import ChosenPatchError, PatchValueError, SessionError, UntrustedValueError
+from graphpatch_notebook.notebook.session.expressions import (
+    as_argument,
+    evaluate,
+    free_names,
+    parse_expression,
+    without_syntax_warnings,
+)
+from graphpatch_notebook.notebook.session.slices import Bounds, SliceText, parse_slice
+from graphpatch_notebook.patches.kinds import (
+    AddPatch,
+    CustomPatch,
+    Patch,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from graphpatch_notebook.patches.selections import NAMED_STEPS
+from graphpatch_notebook.paths import nearest
+
+Kind: TypeAlias = Literal["zero", "add", "replace", "probe", "record", "custom"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WITH_VALUE = {"add": "a number or a tensor", "replace": "a number or a tensor", "custom": "a function"}
+_OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
+OBSERVING = frozenset({"probe", "record"})
+FLAGS = ("any_shape", "allow_empty")
+"""The fields of a patch that are `True` or `False`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UntrustedFile:
+    """A session file that the user has not trusted yet.
+
+    Attributes:
+        name: Its name, as typed.
+        digest: That of its text.
+    """
+
+    name: str
+    digest: str
+
+    @property
+    def repair(self) -> str:
+        """What trusts it."""
+        return f"%graphpatch load {_quoted(self.name)} --trust"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPatch:
+    """One patch that a user chose, as typed. Immutable.
+
+    Attributes:
+        path: The node path, with what it digs out of a container.
+        kind: `zero`, `add`, `replace`, `probe`, `record` or `custom`.
+        slice: What was typed between brackets; `None` for the whole value.
+        value: A Python expression: what to add or put there, or the function of a `custom` patch.
+        name: The variable that receives what a probe or record keeps.
+        is_enabled: Whether it is applied.
+        steps: The steps of a generation it is for: `prefill`, `decoding`, or numbers as in a slice (`0`, `2, 4`, `1:`).
+        positions: The positions in the sequence it is for, as numbers in the same way.
+        position_dim: Which dimension runs along the sequence, where that cannot be told.
+        any_shape: Apply it also to values of another rank or of other sizes than at capture.
+        allow_empty: Whether the slice may select nothing.
+        number: What `#n` means in the notebook; given by the session.
+        untrusted: The file that the value is from, if that must be trusted before the value is evaluated.
+
+    Raises:
+        ChosenPatchError: A field cannot be what it is, or does not belong to this kind.
+
+    Example:
+        >>> chosen = ChosenPatch("h_0.mlp.output", "add", slice=":, -1", value="0.5 * steering")
+        >>> print(chosen)
+        add h_0.mlp.output[:, -1] 0.5 * steering
+    """
+
+    path: str
+    kind: Kind
+    slice: str | None = None
+    value: str | None = None
+    name: str | None = None
+    is_enabled: bool = True
+    steps: str | None = None
+    positions: str | None = None
+    position_dim: int | None = None
+    any_shape: bool = False
+    allow_empty: bool = False
+    number: int = 0
+    untrusted: UntrustedFile | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "untrusted":
+                _check_type(field.name, getattr(self, field.name), str(field.type))
+        if self.kind not in KINDS:
+            close = nearest(self.kind, KINDS, 1)
+            raise ChosenPatchError(
+                "kind", f"there is no kind {self.kind!r}; nearest: {close[0]!r} of {', '.join(KINDS)}"
+            )
+        self._check_fields_of_kind()
+        for what, parse in (("slice", parse_slice), ("value", parse_expression), ("steps", parse_numbers)):
+            self._check_text(what, parse)
+        if self.value is not None and self.kind != "custom":
+            _check_number(self.kind, self.value)
+        self._check_text("positions", parse_numbers)
+        if self.positions in NAMED_STEPS:
+            raise ChosenPatchError("positions", f"positions are numbers, not {self.positions!r}, which names steps")
+        if self.position_dim is not None and self.positions is None:
+            raise ChosenPatchError("position_dim", f"position_dim={self.position_dim} says nothing without positions")
+        if self.name is not None:
+            # As Python reads names: code that is exported would put it in that variable.
+            object.__setattr__(self, "name", unicodedata.normalize("NFKC", self.name))
+            _check_variable(self.name)
+
+    def _check_fields_of_kind(self) -> None:
+        if self.kind in WITH_VALUE and self.value is None:
+            raise ChosenPatchError("value", f"{self.kind} needs a value: {WITH_VALUE[self.kind]}")
+        if self.kind not in WITH_VALUE and self.value is not None:
+            raise ChosenPatchError("value", f"{self.kind} takes no value, but {self.value!r} was given")
+        if self.kind in OBSERVING and self.name is None:
+            raise ChosenPatchError("name", f"{self.kind} needs the name of a variable to put the activation in")
+        if self.kind not in OBSERVING and self.name is not None:
+            raise ChosenPatchError("name", f"{self.kind} puts nothing in a variable, but {self.name!r} was named")
+
+    def _check_text(self, what: str, parse: Any) -> None:
+        text = getattr(self, what)
+        if text is None:
+            return
+        try:
+            parsed = parse(text)
+        except ValueError as error:
+            named = f"; steps are also named {' and '.join(NAMED_STEPS)}" if what == "steps" else ""
+            raise ChosenPatchError(what, f"{error}{named}") from None
+        object.__setattr__(self, what, parsed if isinstance(parsed, str) else str(parsed))
+
+    @property
+    def index(self) -> SliceText | None:
+        """The slice, parsed."""
+        return None if self.slice is None else parse_slice(self.slice)
+
+    def restrictions(self) -> dict[str, Any]:
+        """Returns those fields of a `Patch` that say when and where it is applied, if they are set."""
+        found: dict[str, Any] = {flag: True for flag in FLAGS if getattr(self, flag)}
+        for what in ("steps", "positions"):
+            if (text := getattr(self, what)) is not None:
+                found[what] = text if text in NAMED_STEPS else _numbers(parse_slice(text))
+        if self.position_dim is not None:
+            found["position_dim"] = self.position_dim
+        return found
+
+    def patch(self, namespace: dict[str, Any]) -> Patch[Any]:
+        """Returns the patch, with values and slices looked up in the user's `namespace`.
+
+        The slice of a probe or record is not in it: `taken` applies it.
+
+        Raises:
+            UntrustedValueError: The value is from a file that the user has not trusted yet.
+            Exception: Whatever the value's expression raises.
+        """
+        if self.untrusted is not None:
+            raise UntrustedValueError(
+                f"the value is code from {self.untrusted.name!r}, which you have not trusted: nothing ran; read the "
+                f"value, then trust the file by {self.untrusted.repair}, or disable #{self.number}"
+            )
+        index = None if self.index is None else self.index.index(namespace)
+        value = None if self.value is None else evaluate(self.value, namespace, f"value of patch #{self.number}")
+        more = self.restrictions()
+        if self.kind == "zero":
+            return ZeroPatch(slice=index, **more)
+        if self.kind == "add":
+            return AddPatch(value=value, slice=index, **more)  # type: ignore[arg-type]
+        if self.kind == "replace":
+            return ReplacePatch(value=value, slice=index, **more)  # type: ignore[arg-type]
+        if self.kind == "custom":
+            return CustomPatch(custom_op=value, slice=index, **more)  # type: ignore[arg-type]
+        return ProbePatch(**more) if self.kind == "probe" else RecordPatch(**more)
+
+    def taken(self, patch: Patch[Any], namespace: Mapping[str, Any]) -> Any:
+        """Returns what a probe or record kept, its slice taken: what its variable receives.
+
+        `None` for a probe that never fired.
+
+        Raises:
+            PatchValueError: The model has overwritten a value that was kept, or one has no such part.
+        """
+        if isinstance(patch, RecordPatch):
+            return [self.part(value, namespace) for value in patch.activations]
+        assert isinstance(patch, ProbePatch)
+        return None if patch.activation is None else self.part(patch.activation, namespace)
+
+    def part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
+        """Returns what the slice of a probe or record takes out of a value.
+
+        Raises:
+            PatchValueError: The value has no such part.
+        """
+        if self.index is None:
+            return value
+        try:
+            return value[self.index.index(namespace)]
+        except Exception as error:
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise PatchValueError(
+                f"#{self.number} ({self}): there is no [{self.slice}] in a value {what}: {error}"
+            ) from None
+
+    def __str__(self) -> str:
+        brackets = "" if self.slice is None else f"[{self.slice}]"
+        words = [self.kind, f"{self.path}{brackets}", self.value or self.name or "", *self.options()]
+        return " ".join(word for word in words if word)
+
+    def options(self) -> list[str]:
+        """Returns the rest of what was typed, as options of the magic: `--steps decoding`, ..."""
+        texts = [
+            f"--{what} {_quoted(text)}" for what in ("steps", "positions") if (text := getattr(self, what)) is not None
+        ]
+        dim = [] if self.position_dim is None else [f"--position-dim {self.position_dim}"]
+        return [*texts, *dim, *(f"--{flag.replace('_', '-')}" for flag in FLAGS if getattr(self, flag))]
+
+    def numbered(self, number: int) -> ChosenPatch:
+        """Returns the same patch under another number."""
+        return replace(self, number=number)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPatches:
+    """The chosen patches at one moment; immutable, so that a cell may run with them while somebody chooses others.
+
+    Attributes:
+        version: Counts the changes of the session: greater after every one, also after undo.
+        patches: The patches, in the order in which they are applied.
+    """
+
+    version: int = 0
+    patches: tuple[ChosenPatch, ...] = ()
+
+    @property
+    def enabled(self) -> tuple[ChosenPatch, ...]:
+        """Those that are applied."""
+        return tuple(patch for patch in self.patches if patch.is_enabled)
+
+    def find(self, number: int) -> ChosenPatch:
+        """Returns the patch with this number.
+
+        Raises:
+            SessionError: There is none.
+        """
+        found = next((patch for patch in self.patches if patch.number == number), None)
+        if found is None:
+            there = ", ".join(f"#{patch.number}" for patch in self.patches)
+            raise SessionError(f"there is no patch #{number}; " + (f"chosen: {there}" if there else "none is chosen"))
+        return found
+
+    def only(self, numbers: Iterable[int]) -> ChosenPatches:
+        """Returns those with these numbers, in the order of the session."""
+        wanted = {self.find(number).number for number in numbers}
+        return replace(self, patches=tuple(patch for patch in self.patches if patch.number in wanted))
+
+
+def names_used(patches: Iterable[ChosenPatch]) -> set[str]:
+    """Returns the names in values and slices, builtins included."""
+    names: set[str] = set()
+    for patch in patches:
+        names |= {*(free_names(patch.value) if patch.value else ()), *(patch.index.names if patch.index else ())}
+    return names
+
+
+def parse_numbers(text: str) -> str:
+    """Returns numbers as typed (`3`, `2, 40`, `1:`, `prefill`), in their usual spelling.
+
+    Raises:
+        ValueError: They are none.
+    """
+    stripped = text.strip()
+    if stripped in NAMED_STEPS:
+        return stripped
+    typed = parse_slice(stripped)
+    is_list = all(isinstance(part, int) for part in typed.parts)
+    is_range = len(typed.parts) == 1 and isinstance(typed.parts[0], Bounds)
+    if typed.names or not (is_list or is_range):
+        raise ValueError(f"{text!r} are no whole numbers; write 3, or 2, 40, or 1:5")
+    return str(typed)
+
+
+def _numbers(typed: SliceText) -> int | slice | list[int]:
+    parts = typed.index({})
+    return list(parts) if isinstance(parts, tuple) else parts
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if " " in text else text
+
+
+def _check_type(what: str, value: Any, annotation: str) -> None:
+    kinds = {"str": str, "Kind": str, "bool": bool, "int": int, "None": type(None)}
+    allowed = tuple(kinds[word.strip()] for word in annotation.split("|"))
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise ChosenPatchError(what, f"{what} must be {annotation.replace('Kind', 'str')}, not {value!r}")
+
+
+def _check_number(kind: Kind, value: str) -> None:
+    """Makes sure that what is written out in the code is a number; of what is computed nothing is known yet."""
+    try:
+        with without_syntax_warnings():
+            literal = ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return
+    if isinstance(literal, (int, float, complex)):
+        return
+    what = "None" if literal is None else f"a {type(literal).__name__}"
+    repair = f": torch.tensor({as_argument(value)})" if isinstance(literal, (list, tuple)) else ""
+    raise ChosenPatchError("value", f"{kind} takes {WITH_VALUE[kind]}, not {what}, {value}{repair}")
+
+
+def _check_variable(name: str) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ChosenPatchError("name", f"{name!r} cannot be the name of a variable")
+    if kind := reserved(name):
+        raise ChosenPatchError("name", f"{name!r} {kind}: choose another name for the variable")
+
+
+def reserved(name: str) -> str:
+    """Returns why a variable of the user's should not have this name; nothing if it may."""
+    if name.startswith("_"):
+        return "begins with an underscore, as IPython's own do"
+    if name in _OF_IPYTHON:
+        return "is a variable of IPython"
+    return "is a builtin of Python" if hasattr(builtins, name) else ""

@@ -1,0 +1,399 @@
+"""The session: the patches that were chosen in a notebook. One truth, of which widget, magics and export are views.
+
+edit -> `ChosenPatches` (immutable, versioned) -> `ResolvedPatches` (with the user's values) -> `pg.patch`
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import keyword
+import re
+import threading
+import weakref
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphpatch_notebook.checks.dimensions import fixed_sizes
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
+from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.notebook.display.labels import visible
+from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch, ChosenPatches, UntrustedFile
+from graphpatch_notebook.notebook.session.listeners import Listeners
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.slices import Sliced, sliced_shape
+from graphpatch_notebook.notebook.session.variables import check_name, check_uses
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.paths import numbered, parse_path
+from graphpatch_notebook.values import ScalarSpec, TensorSpec
+
+_MOST_UNDOS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a patch would be applied to.
+
+    Attributes:
+        patch: The patch, with its path in the usual spelling.
+        shape: The recorded shape of the value; `None` for a number, or where nothing is known of it.
+        sliced: The shape of the part that the slice takes; `None` where that is not known.
+        warning: What may be wrong, in words: an index beyond the recorded size.
+    """
+
+    patch: ChosenPatch
+    shape: torch.Size | None
+    sliced: tuple[int, ...] | None
+    warning: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPatches:
+    """Chosen patches with their values: what a patch context is entered with.
+
+    Attributes:
+        patch_map: What `pg.patch` takes.
+        observing: The chosen probes and records, each with its patch.
+    """
+
+    patch_map: dict[str, list[Patch[Any]]]
+    observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]
+
+    def results(self, namespace: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the probes that fired and the records hold, by the names of their variables.
+
+        Raises:
+            PatchValueError: The model has overwritten a value that was kept, or one has no such part as its slice says.
+        """
+        kept = {chosen.name: chosen.taken(patch, namespace) for chosen, patch in self.observing}
+        return {str(name): value for name, value in kept.items() if value is not None}
+
+
+class Session:
+    """The patches chosen for one `PatchableGraph`, with undo and redo. Safe to use from several threads.
+
+    Every edit makes a new `ChosenPatches`, or raises and changes nothing. An edit may say which version it is based on;
+    if there is a newer one, it is refused.
+
+    Args:
+        graph: The graph. It is not kept alive by its session.
+        origin: How the user made it.
+
+    Example:
+        >>> import torch
+        >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(1, 2))
+        >>> session = Session(pg)
+        >>> _ = session.add(ChosenPatch("linear", "add", slice=":, -1", value="shift"))
+        >>> resolved = session.resolve({"shift": 10.0})
+        >>> with pg.patch(resolved.patch_map):
+        ...     changed = pg(torch.ones(1, 2))
+        >>> bool(changed[0, -1] - pg(torch.ones(1, 2))[0, -1] > 9)
+        True
+        >>> session.undo(), session.chosen.patches
+        (True, ())
+    """
+
+    def __init__(self, graph: PatchableGraph, origin: Origin | None = None) -> None:
+        self._graph = weakref.ref(graph)
+        self.origin = origin or Origin()
+        self._lock = threading.RLock()
+        self._chosen = ChosenPatches()
+        self._last_number = 0
+        self._undone: list[tuple[ChosenPatch, ...]] = []
+        self._done: list[tuple[ChosenPatch, ...]] = []
+        self._listeners: Listeners[ChosenPatches] = Listeners()
+
+    @property
+    def graph(self) -> PatchableGraph:
+        """The graph that the patches are for.
+
+        Raises:
+            SessionError: It is gone.
+        """
+        graph = self._graph()
+        if graph is None:
+            raise SessionError("the PatchableGraph of this session is gone; make it again")
+        return graph
+
+    @property
+    def chosen(self) -> ChosenPatches:
+        """The chosen patches now."""
+        return self._chosen
+
+    # -- edits ---------------------------------------------------------------------------------------------------------
+
+    def add(self, patch: ChosenPatch, based_on: int | None = None) -> ChosenPatch:
+        """Chooses one more patch, after the others; returns it with its number and the path in its usual spelling.
+
+        Raises:
+            ChosenPatchError: It cannot be applied there; the message names the nearest paths, or the shapes.
+        """
+        return self.extend([patch], based_on)[0]
+
+    def extend(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
+        """Chooses several, in one step of undo; returns them as they were added."""
+        with self._lock:
+            before = self._chosen.patches
+            added = self._numbered(patches, before, self._last_number + 1)
+            self._commit((*before, *added), based_on)
+        return added
+
+    def replace_all(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
+        """Chooses these instead of all that were chosen, in one step of undo."""
+        with self._lock:
+            chosen = self._numbered(patches, (), self._last_number + 1)
+            self._commit(chosen, based_on)
+        return chosen
+
+    def adopt(self, patches: Iterable[ChosenPatch]) -> None:
+        """Chooses the patches of another session instead of all that were chosen; they keep their numbers."""
+        with self._lock:
+            found: list[ChosenPatch] = []
+            for patch in patches:
+                found.append(self.check(patch, found).patch)
+            self._commit(tuple(found), None)
+
+    def change(self, number: int, based_on: int | None = None, **changed: Any) -> ChosenPatch:
+        """Changes fields of a chosen patch (`is_enabled=False`, `slice=":, 0"`), which keeps its number and place."""
+        with self._lock:
+            before = self._chosen.find(number)
+            others = tuple(patch for patch in self._chosen.patches if patch is not before)
+            after = replace(before, **changed)
+            if after.value != before.value:  # it is the user's own now
+                after = replace(after, untrusted=None)
+            (after,) = self._numbered([after], others, number)
+            self._commit(tuple(after if patch is before else patch for patch in self._chosen.patches), based_on)
+        return after
+
+    def trust(self, file: UntrustedFile, based_on: int | None = None) -> None:
+        """Has values that are from a file evaluated from now on."""
+        with self._lock:
+            patches = self._chosen.patches
+            self._commit(tuple(replace(p, untrusted=None) if p.untrusted == file else p for p in patches), based_on)
+
+    def move(self, number: int, position: int, based_on: int | None = None) -> None:
+        """Moves a patch to another position in the order, counted from 0."""
+        with self._lock:
+            moved = self._chosen.find(number)
+            others = [patch for patch in self._chosen.patches if patch is not moved]
+            others.insert(min(position, len(others)), moved)  # lists take no number beyond 64 bits
+            self._commit(tuple(others), based_on)
+
+    def remove(self, numbers: Iterable[int], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
+        """Removes the patches with these numbers; returns them."""
+        with self._lock:
+            removed = tuple(self._chosen.find(number) for number in numbers)
+            self._commit(tuple(patch for patch in self._chosen.patches if patch not in removed), based_on)
+        return removed
+
+    def clear(self, based_on: int | None = None) -> tuple[ChosenPatch, ...]:
+        """Removes all; returns them."""
+        with self._lock:
+            removed = self._chosen.patches
+            self._commit((), based_on)
+        return removed
+
+    def undo(self, based_on: int | None = None) -> bool:
+        """Takes the last edit back; returns whether there was one."""
+        return self._step(self._done, self._undone, based_on)
+
+    def redo(self, based_on: int | None = None) -> bool:
+        """Does again what was last taken back; returns whether there was anything."""
+        return self._step(self._undone, self._done, based_on)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is an edit to take back."""
+        return bool(self._done)
+
+    @property
+    def can_redo(self) -> bool:
+        """Whether an edit was taken back, and none made since."""
+        return bool(self._undone)
+
+    def _numbered(
+        self, patches: Iterable[ChosenPatch], others: tuple[ChosenPatch, ...], first: int
+    ) -> tuple[ChosenPatch, ...]:
+        """Returns the patches, checked beside `others` and beside each other, with numbers from `first` on."""
+        found: list[ChosenPatch] = []
+        for number, patch in enumerate(patches, first):
+            found.append(self.check(patch.numbered(number), (*others, *found)).patch)
+        return tuple(found)
+
+    def _step(
+        self, source: list[tuple[ChosenPatch, ...]], other: list[tuple[ChosenPatch, ...]], based_on: int | None
+    ) -> bool:
+        with self._lock:
+            self._check_version(based_on)
+            if not source:
+                return False
+            other.append(self._chosen.patches)
+            self._publish(source.pop())
+            return True
+
+    def _commit(self, patches: tuple[ChosenPatch, ...], based_on: int | None) -> None:
+        self._check_version(based_on)
+        if patches == self._chosen.patches:
+            return
+        # A number never comes to mean another patch: cells that name it run again.
+        self._last_number = max((self._last_number, *(patch.number for patch in patches)))
+        self._done.append(self._chosen.patches)
+        del self._done[:-_MOST_UNDOS]
+        self._undone.clear()
+        self._publish(patches)
+
+    def _check_version(self, based_on: int | None) -> None:
+        if based_on is not None and based_on != self._chosen.version:
+            raise StaleEditError(
+                f"the chosen patches were changed since (version {self._chosen.version}, not {based_on}); "
+                "look at them again and repeat the edit"
+            )
+
+    def _publish(self, patches: tuple[ChosenPatch, ...]) -> None:
+        self._chosen = ChosenPatches(self._chosen.version + 1, patches)
+        self._listeners.tell(self._chosen)
+
+    def listen(self, listener: Callable[[ChosenPatches], None]) -> Callable[[], None]:
+        """Calls `listener` after each change, in the thread and under the lock of the edit, in order of the versions.
+
+        It may edit: the version that it makes is told to all when they know this one. What it raises is told by a
+        `ListenerWarning`; the edit is made all the same.
+
+        Returns:
+            What stops that.
+        """
+        with self._lock:
+            stop_telling = self._listeners.add(listener)
+
+        def stop() -> None:
+            with self._lock:
+                stop_telling()
+
+        return stop
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check(self, patch: ChosenPatch, others: Iterable[ChosenPatch] | None = None) -> Check:
+        """Returns what a patch would be applied to; chooses nothing.
+
+        A probe may not take a variable that a patch which was chosen before it uses: that would use what the last run
+        kept instead, from the second run on, and nobody would see. The other way round somebody may want just that,
+        and is warned: the variable of a probe is known when a patch is chosen after it.
+
+        Args:
+            patch: The patch.
+            others: What else is chosen; the patches of the session, if left out.
+
+        Raises:
+            ChosenPatchError: It cannot be applied there; `field` says which of its fields is wrong.
+        """
+        try:
+            target = resolve(self.graph._root_frame, patch.path)
+        except Unresolvable as problem:
+            raise ChosenPatchError("path", problem.message) from None
+        shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None
+        sliced = _sliced(patch, target, shape)
+        there = tuple(self._chosen.patches if others is None else others)
+        check_name(patch, there, self.origin)
+        told = [warning for warning in (sliced.warning, check_uses(patch, there)) if warning]
+        return Check(replace(patch, path=target.path), shape, sliced.shape, "; ".join(told) or None)
+
+    def free_name(self, path: str, taken: Container[str] = ()) -> str:
+        """Returns a name for the variable of a probe: the end of the path, and a number if that is taken.
+
+        The end begins at the last submodule with a number, which tells the layers apart: `h_3_mlp_output`.
+
+        Args:
+            path: The node path.
+            taken: Names that it must not be, such as the user's variables.
+
+        Example:
+            >>> import torch
+            >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(1, 2))
+            >>> Session(pg).free_name("sub_0.linear")
+            'sub_0_linear'
+        """
+        parsed = parse_path(path)
+        last = len(parsed.names) - 1
+        begin = next((at for at in range(last - 1, -1, -1) if parsed.names[at][-1:].isdigit()), max(0, last - 1))
+        words = re.sub(r"\W+", "_", "_".join((*parsed.names[begin:], *parsed.dig)), flags=re.ASCII).strip("_")
+        base = words if words and not words[0].isdigit() else f"node_{words}".strip("_")
+        mine = {patch.name for patch in self._chosen.patches} | self.origin.names
+        candidates = itertools.chain([base], numbered(base))
+        return next(
+            name
+            for name in candidates
+            if name not in mine and name not in taken and not keyword.iskeyword(name) and not hasattr(builtins, name)
+        )
+
+    # -- use -----------------------------------------------------------------------------------------------------------
+
+    def resolve(self, namespace: dict[str, Any], chosen: ChosenPatches | None = None) -> ResolvedPatches:
+        """Returns the enabled patches with what their texts mean in `namespace`, each a new object.
+
+        Args:
+            namespace: The user's variables.
+            chosen: The patches; those of the session now, if left out.
+
+        Raises:
+            SessionError: Texts of some cannot be evaluated; one error for all of them. Nothing ran.
+        """
+        patch_map: dict[str, list[Patch[Any]]] = {}
+        observing: list[tuple[ChosenPatch, Patch[Any]]] = []
+        problems: list[str] = []
+        cause: Exception | None = None
+        for one in (self._chosen if chosen is None else chosen).enabled:
+            try:
+                patch = one.patch(namespace)
+            except Exception as error:
+                cause = cause or error
+                problems.append(f"#{one.number} ({visible(str(one))}): {type(error).__name__}: {error}")
+                continue
+            patch_map.setdefault(one.path, []).append(patch)
+            if one.kind in OBSERVING:
+                observing.append((one, patch))
+        if problems:
+            raise SessionError("; ".join(problems)) from cause
+        return ResolvedPatches(patch_map, tuple(observing))
+
+
+def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sliced:
+    typed = patch.index
+    if typed is None or (shape is None and is_absent(target)):
+        return Sliced(None if shape is None else tuple(shape))
+    if shape is None:
+        raise ChosenPatchError(
+            "slice", f"{target.path!r} is a number ({target.spec}): it has no slice; drop the brackets"
+        )
+    try:
+        sliced = sliced_shape(typed, shape, allow_empty=patch.allow_empty)
+        if sliced.warning is not None:
+            sliced_shape(
+                typed, shape, fixed_sizes(target.frame, target.node, target.spec), allow_empty=patch.allow_empty
+            )
+        return sliced
+    except ValueError as error:
+        if patch.any_shape:
+            return Sliced(None)
+        raise ChosenPatchError("slice", f"{target.path!r}: {error}") from None
+
+
+def is_absent(target: Target) -> bool:
+    """Whether the path is an input that the example did not have, so that nothing is known of its value."""
+    return isinstance(target.spec, ScalarSpec) and target.spec.value is None
+
+
+_sessions: weakref.WeakKeyDictionary[PatchableGraph, Session] = weakref.WeakKeyDictionary()
+_sessions_lock = threading.Lock()
+
+
+def session_of(graph: PatchableGraph) -> Session:
+    """Returns the session of a graph: the same one for everybody."""
+    with _sessions_lock:
+        if graph not in _sessions:
+            _sessions[graph] = Session(graph)
+        return _sessions[graph]

@@ -1,0 +1,333 @@
+"""Sessions as files: the chosen patches as JSON that people can read, and edit.
+
+    {
+      "schema": "graphpatch-session",
+      "version": 1,
+      "origin": {"graph": "pg", "model": "model", "arguments": "ids"},
+      "patches": [
+        {"path": "h_0.mlp.output", "kind": "zero", "slice": ":, -1"},
+        {"path": "h_1.attn.weights", "kind": "probe", "name": "seen", "enabled": false, "op": "softmax"}
+      ]
+    }
+
+A patch has the fields of `ChosenPatch` (`enabled` for `is_enabled`), but no number: those come from the order. Fields
+that say nothing are left out. `op` is the operation whose value has this name, where one makes it: in another version
+of a model's code the name may be that of another one, and then nothing is guessed. `origin` tells people what the graph
+was made from; `null` stands for what is not known. Nothing in a file is ever evaluated by reading it: values are texts
+until a patch context is entered, and those that are code are not evaluated then, unless the user trusts the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning
+from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
+from graphpatch_notebook.notebook.session import trusted_files
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile, names_used
+from graphpatch_notebook.notebook.session.expressions import is_plain
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.text_file import check_no_nul, digest, real_file, replace_text
+from graphpatch_notebook.paths import nearest
+from graphpatch_notebook.warning_places import warn_each_time
+
+SCHEMA = "graphpatch-session"
+VERSION = 1
+MOST_PATCHES = 10_000
+_MOST_BYTES = 32 * 2**20
+_MOST_PROBLEMS = 20
+_LONGEST_PROBLEM = 500
+
+_FIELDS = {("enabled" if field.name == "is_enabled" else field.name): field for field in fields(ChosenPatch)}
+del _FIELDS["number"], _FIELDS["untrusted"]
+_OF_GRAPH = ("path", "slice")
+_REQUIRED = [name for name, field in _FIELDS.items() if field.default is MISSING]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def dumps(session: Session) -> str:
+    """Returns the chosen patches of a session, and where its graph came from, as JSON."""
+    origin = {field.name: getattr(session.origin, field.name) for field in fields(Origin)}
+    head = f'"schema": {_json(SCHEMA)},\n  "version": {VERSION},\n  "origin": {_json(origin)},\n  "patches": '
+    entries = [f"    {_json(_entry(patch, session))}" for patch in session.chosen.patches]
+    patches = "[\n" + ",\n".join(entries) + "\n  ]" if entries else "[]"
+    return "{\n  " + head + patches + "\n}\n"
+
+
+def _entry(patch: ChosenPatch, session: Session) -> dict[str, Any]:
+    values = {name: getattr(patch, field.name) for name, field in _FIELDS.items()}
+    entry = {name: value for name, value in values.items() if value != _FIELDS[name].default}
+    op = operation_of(session.graph._root_frame, patch.path)
+    return entry if op is None else {**entry, "op": op}
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    # What UTF-8 cannot say, and what breaks lines or turns them around in an editor, is escaped.
+    return text if text.isprintable() else json.dumps(value)
+
+
+def save(session: Session, file: str | os.PathLike[str], force: bool = False) -> Path:
+    """Writes the chosen patches to a file, whole or not at all; returns the file.
+
+    The user trusts the file from now on, unless values that are not trusted are in it.
+
+    Args:
+        session: The session.
+        file: The name of the file; `~` is the home directory.
+        force: Overwrite the file whatever is in it. Else only a session file of this version is overwritten.
+
+    Raises:
+        SessionFileError: The file cannot be written, or is something else; it stays as it was.
+    """
+    try:
+        target = real_file(file)
+        if target.exists() and not force:
+            _check_overwritten(target)
+        text = dumps(session)
+        replace_text(target, text)
+    except OSError as error:
+        raise SessionFileError(f"{str(file)!r} cannot be written: {_reason(error)}") from error
+    patches = session.chosen.patches
+    if any(map(_is_code, patches)) and not any(patch.untrusted for patch in patches):
+        trusted_files.add(digest(text))
+    return target
+
+
+def _is_code(patch: ChosenPatch) -> bool:
+    return patch.value is not None and not is_plain(patch.value)
+
+
+def _check_overwritten(target: Path) -> None:
+    try:
+        _document(_text(target))
+    except SessionFileError as problem:
+        raise SessionFileError(
+            f"{str(target)!r} would be overwritten, but {problem}; choose another name, or add --force"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = False) -> tuple[ChosenPatch, ...]:
+    """Chooses the patches in a file instead of all that were chosen, in one step of undo; returns them.
+
+    Those that do not fit this graph, as that of another model or another version of its code, are left out: an
+    `UnresolvedPatchWarning` names each, with the nearest paths. The origin of the session stays as it is.
+
+    Args:
+        session: The session.
+        file: The name of the file; `~` is the home directory.
+        is_trusted: The user trusts the file, as long as it stays as it is. Else values in it that are code are not
+            evaluated, unless the user trusted it before.
+
+    Raises:
+        SessionFileError: The file cannot be read, something in it is wrong, or nothing of it fits this graph; the
+            message names all of that, and nothing was changed.
+    """
+    check_no_nul(file)
+    try:
+        text = _text(Path(file).expanduser())
+        source = UntrustedFile(str(file), digest(text))
+        is_trusted = is_trusted or trusted_files.holds(source.digest)
+        loaded = loads(session, text, f"{str(file)!r}: ", None if is_trusted else source)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user
+        raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
+    except SessionFileError as problem:
+        raise SessionFileError(f"{str(file)!r}: {problem}") from None
+    if is_trusted:
+        trusted_files.add(source.digest)
+    return loaded
+
+
+def trust(session: Session, number: int, based_on: int | None = None) -> None:
+    """Trusts the file that a chosen patch is from, as it is now: its values are evaluated from now on."""
+    file = session.chosen.find(number).untrusted
+    if file is not None:
+        session.trust(file, based_on)
+        trusted_files.add(file.digest)
+
+
+def loads(session: Session, text: str, where: str = "", source: UntrustedFile | None = None) -> tuple[ChosenPatch, ...]:
+    """Chooses the patches in a JSON text, as `load` does for a file; a warning begins with `where`.
+
+    `source` is the file, if the user does not trust it.
+    """
+    document = _document(text)
+    problems = [*_unknown(document, ["schema", "version", "origin", "patches"], ""), *_origin_problems(document)]
+    found: list[ChosenPatch] = []
+    misfits: list[str] = []  # those of the problems that are the graph's
+    lost: set[str] = set()
+    for position, entry in enumerate(_entries(document)):
+        here = f"patches[{position}]"
+        if wrong := _mistakes(entry, here):
+            problems += wrong
+            continue
+        try:
+            patch = ChosenPatch(**{_FIELDS[name].name: value for name, value in entry.items() if name != "op"})
+        except ChosenPatchError as problem:
+            problems.append(_cut(f"{here}: {problem}", _LONGEST_PROBLEM))
+            continue
+        try:
+            found.append(_checked(session, patch, entry.get("op"), found, lost))
+        except ChosenPatchError as problem:
+            problems.append(_cut(f"{here}: {problem}", _LONGEST_PROBLEM))
+            misfits += problems[-1:] if problem.field in _OF_GRAPH else []
+            lost |= {patch.name} - {None}  # type: ignore[arg-type]
+    if len(problems) > len(misfits) or (misfits and not found):
+        raise SessionFileError(_listed(problems))
+    loaded = session.replace_all(replace(one, untrusted=source) if _is_code(one) else one for one in found)
+    if misfits:
+        many = f"{len(misfits)} of {len(misfits) + len(found)} patches do not fit this graph, and were left out"
+        warn_each_time(f"{where}{many}: {_listed(misfits)}", UnresolvedPatchWarning)
+    return loaded
+
+
+def _checked(
+    session: Session, patch: ChosenPatch, op: str | None, others: list[ChosenPatch], lost: set[str]
+) -> ChosenPatch:
+    """Returns the patch as the session would choose it.
+
+    Raises:
+        ChosenPatchError: The graph has no such value; or one of another operation; or the patch uses a variable that
+            one which was left out would have filled.
+    """
+    root = session.graph._root_frame
+    try:
+        checked = session.check(patch, others).patch
+    except ChosenPatchError as problem:
+        if problem.field != "path":
+            raise
+        raise ChosenPatchError("path", with_nearest(root, patch.path, str(problem))) from None
+    if other := other_operation(root, checked.path, op):
+        raise ChosenPatchError("path", other)
+    if used := sorted(names_used([checked]) & lost):
+        raise ChosenPatchError("path", f"{checked.path!r}: it uses {used[0]!r}, which a patch that was left out fills")
+    return checked
+
+
+def _listed(problems: list[str]) -> str:
+    more = len(problems) - _MOST_PROBLEMS
+    return "; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _text(source: Path) -> str:
+    with source.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise SessionFileError(f"it is no session: more than {_MOST_BYTES >> 20} MiB long")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SessionFileError(f"it is no session: no UTF-8 text (at byte {error.start})") from None
+
+
+def _document(text: str) -> dict[str, Any]:
+    """Returns what a text holds, if it is a session that this version can read."""
+    try:
+        document = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise SessionFileError(f"it is no session: no JSON ({error.msg} at {where})") from None
+    except RecursionError:
+        raise SessionFileError("it is no session: no JSON that can be read (nested too deeply)") from None
+    except ValueError as error:
+        raise SessionFileError(f"it is no session: no JSON that can be read ({error})") from None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise SessionFileError(f'it is no session: there is no "schema": "{SCHEMA}" in it')
+    version = document.get("version")
+    if type(version) is not int or version < 1:
+        raise SessionFileError(f"its version {_shown(version)} is no number from 1 on")
+    if version > VERSION:
+        raise SessionFileError(
+            f"it is of version {_shown(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
+        )
+    return document
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{_shown(twice)} stands twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _entries(document: dict[str, Any]) -> list[Any]:
+    entries = document.get("patches")
+    if not isinstance(entries, list):
+        raise SessionFileError(f"patches must be a list, not {_shown(entries)}")
+    if len(entries) > MOST_PATCHES:
+        raise SessionFileError(f"it has {len(entries):,} patches, and there may be {MOST_PATCHES:,}")
+    return entries
+
+
+def _origin_problems(document: dict[str, Any]) -> Iterator[str]:
+    origin = document.get("origin", {})
+    if not isinstance(origin, dict):
+        yield f"origin must be an object, not {_shown(origin)}"
+        return
+    names = [field.name for field in fields(Origin)]
+    yield from _unknown(origin, names, "origin: ")
+    known = {name: origin[name] for name in names if name in origin}
+    wrong = [
+        name for name, value in known.items() if not isinstance(value, str) and (value is not None or name == "graph")
+    ]
+    yield from (f"origin: {name} must be a text, not {_shown(known[name])}" for name in wrong)
+    if not wrong:
+        try:
+            Origin(**known)
+        except SessionError as problem:
+            yield f"origin: {problem}"
+
+
+def _mistakes(entry: Any, where: str) -> list[str]:
+    """Returns what is wrong with the fields of a patch as such: their names, and that they are there."""
+    if not isinstance(entry, dict):
+        return [f"{where} must be an object, not {_shown(entry)}"]
+    missing = [f"{where}: {name} is missing" for name in _REQUIRED if name not in entry]
+    enabled = entry.get("enabled", True)
+    wrong = [] if isinstance(enabled, bool) else [f"{where}: enabled must be true or false, not {_shown(enabled)}"]
+    if not isinstance(entry.get("op", ""), str):
+        wrong.append(f"{where}: op must be a text, not {_shown(entry['op'])}")
+    return [*_unknown(entry, [*_FIELDS, "op"], f"{where}: "), *missing, *wrong]
+
+
+def _unknown(given: dict[str, Any], known: list[str], where: str) -> list[str]:
+    return [
+        f"{where}there is no field {_shown(name)}; nearest: {nearest(name[:100], known, 1)[0]!r}"
+        for name in given
+        if name not in known
+    ]
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (RecursionError, ValueError):  # ValueError: a number of very many digits
+        text = f"a {type(value).__name__}"
+    return _cut(text, 60)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

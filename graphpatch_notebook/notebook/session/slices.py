@@ -1,0 +1,258 @@
+"""Slices as people type them between brackets: `:, -1, 3:5, ...` (text only; nothing is evaluated).
+
+":, tok, 3:5"                   text
+  -> SliceText                  parsed by `ast`, checked            (`parse_slice`)
+  -> (slice(None), 7, ...)      with the variables' values          (`SliceText.index`)
+  -> "(slice(None), tok, ...)"  as Python source                    (`SliceText.source`)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from graphpatch_notebook.notebook.session.expressions import quoted, without_syntax_warnings
+from graphpatch_notebook.notebook.session.syntax_trees import parsed
+from graphpatch_notebook.patches.slices import indexed_dimensions, selection_problem
+
+_WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A part with colons, `start:stop:step`."""
+
+    start: Atom
+    stop: Atom
+    step: Atom
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The name of a variable."""
+
+    id: str
+
+
+Atom: TypeAlias = "int | Name | None"
+Part: TypeAlias = "Atom | Bounds | tuple[int | Name, ...] | type(Ellipsis)"  # type: ignore[valid-type]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceText:
+    """A slice that was typed.
+
+    Attributes:
+        parts: What stands between the commas. A list of integers is a tuple here.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The variables that it names, each once, in order."""
+        return tuple(dict.fromkeys(name.id for part in self.parts for name in _names(part)))
+
+    def index(self, namespace: Mapping[str, Any]) -> Any:
+        """Returns what indexes a tensor as the text does between brackets: one part, or a tuple of several.
+
+        It is never `None`, which means everything to a patch, but a new dimension between brackets: that is `(None,)`.
+
+        Raises:
+            NameError: A variable is not in `namespace`.
+        """
+        parts = tuple(_value(part, namespace) for part in self.parts)
+        return parts[0] if len(parts) == 1 and parts[0] is not None else parts
+
+    def source(self, *, is_bracketed: bool = False) -> str:
+        """Returns the index as Python source, for where brackets cannot stand.
+
+        Args:
+            is_bracketed: It comes to stand between brackets after all (by way of a variable), so that a variable that
+                holds `None` needs no care.
+
+        Example:
+            >>> parse_slice(":, -1, 3:, ...").source()
+            '(slice(None), -1, slice(3, None), ...)'
+            >>> parse_slice("None").source(), parse_slice("tok").source()
+            ('(None,)', '(None,) if tok is None else tok')
+        """
+        parts = [_source(part) for part in self.parts]
+        if len(parts) > 1:
+            return f"({', '.join(parts)})"
+        if self.parts[0] is None:
+            return "(None,)"
+        is_variable = isinstance(self.parts[0], Name) and not is_bracketed
+        return f"(None,) if {parts[0]} is None else {parts[0]}" if is_variable else parts[0]
+
+    def __str__(self) -> str:
+        return ", ".join(map(_text, self.parts))
+
+
+def parse_slice(text: str) -> SliceText:
+    """Returns what was typed between brackets.
+
+    Raises:
+        ValueError: It is no slice, in words.
+
+    Example:
+        >>> str(parse_slice(":,-1 , start:"))
+        ':, -1, start:'
+    """
+    if not text.strip():
+        raise ValueError("a slice is empty; for everything, leave the brackets out")
+    try:
+        # In parentheses a line may end anywhere, and the text cannot close the brackets that it is put in.
+        with without_syntax_warnings():
+            index = parsed(f"_[\n{text}\n]")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"{quoted(text)} is no slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
+    if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name) and index.value.id == "_"):
+        raise ValueError(f"{quoted(text)} is no slice; write {_WHAT_A_SLICE_IS}, with commas between")
+    inside = index.slice
+    parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
+    if not parts:
+        raise ValueError("a slice is empty; for everything, leave the brackets out")
+    found = SliceText(tuple(_part(part, text) for part in parts))
+    if sum(part is Ellipsis for part in found.parts) > 1:
+        raise ValueError(f"{quoted(text)} has more than one `...`; write `:` for single dimensions")
+    return found
+
+
+def _part(node: ast.expr, text: str) -> Part:
+    if isinstance(node, ast.Constant) and node.value is Ellipsis:
+        return Ellipsis
+    if isinstance(node, ast.Slice):
+        bounds = Bounds(*(None if n is None else _atom(n, text) for n in (node.lower, node.upper, node.step)))
+        if isinstance(bounds.step, int) and bounds.step < 1:
+            raise ValueError(f"{quoted(text)}: torch takes no slices with a step of {bounds.step}; steps are 1 or more")
+        return bounds
+    if isinstance(node, ast.List) and node.elts:
+        atoms = tuple(_atom(n, text) for n in node.elts)
+        if None not in atoms:
+            return atoms
+    return _atom(node, text)
+
+
+def _atom(node: ast.expr, text: str) -> Atom:
+    if isinstance(node, ast.Name):
+        return Name(node.id)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _atom(node.operand, text)
+        if isinstance(value, int):
+            return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.Constant) and (node.value is None or type(node.value) is int):
+        return node.value
+    raise ValueError(
+        f"{quoted(ast.unparse(node))} in the slice {quoted(text)} is not possible: write {_WHAT_A_SLICE_IS}"
+    )
+
+
+def _names(part: Part) -> Iterator[Name]:
+    atoms = (part.start, part.stop, part.step) if isinstance(part, Bounds) else part
+    for atom in atoms if isinstance(atoms, tuple) else (atoms,):
+        if isinstance(atom, Name):
+            yield atom
+
+
+def _value(part: Part, namespace: Mapping[str, Any]) -> Any:
+    if isinstance(part, Bounds):
+        return slice(*(_value(atom, namespace) for atom in (part.start, part.stop, part.step)))
+    if isinstance(part, tuple):
+        return [_value(atom, namespace) for atom in part]
+    if isinstance(part, Name):
+        if part.id not in namespace:
+            raise NameError(f"name {part.id!r} is not defined")
+        return namespace[part.id]
+    return part
+
+
+def _source(part: Part) -> str:
+    if isinstance(part, Bounds):
+        bounds = [_source(part.start), _source(part.stop)]
+        if part.step is not None:
+            bounds.append(_source(part.step))
+        return "slice(None)" if bounds == ["None", "None"] else f"slice({', '.join(bounds)})"
+    return _text(part)
+
+
+def _text(part: Part) -> str:
+    if part is Ellipsis:
+        return "..."
+    if isinstance(part, Bounds):
+        ends = [*(("" if atom is None else _text(atom)) for atom in (part.start, part.stop, part.step))]
+        return ":".join(ends if ends[2] else ends[:2])
+    if isinstance(part, tuple):
+        return f"[{', '.join(map(_text, part))}]"
+    return part.id if isinstance(part, Name) else repr(part)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Against what was recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """What a slice takes out of a value of a known shape.
+
+    Attributes:
+        shape: The shape of the part; `None` where it depends on variables.
+        warning: What may be wrong, in words, though inputs of other sizes may make it right.
+    """
+
+    shape: tuple[int, ...] | None
+    warning: str | None = None
+
+
+def sliced_shape(
+    typed: SliceText, shape: torch.Size, fixed: Sequence[int | None] | None = None, *, allow_empty: bool = False
+) -> Sliced:
+    """Returns what `typed` takes out of a value of the recorded `shape`.
+
+    Args:
+        typed: The slice. What is left to variables is not checked.
+        shape: The shape.
+        fixed: The sizes in it that are the same for all inputs, `None` for the others; all may differ, if left out.
+        allow_empty: Whether it may take nothing.
+
+    Raises:
+        ValueError: It has more dimensions than the value, or no inputs make a value with such a part.
+
+    Example:
+        >>> sliced_shape(parse_slice(":, -1, 3:5"), torch.Size([2, 4, 8]))
+        Sliced(shape=(2, 2), warning=None)
+    """
+    index = tuple(map(_without_names, typed.parts))
+    used = indexed_dimensions(index)
+    if used > len(shape):
+        raise ValueError(
+            f"slice [{typed}] has {used} dimensions, but the value recorded here has {len(shape)}: shape {tuple(shape)}"
+        )
+    shown = f"the value recorded here, of shape {tuple(shape)},"
+    if problem := selection_problem(index, fixed, shown, allow_empty=allow_empty):
+        raise ValueError(problem)
+    warning = selection_problem(index, shape, shown, allow_empty=allow_empty)
+    if warning is not None:
+        warning = f"{warning.partition('; ')[0]}; inputs of the example's sizes have no such part"
+    try:
+        sliced = torch.empty(shape, device="meta")[tuple(map(_within, index))]
+    except IndexError:  # a dimension without entries
+        return Sliced(None, warning)
+    return Sliced(None if typed.names else tuple(sliced.shape), warning)
+
+
+def _without_names(part: Part) -> Any:
+    """Returns a part as an index, with everything in place of what variables choose."""
+    if isinstance(part, Bounds) and not any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
+        return slice(part.start, part.stop, part.step)
+    chosen = [atom for atom in part if isinstance(atom, int)] if isinstance(part, tuple) else part
+    return slice(None) if isinstance(chosen, (Bounds, Name)) or chosen == [] else chosen
+
+
+def _within(part: Any) -> Any:
+    """Returns a part that takes as much, and is in range."""
+    return [0] * len(part) if isinstance(part, list) else 0 if isinstance(part, int) else part

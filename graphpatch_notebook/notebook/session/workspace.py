@@ -1,0 +1,234 @@
+"""The user's variables, seen as graphs: which one a command is about, and what probes have put there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard, TypeVar
+
+from torch import Tensor
+from torch.nn import Module
+
+from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.notebook.search.search import index_of
+from graphpatch_notebook.notebook.session.graph_transfer import hand_over
+from graphpatch_notebook.notebook.session.input_names import written_arguments
+from graphpatch_notebook.notebook.session.session import Session, session_of
+from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import nearest
+
+T = TypeVar("T")
+
+
+def is_a(value: Any, classes: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
+    """Whether an object of the user's is of one of these classes; runs no code of the user's."""
+    return issubclass(type(value), classes)  # `isinstance` asks `value.__class__`, too
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveGraph:
+    """The graph that a command is about, and the variable that holds it."""
+
+    name: str
+    graph: PatchableGraph
+    session: Session
+
+    @property
+    def title(self) -> str:
+        """What it is, in one line."""
+        return f"{self.name}: {type(self.graph._module).__name__}, {len(self.graph.nodes):,} nodes"
+
+
+class Workspace:
+    """What commands work on. It keeps no graph and no activation alive.
+
+    Args:
+        namespace: Returns the user's variables.
+        put_in_new_cell: Makes a new cell with this text.
+    """
+
+    def __init__(self, namespace: Callable[[], dict[str, Any]], put_in_new_cell: Callable[[str], object]) -> None:
+        self._namespace = namespace
+        self.put_in_new_cell = put_in_new_cell
+        self.results = Results(namespace)
+        self._used: str | None = None
+        self._sessions: dict[str, Session] = {}
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """The user's variables, themselves."""
+        return self._namespace()
+
+    def graphs(self) -> dict[str, PatchableGraph]:
+        """Returns the graphs that variables hold, by name; those that IPython keeps (`_`, `_3`) are left out."""
+        return {name: value for name, value in self._variables() if is_a(value, PatchableGraph)}
+
+    def _variables(self) -> list[tuple[str, Any]]:
+        """Returns the variables, without those of IPython."""
+        variables = list(self.namespace.items())
+        return [(name, value) for name, value in variables if type(name) is str and not name.startswith("_")]
+
+    def use(self, name: str) -> ActiveGraph:
+        """Makes the graph in a variable the active one.
+
+        Raises:
+            SessionError: The variable holds none.
+        """
+        active = self.named(name)
+        self._used = name
+        self._sessions[name] = active.session
+        index_of(active.graph).prepare()
+        return active
+
+    def named(self, name: str) -> ActiveGraph:
+        """Returns the graph in a variable.
+
+        Raises:
+            SessionError: It holds none.
+        """
+        value = self.namespace.get(name)
+        if is_a(value, PatchableGraph):
+            return self._active(name, value)
+        if name in self.namespace:
+            what = f"{name!r} is no PatchableGraph but an object of {type(value).__name__}"
+        else:
+            what = f"there is no variable {name!r}"
+        raise SessionError(f"{what}; {self._what_is_there(name)}")
+
+    def find(self) -> ActiveGraph | None:
+        """Returns the active graph: the one that was picked by name, else the only one there is; `None` without any.
+
+        Raises:
+            SessionError: There are several, and none was picked.
+        """
+        graphs = self.graphs()
+        if self._used is not None:
+            picked = self.namespace.get(self._used)
+            if is_a(picked, PatchableGraph):
+                return self._active(self._used, picked)
+            self._used = None
+        different = {id(graph): graph for graph in graphs.values()}
+        if len(different) > 1:
+            raise SessionError(
+                f"there are several graphs: {', '.join(graphs)}; pick one: %graphpatch use NAME, or %%graphpatch NAME"
+            )
+        if not graphs:
+            return None
+        graph = next(iter(different.values()))
+        known = session_of(graph).origin.graph
+        return self._active(known if known in graphs else next(iter(graphs)), graph)
+
+    def current(self) -> ActiveGraph:
+        """Returns the active graph.
+
+        Raises:
+            SessionError: There is none, or several of which none was picked.
+        """
+        found = self.find()
+        if found is None:
+            raise SessionError(f"there is no PatchableGraph yet; {self._what_is_there('')}")
+        return found
+
+    def _what_is_there(self, name: str) -> str:
+        graphs = self.graphs()
+        if graphs:
+            return f"graphs: {', '.join(nearest(name, list(graphs)))}"
+        model = next(iter(self.models()), "MODEL")
+        return f"make one: %graphpatch wrap pg = {model}(EXAMPLE INPUTS)"
+
+    def models(self) -> list[str]:
+        """Returns the names of the variables that hold modules which are no graphs."""
+        variables = self._variables()
+        return [name for name, value in variables if is_a(value, Module) and not is_a(value, PatchableGraph)]
+
+    def notice_new_graphs(self) -> None:
+        """Hands patches over where a variable holds another graph than it did when a command last looked at it."""
+        for name, before in list(self._sessions.items()):
+            value = self.namespace.get(name)
+            if not is_a(value, PatchableGraph):
+                continue
+            session = self._sessions[name] = session_of(value)
+            if session is not before and session.chosen.version == 0 and before.chosen.patches:
+                session.origin = replace(before.origin, model=None)
+                hand_over(before.chosen.patches, session)
+
+    def _active(self, name: str, graph: PatchableGraph) -> ActiveGraph:
+        session = session_of(graph)
+        self._sessions.setdefault(name, session)
+        if session.origin.graph != name:
+            session.origin = replace(session.origin, graph=name)
+        if session.origin.model is None:
+            model = next((n for n in self.models() if self.namespace[n] is graph._module), None)
+            session.origin = replace(session.origin, model=model)
+        if session.origin.arguments is None and graph._examples is not None:
+            written = written_arguments(graph._examples.args, graph._examples.kwargs, self.namespace)
+            session.origin = replace(session.origin, arguments=written)
+        return ActiveGraph(name, graph, session)
+
+
+_of_shells: weakref.WeakKeyDictionary[Any, Workspace] = weakref.WeakKeyDictionary()
+
+
+def workspace_of(shell: Any) -> Workspace:
+    """Returns the variables of an IPython shell: the same object for its magics and for each browser."""
+    if shell not in _of_shells:
+        proxy = weakref.proxy(shell)  # a workspace must not keep its shell alive
+        _of_shells[shell] = Workspace(lambda: proxy.user_ns, proxy.set_next_input)
+    return _of_shells[shell]
+
+
+def forget_workspace(shell: Any) -> None:
+    """Makes the next `workspace_of` of this shell return a new one."""
+    _of_shells.pop(shell, None)
+
+
+class Results:
+    """Which variables hold what a probe or record has put there; forgets the values when the user does.
+
+    Args:
+        namespace: Returns the user's variables.
+    """
+
+    def __init__(self, namespace: Callable[[], dict[str, Any]]) -> None:
+        self._namespace = namespace
+        self._marks: dict[str, Callable[[Any], bool]] = {}
+
+    def put(self, values: dict[str, Any]) -> None:
+        """Puts values into the variables of these names."""
+        self._namespace().update(values)
+        self._marks |= {name: _mark(value) for name, value in values.items()}
+
+    def names_of_others(self) -> set[str]:
+        """Returns the names of the variables that hold something else."""
+        return {name for name in list(self._namespace()) if not self.is_own(name)}
+
+    def is_own(self, name: str) -> bool:
+        """Whether a variable still holds what was put there."""
+        namespace = self._namespace()
+        return name in self._marks and name in namespace and self._marks[name](namespace[name])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes the variables of these names that still hold what was put there."""
+        for name in names:
+            if self.is_own(name):
+                del self._namespace()[name]
+            self._marks.pop(name, None)
+
+
+def _mark(value: Any) -> Callable[[Any], bool]:
+    """Returns what tells whether a value is this one, without keeping it."""
+    if isinstance(value, Tensor):
+        reference = weakref.ref(value)
+        return lambda other: other is reference()
+    if isinstance(value, list):
+        number, count, ends = id(value), len(value), [_mark(item) for item in (value[:1] + value[-1:])]
+
+        def is_same(other: Any) -> bool:
+            # Another list may come to lie where this one was: then it holds other tensors.
+            if id(other) != number or type(other) is not list or len(other) != count:
+                return False
+            return all(mark(item) for mark, item in zip(ends, other[:1] + other[-1:], strict=True))
+
+        return is_same
+    return lambda other: other is value

@@ -1,0 +1,59 @@
+"""Values that a model reads into Python: its graph holds as long as these are what they were in the example.
+
+    if (mask == 0).all():        ->        all_1 = eq.all()
+                                           bool_1 = torch.Tensor.__bool__(all_1)
+                                           unchanged(bool_1, False)
+
+What Python did with the value is not in the graph, but with the same value it does the same again. So it is with a loop
+over as many parts of a tensor as values say: their number is what is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphpatch_notebook.capture.doubts import Reason
+from graphpatch_notebook.capture.functions import VALUE_READS
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.value_sizes import PARTS, part_count_by_values
+from graphpatch_notebook.errors import StoredFormError
+from graphpatch_notebook.values import ScalarSpec
+
+_OPS = {name.strip("_"): name for name in VALUE_READS - {"tolist", "numpy", "__array__"}}
+
+
+def has_only_reads(frame: Frame) -> bool:
+    """Whether all that speaks against the graph of `frame` are values that it reads, and that can be compared."""
+    return bool(frame.doubts) and all(
+        doubt.reason in (Reason.READS_VALUE, Reason.COUNTS_PARTS) and doubt.what in {*_OPS, *PARTS}
+        for doubt in frame.doubts
+    )
+
+
+def read_value(node: Any) -> ScalarSpec | None:
+    """Returns what the model read into Python at `node`, if it did; of parts of a tensor, how many there were."""
+    if not isinstance(node, Node) or node.kind != "op":
+        return None
+    if (count := part_count_by_values(node)) is not None:
+        return ScalarSpec(count)
+    if node.op not in _OPS:
+        return None
+    return node.spec if isinstance(node.spec, ScalarSpec) and node.spec.is_number else None
+
+
+def unchanged(value: Any, expected: Any) -> None:
+    """Refuses to go on with a value that the model would have done something else with; what stored graphs call.
+
+    Args:
+        value: The value; or the parts of a tensor, of which the number counts.
+        expected: What it was when the graph was captured.
+    """
+    if isinstance(value, (tuple, list)):
+        value = len(value)
+    is_same = type(value) is type(expected) and (value == expected or repr(value) == repr(expected))
+    if not is_same:
+        raise StoredFormError(
+            f"the model reads a value into Python here, which is {value!r} now and was {expected!r} when the graph was "
+            "captured, so it might do something else now; make the PatchableGraph with such inputs and save it again, "
+            "or use the model"
+        )

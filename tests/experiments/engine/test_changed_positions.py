@@ -1,0 +1,392 @@
+"""In rows, modules compute only positions that patches change, and that are read: fewer, and to the same numbers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ReplacePatch, ZeroPatch
+from tests.experiments.loops import TOLERANCE
+from tests.zoo import case_by_name
+
+LENGTH, SIZE = 8, 16
+TOKENS = torch.arange(LENGTH)[None] * 3 % 11
+
+
+class Seen(nn.Module):
+    """Counts the vectors that go through a module; `mix` may make it work on more than one at a time."""
+
+    def __init__(self, mix: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.norm = nn.BatchNorm1d(SIZE)
+        self.scales = nn.Parameter(torch.rand(64))
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.positions = nn.Parameter(torch.eye(64))
+        self.seen = 1
+        self._mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        COUNTS[id(self)] = COUNTS.get(id(self), 0) + x.shape[0] * x.shape[1]
+        x = self.linear(x)
+        return x.tanh() if self._mix is None else self._mix(self, x)
+
+    def longest(self, length: int) -> int:
+        if length > self.seen:
+            self.seen = length
+        return self.seen
+
+
+COUNTS: dict[int, int] = {}
+STATE = {"mix": 0.0}
+
+
+class Body(nn.Module):
+    """Three blocks, with causal sums between positions before the second."""
+
+    def __init__(self, mix: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, SIZE)
+        self.first, self.second, self.third = Seen(), Seen(mix), Seen()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = x + self.first(x)
+        x = x + self.second(x.cumsum(1) / 4)
+        return x + self.third(x)
+
+
+class Model(nn.Module):
+    """A body and a head."""
+
+    def __init__(self, mix: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Body(mix)
+        self.head = nn.Linear(SIZE, 5)
+
+    def forward(self, tokens: Tensor, logits_to_keep: int = 0) -> Any:
+        return Output(self.head(self.body(tokens)[:, -logits_to_keep:]))
+
+
+class Output(dict[str, Tensor]):
+    """An output with an attribute, as those of transformers."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(logits=logits)
+
+    @property
+    def logits(self) -> Tensor:
+        return self["logits"]
+
+
+MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the position before": lambda self, x: x + 0.1 * x.roll(1, 1),
+    "the mean over positions": lambda self, x: x - x.mean(1, keepdim=True),
+    "the mean over rows": lambda self, x: x - x.mean(0, keepdim=True),
+    "one position only, a little": lambda self, x: x + 1e-3 * x[:, :1],
+    "sums": lambda self, x: x.cumsum(1) * 0.3,
+    "a softmax over positions": lambda self, x: x.softmax(1),
+    "where it stands": lambda self, x: x * self.scales[: x.shape[1], None] if x.shape[1] <= 64 else x,
+    "how many there are": lambda self, x: x / x.shape[1],
+    "whether there is one": lambda self, x: x if x.shape[1] == 1 else x * 2,
+    "the largest of all": lambda self, x: x / (1 + x.abs().max()),
+    "batch norm": lambda self, x: self.norm(x.flatten(0, 1)).view_as(x),
+    "a gate that is closed": lambda self, x: x + self.gate * x.mean(1, keepdim=True),
+    "a matrix that mixes nothing yet": lambda self, x: self.positions[: x.shape[1], : x.shape[1]] @ x,
+    "nothing, but infinities": lambda self, x: x + 0 * x.sum(1, keepdim=True),
+    "equal ones": lambda self, x: x / ((x[:, :, None] - x[:, None]).abs().sum(-1) < 1e-3).sum(-1, keepdim=True),
+    "a state from elsewhere": lambda self, x: x + STATE["mix"] * x.mean(1, keepdim=True) if STATE["mix"] else x,
+    "the longest so far": lambda self, x: x / self.longest(x.shape[1]),
+    "neighbours by a convolution": lambda self, x: torch.nn.functional.avg_pool1d(x.mT, 3, 1, 1).mT,
+}
+
+
+def last(output: Any) -> Tensor:
+    logits = output.logits[:, -1]
+    return logits[:, 2] - logits[:, 3]
+
+
+def everything(output: Any) -> Tensor:
+    return output.logits
+
+
+def compared(pg: PatchableGraph, make: Callable[..., Any], metric: Any, paths: list[str], **options: Any) -> Any:
+    """Returns the sweep over paths and positions, which must be what a loop over patch contexts gives."""
+    result = pg.sweep(
+        {"path": paths, "position": range(LENGTH)}, make, TOKENS, metric=metric, progress=False, **options
+    )
+    with torch.no_grad():
+        for path in paths:
+            for position in range(LENGTH):
+                with pg.patch(make(path, position)):
+                    expected = metric(pg(TOKENS))
+                found = torch.from_numpy(result.sel(path=path, position=position).values)
+                assert torch.allclose(found, expected.double(), rtol=TOLERANCE, atol=TOLERANCE), (path, position)
+    return result
+
+
+def zeroed(path: str, position: int) -> dict[str, Any]:
+    return {path: ZeroPatch(slice=(slice(None), position))}
+
+
+PATHS = ["body.first.output", "body.second.output", "body.third.output"]
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+@pytest.mark.parametrize("metric", [last, everything])
+def test_only_positions_that_change_are_computed(metric: Any) -> None:
+    model = Model().eval()
+    pg = PatchableGraph(model, TOKENS)
+    compared(pg, zeroed, metric, PATHS)  # the first sweep also tests the modules
+    COUNTS.clear()
+
+    result = pg.sweep({"path": PATHS, "position": range(LENGTH)}, zeroed, TOKENS, metric=metric, progress=False)
+
+    assert result.attrs["remarks"] == []
+    cells = len(PATHS) * LENGTH
+    runs = 1 if metric is last else 2  # the first of these was for a metric that reads the last position alone
+    # In sequences as long as the example, the last of which may be filled up. Besides, behind the sums, what is at
+    # the patched position or after it. The third module has changes of two of the paths, and where only the last
+    # position is read, computes no other.
+    behind = LENGTH * (LENGTH + 1) // 2
+    assert COUNTS[id(model.body.first)] <= runs * LENGTH
+    assert COUNTS[id(model.body.second)] <= runs * LENGTH + behind + LENGTH
+    third = 2 * LENGTH if metric is last else behind + LENGTH
+    assert COUNTS[id(model.body.third)] <= runs * LENGTH + third + LENGTH
+    assert cells * LENGTH >= 3 * max(COUNTS.values())
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", MIXING)
+def test_modules_in_which_positions_meet_are_computed_as_a_whole(name: str, training: bool) -> None:
+    if name == "batch norm" and training:
+        return  # it updates its buffers: cells run one by one, which others test
+    pg = PatchableGraph(Model(MIXING[name]).train(training), TOKENS)
+    for metric in (last, everything):
+        compared(pg, zeroed, metric, PATHS)
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+def test_patches_that_look_at_other_positions_see_what_is_there() -> None:
+    """The metric reads the last position alone, but a patch takes others there."""
+    pg = PatchableGraph(Model().eval(), TOKENS)
+
+    def make(path: str, position: int) -> dict[str, Any]:
+        moved = CustomPatch(custom_op=lambda x: x + x.roll(position + 1, 1))
+        return {path: AddPatch(value=1.0, slice=(slice(None), position)), "body.third.output": moved}
+
+    compared(pg, zeroed, last, PATHS)
+    compared(pg, make, last, PATHS[:2])
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+def test_zeros_of_either_sign_are_told_apart() -> None:
+    class Signs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, SIZE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight[0].copysign(x)
+
+    class Signed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.signs = Signs()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.signs(x * 0.0)
+
+    x = torch.ones(1, LENGTH, SIZE)
+    pg = PatchableGraph(Signed(), x)
+
+    def make(position: int) -> dict[str, Any]:
+        return {"signs.x": ReplacePatch(value=-0.0, slice=(slice(None), position))}
+
+    def make_before(position: int) -> dict[str, Any]:
+        return {"mul": ReplacePatch(value=-0.0, slice=(slice(None), position))}
+
+    for maker in (make, make_before):
+        result = pg.sweep({"position": range(LENGTH)}, maker, x, metric=lambda output: output[0, :, 0], progress=False)
+        assert result.values.tolist() == [[-1.0 if at == row else 1.0 for at in range(LENGTH)] for row in range(LENGTH)]
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "another function": lambda second: setattr(second, "_mix", MIXING["sums"]),
+    "weights": lambda second: second.linear.weight.data.mul_(2),
+    "an opened gate": lambda second: second.gate.data.fill_(1.0),
+    "a matrix that mixes now": lambda second: second.positions.data.copy_(second.positions.data.roll(1, 0)),
+    "a state elsewhere": lambda second: STATE.update(mix=1.0),
+    "training": lambda second: second.train(),
+}
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "name", [None, "a gate that is closed", "a matrix that mixes nothing yet", "a state from elsewhere"]
+)
+def test_a_model_that_is_changed_between_sweeps_has_the_numbers_of_what_it_is_now(
+    name: str | None, change: str
+) -> None:
+    model = Model(None if name is None else MIXING[name]).eval()
+    pg = PatchableGraph(model, TOKENS)
+    try:
+        for metric in (last, everything):
+            compared(pg, zeroed, metric, PATHS)
+        CHANGES[change](model.body.second)
+        for metric in (last, everything):
+            compared(pg, zeroed, metric, PATHS)
+    finally:
+        STATE["mix"] = 0.0
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+def test_other_lengths_may_be_another_thing() -> None:
+    pg = PatchableGraph(Model(lambda self, x: x + x.mean(1, keepdim=True) if x.shape[1] > 4 else x).eval(), TOKENS)
+    paths = ["body.first.output", "body.second.output"]
+
+    for tokens in (TOKENS[:, :3], TOKENS):
+        length = tokens.shape[1]
+        axes = {"path": paths, "position": range(length)}
+        result = pg.sweep(axes, zeroed, tokens, metric=everything, progress=False)
+        for path in paths:
+            for position in range(length):
+                with torch.no_grad(), pg.patch(zeroed(path, position)):
+                    expected = pg(tokens).logits.double()
+                found = torch.from_numpy(result.sel(path=path, position=position).values)
+                assert torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE), (length, path, position)
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+def test_what_a_function_that_saturates_reads_is_computed() -> None:
+    """Whether a sum over positions is positive seldom changes; still it reads all of them."""
+    model = Model(lambda self, x: (self.linear(x.cumsum(1)) > 0).float()).eval()
+
+    compared(PatchableGraph(model, TOKENS), zeroed, last, PATHS)
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+def test_calls_of_one_module_are_told_apart() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Seen(MIXING["a state from elsewhere"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for mix in (0.0, 1.0, 0.0):
+                STATE["mix"] = mix
+                x = self.block(x)
+            return x
+
+    torch.manual_seed(0)
+    x = torch.randn(1, LENGTH, SIZE)
+    pg = PatchableGraph(Twice().eval(), x)
+    paths = [path for path, meta in pg.nodes.items() if meta.kind == "output" and path != "output"]
+
+    result = pg.sweep(
+        {"path": paths, "position": range(LENGTH)}, zeroed, x, metric=lambda y: y[0, :, 0], progress=False
+    )
+
+    for path in paths:
+        for position in range(LENGTH):
+            with torch.no_grad(), pg.patch(zeroed(path, position)):
+                expected = pg(x)[0, :, 0].double()
+            found = torch.from_numpy(result.sel(path=path, position=position).values)
+            assert torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE), (path, position)
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+def test_what_is_filled_in_place_is_no_constant() -> None:
+    """A vector of zeros, into which the mean over positions is added, and which a module then multiplies by."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * Scale.vector
+
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scaled = nn.Identity(), Scaled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x) + 0
+            vector = torch.zeros(len(x), 1, SIZE)
+            alias = vector.view(len(x), 1, SIZE)
+            vector.add_(x.mean(1, keepdim=True))
+            Scale.vector = alias
+            return self.scaled(x)
+
+    torch.manual_seed(0)
+    x = torch.randn(1, LENGTH, SIZE)
+    pg = PatchableGraph(Filled().eval(), x)
+
+    result = pg.sweep(
+        {"position": range(LENGTH)},
+        lambda position: zeroed("first.output", position),
+        x,
+        metric=lambda y: y[0, :, 0],
+        progress=False,
+    )
+
+    assert result.attrs["remarks"] == []  # else what went wrong was seen, and mended
+    for position in range(LENGTH):
+        with torch.no_grad(), pg.patch(zeroed("first.output", position)):
+            expected = pg(x)[0, :, 0].double()
+        assert torch.allclose(torch.from_numpy(result.values[position]), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Scale:
+    """Where nothing that looks for changes of a model looks."""
+
+    vector: Tensor
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+def test_nothing_large_is_kept_between_sweeps() -> None:
+    model = Model().eval()
+    pg = PatchableGraph(model, TOKENS)
+    kept = []
+    for _ in range(3):
+        model.body.memory = {"keys": torch.zeros(1000)}
+        kept.append(weakref.ref(model.body.memory["keys"]))
+        compared(pg, zeroed, last, PATHS[:1])
+    del model.body.memory
+    gc.collect()
+
+    assert [reference() for reference in kept] == [None] * 3
+
+
+@pytest.mark.usefixtures("small_modules_in_parts")
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama-sdpa", "gemma2-eager", "bert-sdpa", "t5-eager", "vit-sdpa"])
+def test_transformers_compute_fewer_positions(name: str) -> None:
+    """Their large modules are found to work on each position alone, and none of the attention is."""
+    from graphpatch_notebook.experiments.engine.inputs import Inputs
+    from graphpatch_notebook.experiments.engine.shared_setup import common_work
+
+    case = case_by_name(name)
+    call = case.example()
+    pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
+    outputs = [path for path, meta in pg.nodes.items() if meta.kind == "output" and path.count(".") >= 2]
+
+    with torch.no_grad():
+        rows = common_work(
+            pg, Inputs(call.args, call.kwargs), lambda output: 0, outputs[:1], batch="auto", backward=False
+        ).rows
+
+    assert rows is not None
+    kinds = {type(node.module).__name__ for node in rows.stand_ins}
+    assert any("MLP" in kind or "Dense" in kind or "Intermediate" in kind or "FF" in kind for kind in kinds), kinds
+    assert not any(kind.endswith(("Attention", "Layer", "Block", "Model")) for kind in kinds), kinds

@@ -1,0 +1,502 @@
+"""Heads one by one: against plain hooks, and refused where they are mixed already."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import bitsandbytes as bnb
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from graphpatch_notebook import ExperimentError, ExtractionOptions, PatchableGraph
+from graphpatch_notebook.experiments import (
+    LogitDifference,
+    Noise,
+    ablate,
+    attribute,
+    causal_trace,
+    path_patch,
+    top_scores,
+)
+from graphpatch_notebook.experiments.methods.head_mixing import mixing_of
+from graphpatch_notebook.experiments.methods.recordings import targets
+from tests.experiments.hooked import edited, gpt2, llama, outputs, putting
+from tests.integrations.test_transformer_lens import lens
+from tests.laws.captures import capture_of
+from tests.zoo import CASES, Case
+
+CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
+METRIC = LogitDifference(4, 8)
+HOSTS = {
+    "gpt2": (gpt2, "transformer.h_{}.attn.c_proj.x", "transformer.h.{}.attn.c_proj"),
+    "llama": (llama, "model.layers_{}.self_attn.o_proj.input", "model.layers.{}.self_attn.o_proj"),
+}
+BATCHES = pytest.mark.parametrize(("batch", "tolerance"), [(None, 0.0), ("auto", 2e-6)])
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def host(request: pytest.FixtureRequest) -> tuple[nn.Module, PatchableGraph, list[str], list[str]]:
+    make, path, name = HOSTS[request.param]
+    model = make()
+    pg = PatchableGraph(model, CLEAN[:, :5])
+    return model, pg, [path.format(layer) for layer in range(3)], [name.format(layer) for layer in range(3)]
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return PatchableGraph(gpt2(), CLEAN)
+
+
+def restored(model: nn.Module, values: dict[str, Tensor], index: tuple[Any, ...]) -> float:
+    edits = {name: putting(value, index) for name, value in values.items()}
+    with torch.no_grad(), edited(model, edits, of_inputs=True):
+        return METRIC(model(CORRUPTED)).item()
+
+
+def head(number: int) -> slice:
+    return slice(4 * number, 4 * number + 4)
+
+
+@BATCHES
+def test_traces_of_heads_at_positions_equal_hooks(host: Any, batch: Any, tolerance: float) -> None:
+    model, pg, paths, names = host
+    options: dict[str, Any] = {"heads": 4, "batch": batch, "progress": False}
+    found = causal_trace(pg, CLEAN, CORRUPTED, paths, [2, -1], METRIC, **options)
+    assert found.dims == ("path", "head", "position")
+    assert found.coords["position"].values.tolist() == [2, 6]
+    assert found.coords["head"].values.tolist() == [0, 1, 2, 3]
+    values = outputs(model, names, lambda: model(CLEAN), of_inputs=True)
+    for layer, name in enumerate(names):
+        for number in range(4):
+            for column, position in enumerate([2, 6]):
+                expected = restored(model, {name: values[layer]}, (slice(None), position, head(number)))
+                assert found.values[layer, number, column] == pytest.approx(expected, abs=tolerance, rel=0)
+    assert np.ptp(found.values) > 0.01
+
+
+@BATCHES
+def test_traces_of_heads_at_all_positions_at_once(host: Any, batch: Any, tolerance: float) -> None:
+    model, pg, paths, names = host
+    options: dict[str, Any] = {"heads": 4, "window": 2, "batch": batch, "progress": False}
+    found = causal_trace(pg, CLEAN, CORRUPTED, paths, False, METRIC, **options)
+    assert found.dims == ("path", "head")
+    values = dict(zip(names, outputs(model, names, lambda: model(CLEAN), of_inputs=True), strict=True))
+    for layer in range(3):
+        both = {name: values[name] for name in names[max(0, layer - 1) : layer + 1]}
+        for number in range(4):
+            expected = restored(model, both, (..., head(number)))
+            assert found.values[layer, number] == pytest.approx(expected, abs=tolerance, rel=0)
+
+
+def test_traces_of_all_heads_and_positions_are_those_of_the_whole_value(host: Any) -> None:
+    _, pg, paths, _ = host
+    options: dict[str, Any] = {"progress": False, "batch": None}
+    whole = causal_trace(pg, CLEAN, CORRUPTED, paths, True, METRIC, **options)
+    one_head = causal_trace(pg, CLEAN, CORRUPTED, paths, True, METRIC, heads=1, **options)
+    assert (one_head.isel(head=0).values == whole.values).all()
+
+
+def test_traces_of_heads_under_noise(pg: PatchableGraph) -> None:
+    noise = Noise("transformer.wte.output", positions=2, samples=2, scale=0.5)
+    options: dict[str, Any] = {"heads": 4, "progress": False, "batch": None}
+    paths = ["transformer.h_1.attn.c_proj.x"]
+    found = causal_trace(pg, CLEAN, noise, paths, [2, 6], METRIC, **options)
+    assert found.dims == ("path", "head", "position")
+    assert np.ptp(found.values) > 1e-3
+    again = causal_trace(pg, CLEAN, noise, paths, 6, METRIC, **options)
+    assert (again.values[..., 0] == found.values[..., 1]).all()
+
+
+def test_senders_are_taken_apart_into_heads(host: Any) -> None:
+    _, pg, paths, _ = host
+    options: dict[str, Any] = {"progress": False, "batch": None}
+    found = path_patch(pg, paths[:2], None, CLEAN, CORRUPTED, METRIC, heads=4, **options)
+    assert found.dims == ("sender", "head")
+    for path in paths[:2]:
+        for number in range(4):
+            one = path_patch(pg, (path, (..., head(number))), None, CLEAN, CORRUPTED, METRIC, **options)
+            assert found.sel(sender=path, head=number).item() == one.item()
+    assert np.ptp(found.values) > 1e-3
+    single = path_patch(pg, paths[0], [paths[2], None], CLEAN, CORRUPTED, METRIC, heads=4, **options)
+    assert single.dims == ("head", "receiver")
+    assert (single.sel(receiver="output").values == found.values[0]).all()
+
+
+def scored_by_hand(model: nn.Module, names: list[str]) -> list[Tensor]:
+    """Returns (clean - corrupted) * gradient on the corrupted inputs, for each entry of what modules are given."""
+    clean = outputs(model, names, lambda: model(CLEAN), of_inputs=True)
+    kept: dict[str, Tensor] = {}
+
+    def keeping(name: str) -> Any:
+        def edit(value: Tensor) -> Tensor:
+            kept[name] = value
+            return value
+
+        return edit
+
+    with edited(model, {name: keeping(name) for name in names}, of_inputs=True):
+        gradients = torch.autograd.grad(METRIC(model(CORRUPTED)), [kept[name] for name in names])
+    return [(a - kept[name].detach()) * g for a, name, g in zip(clean, names, gradients, strict=True)]
+
+
+def test_scores_of_heads_equal_autograd_by_hand(host: Any) -> None:
+    model, pg, paths, names = host
+    by_hand = torch.stack(scored_by_hand(model, names))[:, 0].unflatten(-1, (4, 4)).sum(-1)  # (path, position, head)
+    found = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths, heads=4)
+    assert found.dims == ("path", "head")
+    assert found.values == pytest.approx(by_hand.sum(1).numpy(), abs=1e-6)
+    assert found.sum("head").values == pytest.approx(
+        attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths).values, abs=2e-6
+    )
+    by_position = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=paths, heads=4, positions=[-1, 2, 0])
+    assert by_position.dims == ("path", "head", "position")
+    assert by_position.values == pytest.approx(by_hand[:, [6, 2, 0]].transpose(1, 2).numpy(), abs=1e-6)
+    assert np.ptp(by_position.values[..., 0]) > 0.1
+    assert (by_position.values[..., 2] == 0).all()
+    inside = paths[1].rsplit(".", 2)[0]
+    own = attribute(pg, METRIC, CLEAN, CORRUPTED, paths=[f"{inside}.attn_output"], heads=4, positions=True)
+    assert own.values[0] == pytest.approx(by_hand[1].T.numpy(), abs=1e-6)  # (1, heads, positions, 4)
+    assert top_scores(own, 1).index.names == ["path", "head", "position"]
+
+
+def test_scores_of_heads_need_paths_of_heads(pg: PatchableGraph) -> None:
+    with pytest.raises(ExperimentError, match="heads= needs values in which heads are apart: paths="):
+        attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4)
+    with pytest.raises(ExperimentError, match=r"give 'transformer.h_0.attn.c_proj.x'"):
+        attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4, paths=["transformer.h_0.attn.output|sub_0"])
+
+
+# -- mixed heads -------------------------------------------------------------------------------------------------------
+
+IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 23}
+
+
+def opt() -> nn.Module:
+    config = OPTConfig(**SMALL, ffn_dim=24, word_embed_proj_dim=16, max_position_embeddings=32)
+    return OPTForCausalLM(config).eval()
+
+
+def t5() -> nn.Module:
+    config = T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, vocab_size=23, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config).eval()
+
+
+FAMILIES: dict[str, tuple[Any, str, str, list[str], list[str]]] = {
+    "gpt2": (
+        gpt2, "transformer.h_1", "attn.c_proj.x",
+        ["attn.c_proj.x_1", "attn.c_proj.output", "attn.resid_dropout.output", "attn.output|sub_0", "output"],
+        ["attn.query_states", "attn.key_states_1", "attn.attn_output", "attn.attn_output_3", "mlp.c_proj.x"],
+    ),
+    "llama": (
+        llama, "model.layers_1", "self_attn.o_proj.input",
+        ["self_attn.o_proj.output", "self_attn.output|sub_0", "output"],
+        ["self_attn.query_states", "self_attn.q_proj.output", "self_attn.attn_output", "mlp.down_proj.input"],
+    ),
+    "opt": (
+        opt, "model_decoder.layers_1", "self_attn.out_proj.input",
+        ["self_attn.out_proj.linear", "self_attn.output|sub_0"],
+        ["self_attn.q_proj.output", "self_attn.attn_output", "fc2.input"],
+    ),
+    "bert": (
+        lambda: BertModel(BertConfig(**SMALL, intermediate_size=24)).eval(),
+        "encoder.layer_1", "attention.output.dense.input",
+        ["attention.output.dense.output", "attention.output.output", "attention.output_1|sub_0"],
+        ["attention.self.query.output", "attention.self.output|sub_0", "output.dense.input"],
+    ),
+    "bloom": (
+        lambda: BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=4, vocab_size=23)).eval(),
+        "transformer.h_1", "self_attention.dense.input",
+        ["self_attention.dense.output", "self_attention.output|sub_0"],
+        ["self_attention.query_layer", "mlp.dense_4h_to_h.input"],
+    ),
+    "t5": (
+        t5, "decoder.block_1", "layer_1.EncDecAttention.o.input",
+        ["layer_1.EncDecAttention.o.output", "layer_1.EncDecAttention.output|sub_0", "layer_1.dropout.output"],
+        ["layer_1.EncDecAttention.q.output", "layer_1.EncDecAttention.attn_output", "layer_1.EncDecAttention.k.output"],
+    ),
+}  # fmt: skip
+
+
+def total(output: Any) -> Tensor:
+    return output[0][..., 0].sum()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_with_mixed_heads_are_refused_and_others_are_not(family: str) -> None:
+    torch.manual_seed(0)
+    make, layer, apart, mixed, right = FAMILIES[family]
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if family == "t5" else {})
+    pg = PatchableGraph(make(), **inputs)
+    options: dict[str, Any] = {"metric": total, "heads": 4, "progress": False, "batch": None}
+    for name in mixed:
+        message = re.escape(f"'{layer}.{name}': give '{layer}.{apart}'")
+        with pytest.raises(ExperimentError, match=f"(?s)in which heads are apart.*{message}"):
+            ablate(pg, [f"{layer}.{name}"], **inputs, **options)
+    found = ablate(pg, [f"{layer}.{name}" for name in (apart, *right)], **inputs, **options)
+    assert found.shape == (1 + len(right), 4)
+    assert (np.abs(found.values - found.attrs["baseline"]) > 1e-6).all()
+
+
+RESULTS = re.compile(r"\.(self_)?(attn|attention|SelfAttention|EncDecAttention)\.output(\|sub_0)?$")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if "eager" in case.name or "sdpa" in case.name], ids=repr)
+def test_what_is_offered_is_not_refused_and_results_of_attention_are(case: Case) -> None:
+    pg = capture_of(case).pg
+    paths = [path for path, node in pg.nodes.items() if node.shape is not None and node.dtype.is_floating_point]
+    mixed = {path: mixing for path, target in targets(pg, paths).items() if (mixing := mixing_of(target))}
+    for path, mixing in mixed.items():
+        assert mixing.where is not None, path
+        assert mixing.where not in mixed
+    if mixed:
+        results = [path for path in paths if RESULTS.search(path)]
+        assert [path for path in results if path not in mixed] == []
+    projections = [
+        path for path in paths if re.search(r"(query|\.[qkv]_proj|c_attn|qkv|query_key_value)\.output$", path)
+    ]
+    assert not mixed.keys() & set(projections)
+
+
+def test_all_paths_with_mixed_heads_are_named_in_one_error(pg: PatchableGraph) -> None:
+    paths = [f"transformer.h_{layer}.attn.output|sub_0" for layer in range(2)]
+    for call in (
+        lambda: causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC, heads=4),
+        lambda: path_patch(pg, paths, None, CLEAN, CORRUPTED, METRIC, heads=4),
+    ):
+        with pytest.raises(ExperimentError, match=r"(?s)give 'transformer.h_0.attn.c_proj.x'.*h_1.attn.c_proj.x'"):
+            call()
+
+
+class GatedAttention(nn.Module):
+    """Attention of four heads whose result is gated and normed before the projection; and nothing is added."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.gate, self.out = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        pattern = (q @ k.transpose(-1, -2)).softmax(-1)
+        z = (pattern @ v).transpose(1, 2).reshape(batch, length, 16)
+        gated = self.norm(z * torch.sigmoid(self.gate(x)))
+        mixed = F.linear(gated, self.out.weight)
+        return torch.relu(mixed) + 1
+
+
+def test_a_gate_and_a_norm_before_the_projection_keep_heads_apart() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    pg = PatchableGraph(nn.Sequential(GatedAttention(), nn.LayerNorm(16), nn.Linear(16, 16)), x)
+    options: dict[str, Any] = {"metric": lambda y: (y**2).sum(), "heads": 4, "progress": False}
+    found = ablate(pg, ["sub_0.z", "sub_0.gate.output", "sub_0.norm.output", "sub_2.output"], x, **options)
+    assert np.isfinite(found.values).all()
+    for path in ("sub_0.mixed", "sub_0.output", "sub_1.output"):
+        with pytest.raises(ExperimentError, match=rf"'{path}': give 'sub_0.norm.output'"):
+            ablate(pg, [path], x, **options)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantized_projections_mix_heads(kind: str) -> None:
+    def quantized(module: nn.Linear) -> nn.Module:
+        if kind == "nf4":
+            made: nn.Module = bnb.nn.Linear4bit(16, 16, quant_type="nf4", bias=False)
+        else:
+            made = bnb.nn.Linear8bitLt(16, 16, has_fp16_weights=False, bias=False)
+        made.load_state_dict(module.state_dict())
+        return made
+
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj, layer.self_attn.q_proj = map(
+            quantized, (layer.self_attn.o_proj, layer.self_attn.q_proj)
+        )
+    pg = PatchableGraph(model.to("cpu").requires_grad_(False), CLEAN)
+    options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False}
+    attention = "model.layers_1.self_attn"
+    for path in (f"{attention}.o_proj.output", f"{attention}.output|sub_0"):
+        with pytest.raises(ExperimentError, match=f"give '{attention}.o_proj.x'"):
+            ablate(pg, [path], CLEAN, **options)
+    found = ablate(pg, [f"{attention}.o_proj.x", f"{attention}.q_proj.output"], CLEAN, **options)
+    assert np.ptp(found.values) > 0
+
+
+def test_hook_points_of_transformer_lens() -> None:
+    tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    pg = PatchableGraph(lens(), tokens)
+
+    def metric(logits: Tensor) -> Tensor:
+        return logits[:, -1, 4].mean()
+
+    paths = ["blocks_0.attn.hook_z.output", "blocks_0.attn.hook_q.output", "blocks_0.attn.hook_pattern.output"]
+    found = ablate(pg, paths, tokens, metric=metric, heads=4, progress=False, batch=None)
+
+    def without(value: Tensor, hook: Any, number: int) -> Tensor:
+        heads = 2 if "pattern" not in hook.name else 1
+        return value.index_fill(heads, torch.tensor([number]), 0.0)
+
+    for row, name in enumerate(["z", "q", "pattern"]):
+        for number in range(4):
+            hooks = [(f"blocks.0.attn.hook_{name}", functools.partial(without, number=number))]
+            with torch.no_grad():
+                expected = metric(lens().run_with_hooks(tokens, fwd_hooks=hooks)).item()
+            assert found.values[row, number] == expected
+    assert (np.ptp(found.values, axis=1) > 0).all()
+    with pytest.raises(ExperimentError, match="in which heads are apart"):
+        ablate(pg, ["blocks_0.hook_attn_out.output"], tokens, metric=metric, heads=4)
+
+
+def test_one_head_is_never_mixed_with_others() -> None:
+    x = torch.randn(2, 5, 16)
+    pg = PatchableGraph(nn.Sequential(GatedAttention(heads=1)), x)
+    found = ablate(pg, ["sub_0.mixed"], x, metric=torch.sum, heads=4, progress=False)
+    assert np.ptp(found.values) > 0
+
+
+def test_fused_attention_with_its_projection_is_to_be_opened() -> None:
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(16, 4, batch_first=True).eval(), torch.randn(2, 5, 16)
+    options: dict[str, Any] = {"metric": lambda y: y[0].sum(), "heads": 4, "progress": False}
+    with pytest.raises(ExperimentError, match=r"decompose=\['multi_head_attention_forward'\]"):
+        ablate(PatchableGraph(attention, x, x, x), ["attn_output_1"], x, x, x, **options)
+
+
+def test_patterns_and_values_with_heads_of_their_own_equal_hooks_behind_them(host: Any) -> None:
+    model, _, paths, names = host
+    pg = PatchableGraph(model, CLEAN, extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"]))
+    inside = paths[0].rsplit(".", 2)[0]
+    options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False, "batch": None}
+    found = ablate(pg, [f"{inside}.attn_pattern", f"{inside}.attn_output", paths[0]], CLEAN, **options)
+    for number in range(4):  # without the pattern of a head, it gives nothing
+        with (
+            torch.no_grad(),
+            edited(model, {names[0]: putting(torch.zeros(1, 7, 16), (..., head(number)))}, of_inputs=True),
+        ):
+            expected = METRIC(model(CLEAN)).item()
+        assert found.values[:, number] == pytest.approx(expected, abs=2e-5)
+
+
+def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> None:
+    ids = CLEAN[:, :4]
+    opened = PatchableGraph(
+        gpt2(), ids, extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"])
+    )
+    options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False, "batch": None}
+    with pytest.raises(ExperimentError, match=r"which of the dimensions 1, 2 has the 4 heads; give inputs of another"):
+        ablate(opened, ["transformer.h_0.attn.attn_pattern"], ids, **options)
+    paths = [
+        "transformer.h_0.attn.view_2",
+        "transformer.h_0.attn.query_states",
+    ]  # (batch, positions, heads, 4), and flat
+    found = ablate(pg, paths, ids, **options)
+    assert (found.values[0] == found.values[1]).all()
+
+
+def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
+    torch.manual_seed(0)
+    pg = PatchableGraph(BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=23)).eval(), IDS)
+    path = "transformer.h_0.self_attention.context_layer"
+    assert pg.nodes[path].shape == (8, 5, 4)
+    with pytest.raises(ExperimentError, match=r"\(8, 5, 4\): its first dimension has the 4 heads of 2 rows"):
+        ablate(pg, [path], IDS, metric=total, heads=4)
+
+
+# -- wrong calls -------------------------------------------------------------------------------------------------------
+
+Z = "transformer.h_0.attn.c_proj.x"
+
+
+def test_the_last_row_of_the_batch_is_named_by_what_is_said(pg: PatchableGraph) -> None:
+    options: dict[str, Any] = {"progress": False, "batch": None}
+    whole = path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, **options)
+    for index, repair in ((-1, "(slice(-1, None),)"), ([0], "([0],)"), (torch.tensor([0]), "(tensor([0]),)")):
+        with pytest.raises(ExperimentError, match=re.escape(f"for rows of the batch give ('{Z}', {repair})")):
+            path_patch(pg, (Z, index), None, CLEAN, CORRUPTED, METRIC, **options)
+        given = eval(repair, {"slice": slice, "tensor": torch.tensor})
+        assert path_patch(pg, (Z, given), None, CLEAN, CORRUPTED, METRIC, **options).item() == whole.item()
+
+
+@pytest.mark.parametrize("heads", [True, 0, 2.0, range(4), "4"])
+def test_heads_are_a_number(pg: PatchableGraph, heads: Any) -> None:
+    with pytest.raises(ExperimentError, match="heads is how many there are, a number from 1 on, not"):
+        causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=heads)
+    of_numpy = causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=np.int64(4), progress=False)
+    assert of_numpy.sizes["head"] == 4
+
+
+@pytest.mark.parametrize("index", [0, (2,), (1, slice(None), slice(0, 4))])
+def test_a_number_in_the_first_dimension_is_no_head(pg: PatchableGraph, index: Any) -> None:
+    first = index[0] if isinstance(index, tuple) else index
+    message = rf"{first} counts rows of the batch, the first dimension of the shape \(1, 7, 16\). To name a head"
+    with pytest.raises(ExperimentError, match=message):
+        path_patch(pg, (Z, index), None, CLEAN, CORRUPTED, METRIC)
+    with pytest.raises(ExperimentError, match=message):
+        path_patch(pg, "transformer.h_0.mlp.output", ("transformer.h_1.mlp.output", index), CLEAN, CORRUPTED, METRIC)
+
+
+def test_a_number_in_the_first_dimension_names_the_dimension_of_heads(pg: PatchableGraph) -> None:
+    path = "transformer.h_0.attn.attn_output"
+    with pytest.raises(ExperimentError, match=r"attn_output', \(slice\(None\), 1\)\) if dimension 1 of its shape"):
+        path_patch(pg, (path, 1), None, CLEAN, CORRUPTED, METRIC)
+    options: dict[str, Any] = {"progress": False, "batch": None}
+    named = path_patch(pg, (path, (slice(None), 1)), None, CLEAN, CORRUPTED, METRIC, **options)
+    side_by_side = path_patch(pg, (Z, (..., head(1))), None, CLEAN, CORRUPTED, METRIC, **options)
+    assert named.item() == side_by_side.item()
+
+
+def test_rows_of_the_batch_are_named_by_slices() -> None:
+    clean, corrupted = CLEAN.repeat(2, 1), CORRUPTED.repeat(2, 1)
+    pg = PatchableGraph(gpt2(), clean)
+    options: dict[str, Any] = {"progress": False, "batch": None}
+    found = path_patch(pg, [(Z, (slice(0, 1),)), Z], None, clean, corrupted, METRIC, **options)
+    half = (found.values - found.attrs["corrupted"]) @ [2, -1]
+    assert half == pytest.approx(0, abs=1e-5)
+    assert abs(found.values[0] - found.attrs["corrupted"]) > 1e-4
+
+
+def test_heads_and_an_index_are_not_given_together(pg: PatchableGraph) -> None:
+    with pytest.raises(ExperimentError, match="heads= takes senders apart, but .* has an index"):
+        path_patch(pg, (Z, (..., head(1))), None, CLEAN, CORRUPTED, METRIC, heads=4)
+
+
+@pytest.mark.parametrize("positions", [[-1, 6], [2, 3, 2], torch.tensor([0, -7])])
+def test_positions_given_twice_are_refused(pg: PatchableGraph, positions: Any) -> None:
+    for call in (
+        lambda: causal_trace(pg, CLEAN, CORRUPTED, [Z], positions, METRIC),
+        lambda: ablate(pg, [Z], CLEAN, metric=METRIC, positions=positions),
+        lambda: attribute(pg, METRIC, CLEAN, CORRUPTED, positions=positions),
+    ):
+        with pytest.raises(
+            ExperimentError, match=r"positions has \d more than once \(-?\d, -?\d\): .* has 7 positions"
+        ):
+            call()
+
+
+def test_gradients_of_cells_are_for_sweeps(pg: PatchableGraph) -> None:
+    for call in (
+        lambda: causal_trace(pg, CLEAN, CORRUPTED, [Z], None, METRIC, backward=True),
+        lambda: path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, backward=True),
+        lambda: ablate(pg, [Z], CLEAN, metric=METRIC, backward=True),
+    ):
+        with pytest.raises(ExperimentError, match=r"takes no backward=: it compares numbers; .*pg.sweep"):
+            call()

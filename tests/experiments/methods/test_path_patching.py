@@ -1,0 +1,359 @@
+"""Path patching against edges computed by hand, and against plain forward hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM
+
+from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, UnknownPathError
+from graphpatch_notebook.experiments import LogitDifference, path_patch
+from graphpatch_notebook.experiments.methods.components import default_components
+from tests.experiments.hooked import Edit, edited, gpt2, llama, outputs, putting
+
+CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+CORRUPTED = torch.tensor([[3, 1, 8, 1, 5, 9, 2]])
+METRIC = LogitDifference(4, 8)
+EXACT: dict[str, Any] = {"batch": None, "progress": False}
+
+
+class Mixing(nn.Module):
+    """Stands for attention: each position gets from those before it."""
+
+    def __init__(self, is_linear: bool) -> None:
+        super().__init__()
+        self.weight = nn.Linear(6, 6)
+        self.is_linear = is_linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.weight(x).cumsum(1) / 4
+        return mixed if self.is_linear else torch.tanh(mixed)
+
+
+class Layer(nn.Module):
+    def __init__(self, is_linear: bool) -> None:
+        super().__init__()
+        self.norm = nn.Identity() if is_linear else nn.LayerNorm(6)
+        self.mixing = Mixing(is_linear)
+        self.mlp = nn.Sequential(nn.Linear(6, 8), nn.Identity() if is_linear else nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixing(self.norm(x))
+        return x + self.mlp(self.norm(x))
+
+
+class Transformer(nn.Module):
+    """A transformer whose edges can be computed by hand: see `Unrolled`."""
+
+    def __init__(self, is_linear: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(is_linear) for _ in range(3))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Unrolled:
+    """The same transformer as a sum of components, each a function of the sum of those before it."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.parts = [
+            (lambda x, layer=layer, part=part: part(layer.norm(x)))
+            for layer in model.layers
+            for part in (layer.mixing, layer.mlp)
+        ]
+        self.head = model.head
+
+    def values(self, x: Tensor, known: dict[int, Tensor] | None = None) -> list[Tensor]:
+        values: list[Tensor] = []
+        for number, part in enumerate(self.parts):
+            given = (known or {}).get(number)
+            values.append(part(sum(values, x)) if given is None else given)
+        return values
+
+    def edge(self, clean: Tensor, corrupted: Tensor, sender: int, receiver: int | None) -> Tensor:
+        clean_values, values = self.values(clean), self.values(corrupted)
+        arriving = [clean_values[i] if i == sender else value for i, value in enumerate(values)]
+        if receiver is None:
+            return self.head(sum(arriving, corrupted))
+        received = self.parts[receiver](sum(arriving[:receiver], corrupted))
+        return self.head(sum(self.values(corrupted, {receiver: received}), corrupted))
+
+
+PARTS = [f"layers_{layer}.{part}.output" for layer in range(3) for part in ("mixing", "mlp")]
+
+
+def total(output: Tensor) -> Tensor:
+    return (output * torch.arange(output.numel()).reshape(output.shape)).sum() / output.numel()
+
+
+@pytest.mark.parametrize("batch", [None, "auto"])
+def test_all_edges_equal_those_computed_by_hand(batch: Any) -> None:
+    torch.manual_seed(0)
+    model = Transformer().eval()
+    clean, corrupted = torch.randn(2, 2, 5, 6)
+    pg = PatchableGraph(model, clean[:, :4])
+    assert default_components(pg) == PARTS
+    found = path_patch(pg, PARTS, [*PARTS, None], clean, corrupted, total, batch=batch, progress=False)
+    assert found.dims == ("sender", "receiver")
+    assert found.coords["receiver"].values.tolist() == [*PARTS, "output"]
+    by_hand = Unrolled(model)
+    with torch.no_grad():
+        base = total(model(corrupted)).item()
+        for i, sender in enumerate(PARTS):
+            for j, receiver in enumerate([*PARTS, "output"]):
+                value = found.sel(sender=sender, receiver=receiver).item()
+                if j <= i:
+                    assert value == pytest.approx(base, abs=1e-6)
+                else:
+                    edge = by_hand.edge(clean, corrupted, i, j if j < len(PARTS) else None)
+                    assert value == pytest.approx(total(edge).item(), abs=1e-5)
+                    assert abs(value - base) > 1e-4
+    assert found.attrs["corrupted"] == found.attrs["baseline"] == pytest.approx(base)
+    assert found.attrs["components"] == PARTS
+    assert "in 21 of 42 pairs the receiver does not run after the sender" in found.attrs["remarks"][-1]
+
+
+def test_first_steps_of_all_paths_add_up_in_a_linear_model() -> None:
+    torch.manual_seed(0)
+    model = Transformer(is_linear=True).double().eval()
+    clean, corrupted = torch.randn(2, 1, 4, 6, dtype=torch.float64)
+    pg = PatchableGraph(model, clean)
+    sender = "layers_0.mlp.output"
+    found = path_patch(pg, sender, [*PARTS[2:], None], clean, corrupted, total, **EXACT)
+    (value,) = outputs(model, ["layers.0.mlp"], lambda: model(clean))
+    with torch.no_grad(), edited(model, {"layers.0.mlp": putting(value)}):
+        whole = total(model(corrupted)).item() - found.attrs["corrupted"]
+    assert abs(whole) > 0.01
+    assert (found - found.attrs["corrupted"]).sum().item() == pytest.approx(whole, rel=1e-9)
+
+
+def head(number: int) -> tuple[Any, ...]:
+    return (..., slice(4 * number, 4 * number + 4))
+
+
+@pytest.mark.parametrize("receiver", ["input", "query", "output"])
+def test_heads_of_gpt2_equal_hooks(receiver: str) -> None:
+    model = gpt2()
+    pg = PatchableGraph(model, CLEAN[:, :5])
+    path = {
+        "input": "transformer.h_2.attn.hidden_states",
+        "query": "transformer.h_2.attn.c_attn.output",
+        "output": None,
+    }[receiver]
+    senders = [("transformer.h_0.attn.c_proj.x", head(number)) for number in range(4)]
+    found = path_patch(pg, senders, path, CLEAN, CORRUPTED, METRIC, **EXACT)
+    assert found.dims == ("sender",)
+    assert found.coords["sender"].values[1] == "transformer.h_0.attn.c_proj.x[..., 4:8]"
+
+    z = ["transformer.h.0.attn.c_proj"]
+    held = [f"transformer.h.{layer}.{part}" for layer in range(3) for part in ("attn", "mlp")]
+    (clean_z,) = outputs(model, z, lambda: model(CLEAN), of_inputs=True)
+    frozen = {n: putting(v) for n, v in zip(held, outputs(model, held, lambda: model(CORRUPTED)), strict=True)}
+    del frozen["transformer.h.0.attn"]
+    seen: list[Tensor] = []
+
+    def see(value: Tensor) -> Tensor:
+        seen.append(value.clone())
+        return value
+
+    where, of_inputs = ("transformer.h.2.attn", True) if receiver == "input" else ("transformer.h.2.attn.c_attn", False)
+    expected = []
+    with torch.no_grad():
+        for number in range(4):
+            send: dict[str, Edit] = {z[0]: putting(clean_z, head(number))}
+            watch: dict[str, Edit] = {where: see}
+            with (
+                edited(model, send, of_inputs=True),
+                edited(model, frozen),
+                edited(model, watch, of_inputs=of_inputs),
+            ):
+                direct = METRIC(model(CORRUPTED)).item()
+            with edited(model, {where: putting(seen[-1])}, of_inputs=of_inputs):
+                through = METRIC(model(CORRUPTED)).item()
+            expected.append(direct if receiver == "output" else through)
+    assert found.values.tolist() == expected
+    assert np.ptp(expected) > 1e-3
+
+
+def test_one_edge_is_one_number_and_parts_of_receivers_are_replaced() -> None:
+    model = llama()
+    pg = PatchableGraph(model, CLEAN)
+    sender, receiver = "model.layers_0.mlp.output", "model.layers_1.self_attn.q_proj.output"
+    whole = path_patch(pg, sender, receiver, CLEAN, CORRUPTED, METRIC, **EXACT)
+    assert whole.dims == ()
+    assert whole.coords["receiver"].item() == receiver
+    assert whole.item() != whole.attrs["corrupted"]
+    parts = path_patch(pg, sender, [(receiver, head(number)) for number in range(4)], CLEAN, CORRUPTED, METRIC, **EXACT)
+    assert parts.dims == ("receiver",)
+    assert len(set(parts.values.tolist())) == 4
+    everything = path_patch(pg, sender, (receiver, head(0)), CLEAN, CORRUPTED, METRIC, **EXACT)
+    assert everything.item() == parts.values[0]
+
+
+def test_a_sender_with_nothing_held_is_the_whole_effect() -> None:
+    model = gpt2()
+    pg = PatchableGraph(model, CLEAN)
+    sender = pg.graph.transformer.wte.output
+    found = path_patch(
+        pg,
+        sender,
+        None,
+        CLEAN,
+        CORRUPTED,
+        METRIC,
+        components=["transformer.wpe.output"],
+        normalize=True,
+        progress=False,
+    )
+    assert found.item() == pytest.approx(1, abs=1e-5)
+    assert found.attrs["baseline"] == 0
+
+
+def test_components_are_attentions_and_mlps() -> None:
+    pg = PatchableGraph(gpt2(layers=2), CLEAN)
+    assert default_components(pg) == [
+        "transformer.h_0.attn.output|sub_0", "transformer.h_0.mlp.output",
+        "transformer.h_1.attn.output|sub_0", "transformer.h_1.mlp.output",
+    ]  # fmt: skip
+    pg = PatchableGraph(llama(), CLEAN)
+    assert default_components(pg)[:2] == ["model.layers_0.self_attn.output|sub_0", "model.layers_0.mlp.output"]
+
+
+def opt() -> nn.Module:
+    sizes = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 23}
+    return OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16, pad_token_id=1, bos_token_id=2, eos_token_id=2))
+
+
+def test_components_of_layers_whose_mlp_is_no_module() -> None:
+    found = default_components(PatchableGraph(opt().eval(), CLEAN))
+    assert [path.partition("layers_0.")[2] for path in found[:2]] == ["self_attn.output|sub_0", "fc2.output"]
+    assert len(found) == 4
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    config = BertConfig(**sizes, vocab_size=23)
+    return BertForMaskedLM(config).eval()
+
+
+class OwnWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "message"),
+    [
+        (bert, CLEAN, r"'bert.encoder.layer_0.attention.output.*' holds more than what its module adds"),
+        (lambda: gpt2(layers=1), CLEAN, "no stack of layers whose parts could be told.* components="),
+        (OwnWeight, torch.randn(2, 6), "the parts of layer 'layers_0' cannot be told: it computes by itself"),
+    ],
+)
+def test_components_that_cannot_be_told(model: Any, example: Tensor, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        default_components(PatchableGraph(model(), example))
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    return PatchableGraph(gpt2(), CLEAN)
+
+
+FIRST, LAST = "transformer.h_0.mlp.output", "transformer.h_2.mlp.output"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sender": LAST, "receiver": FIRST}, f"receiver '{FIRST}' does not run after sender '{LAST}'.*swapped"),
+        ({"receiver": FIRST}, "does not run after sender"),
+        ({"sender": None}, r"a sender is a path, or a path and an index .*, not None"),
+        ({"sender": (FIRST, LAST)}, "give several in a list"),
+        ({"sender": [FIRST, FIRST]}, "more than once"),
+        ({"receiver": []}, "receiver is empty"),
+        (
+            {"sender": (FIRST, (slice(1), 0, 0, 0))},
+            rf"'{FIRST}\[:1, 0, 0, 0\]': no such part of the value, of shape \(1, 7, 16\)",
+        ),
+        ({"sender": "transformer.h_0.mlp.outptu"}, "nearest: 'transformer.h_0.mlp.output'"),
+        ({"components": FIRST}, r"components must be several"),
+        ({"components": ["nothing"]}, "no node 'nothing'"),
+        ({"corrupted": CORRUPTED[:, 1:]}, r"\(1, 7, 16\) on the clean inputs and of \(1, 6, 16\) on the corrupted"),
+        ({"corrupted": CLEAN, "normalize": True}, "nothing to normalize by"),
+        ({"sender": "transformer.h_0.attn.past_key_values"}, "None"),
+    ],
+)
+def test_what_cannot_be_patched_is_said(pg: PatchableGraph, changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"sender": FIRST, "receiver": LAST, "clean": CLEAN, "corrupted": CORRUPTED}
+    with pytest.raises((ExperimentError, UnknownPathError), match=message):
+        path_patch(pg, **(given | {"metric": METRIC, "progress": False} | changes))
+
+
+def test_senders_that_are_held_at_once() -> None:
+    """What a head adds to the stream is no component that keeps it from getting there."""
+    pg = PatchableGraph(gpt2(), CLEAN[:, :5])
+    senders: list[Any] = [("transformer.h_0.attn.c_proj.x", head(number)) for number in range(4)]
+    receivers = ["transformer.h_2.attn.hidden_states", None]
+    settings: dict[str, Any] = {**EXACT, "metric": lambda output: output.logits[0, 2, 3]}
+    expected = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, **settings)
+    held = [path.replace("attn.output|sub_0", "attn.resid_dropout.output") for path in expected.components]
+    assert held[0] == "transformer.h_0.attn.resid_dropout.output"
+    message = r"sender 'transformer.h_0.attn.c_proj.x\[..., 0:4\]' \(and 3 others\) .* component '{}' .* leave it out"
+    with pytest.warns(ExperimentWarning, match=message.format(held[0])):
+        found = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, components=held, **settings)
+    assert (found.values == found.corrupted).all()
+    assert "leave it out of components=" in found.remarks[-1]
+    mended = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, components=held[1:], **settings)
+    np.testing.assert_allclose(mended.values, expected.values, atol=1e-6)
+    assert not mended.remarks
+    path_patch(pg, senders, receivers, CLEAN, CLEAN, components=held, **settings)  # there is nothing to hold
+
+
+class Stack(nn.Module):
+    """A stream of numbers around one, to which a head adds something of a size; an MLP reads what the head reads."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.norm, self.head, self.mlp, self.size = nn.Identity(), nn.Identity(), nn.Linear(3, 3), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm(x)
+        return torch.full_like(x, 1.5) + self.head(read * self.size) + self.mlp(read)
+
+
+def unreached(size: float, sender: str, components: list[str]) -> str:
+    """Returns what is said of a sender that gets nowhere."""
+    clean, corrupted = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[3.0, 1.0, 2.0]])
+    pg = PatchableGraph(Stack(size), clean)
+    with pytest.warns(ExperimentWarning) as warned:
+        found = path_patch(pg, sender, None, clean, corrupted, lambda y: y[0, 0], components=components, progress=False)
+    assert found.item() == found.corrupted
+    assert [str(warning.message) for warning in warned] == found.remarks
+    return str(warned[0].message)
+
+
+def test_what_rounding_loses_is_told_from_what_is_held() -> None:
+    """A head that writes 1e-10 into the stream is not kept from it by an MLP; more of the same gets there."""
+    for sender in ("norm.output", "head.output"):
+        rounded = unreached(1e-10, sender, ["mlp.output"])
+        assert "No held component is in its way: a larger change in the same direction would get there" in rounded
+        assert "mlp" not in rounded
+    for size in (1e-10, 1.0):
+        held = unreached(size, "norm.output", ["mlp.output", "head.output"])
+        assert "It is component 'head.output' that takes it up first and is held" in held
+    unchanged = unreached(0.0, "norm.output", ["mlp.output"])
+    assert "It is component 'mlp.output' that takes it up first and is held" in unchanged

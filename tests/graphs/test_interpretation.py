@@ -1,0 +1,277 @@
+"""Graphs run node by node: the same bits as their code and the model, each value shown, errors named."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpatch_notebook import (
+    CompiledGraphModule,
+    ExtractionOptions,
+    GraphError,
+    GraphInterpreter,
+    PatchableGraph,
+    ProbePatch,
+    UnverifiedGraphWarning,
+    ZeroPatch,
+)
+from graphpatch_notebook.capture import capture
+from graphpatch_notebook.graphs import GraphModule, build_hierarchy
+from graphpatch_notebook.graphs.verification import verify
+from tests.graphs.models import Layers, Normed
+from tests.zoo import CASES, TRANSFORMERS, Case, seed_all
+from tests.zoo.values import bit_equal
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+SOME_TRANSFORMERS = {"gpt2-eager", "bert-eager", "t5-eager", "vit-eager"}
+PURE = [
+    case for case in CASES if not case.mutates_state and (case not in TRANSFORMERS or case.name in SOME_TRANSFORMERS)
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", PURE, ids=lambda case: case.name)
+def test_results_are_those_of_the_model_wherever_graphs_are(case: Case) -> None:
+    model = case.build()
+    seed_all()
+    call = case.example()
+    root = build_hierarchy(capture(model, ExtractionOptions(), call.args, call.kwargs))
+    if not verify(root, call.args, call.kwargs).is_equal:
+        return  # run anyway, with a warning: see below
+    results = []
+    for run in (model, GraphInterpreter(root).run):
+        seed_all(5)
+        call = case.example()  # the model may write into its inputs
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnverifiedGraphWarning)
+            results.append(run(*call.args, **call.kwargs))
+    assert bit_equal(results[1], results[0]) is None
+
+
+def test_every_value_is_shown_under_its_path() -> None:
+    model = Layers().eval()
+    pg = PatchableGraph(model, X)
+    assert pg.verify(X).is_equal
+    shown: dict[str, Any] = {}
+    pg.interpreter(on_node=shown.__setitem__).run(X)
+    probes = {path: ProbePatch() for path in pg.nodes if "|" not in path}
+    with pg.patch(probes):
+        pg(X)
+    assert set(probes) <= set(shown)
+    for path, probe in probes.items():
+        assert bit_equal(shown[path], probe.activation) is None, path
+    order = [path for path in shown if path in probes]
+    assert order[0] == "x"
+    assert order[-1] == "output"
+    assert order.index("h_0.hidden") < order.index("h_1.linear.weight")
+
+
+def test_neither_generated_code_nor_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pg = PatchableGraph(Layers().eval(), X)
+    expected = pg(X)
+    monkeypatch.setattr(Layers, "forward", None)
+    monkeypatch.setattr(nn.Linear, "forward", None)
+    with pytest.warns(UnverifiedGraphWarning):
+        result = pg.interpreter().run(X)
+    assert torch.equal(result, expected)
+    assert all(
+        not module._generated for module in pg._graph_module.modules() if isinstance(module, CompiledGraphModule)
+    )
+
+
+class Arguments(nn.Module):
+    def forward(self, a: Tensor, /, b: Tensor, *more: Tensor, scale: float = 2.0, **named: Tensor) -> Tensor:
+        return (a + b) * scale + sum(more) + named["c"]
+
+
+def test_arguments_of_every_kind() -> None:
+    pg = PatchableGraph(Arguments(), *(X.clone() for _ in range(4)), c=X.clone())
+    args, kwargs = (X, X + 1, X + 2, X + 3), {"c": X + 4}
+    assert pg.verify(*args, **kwargs).is_equal
+    assert torch.equal(pg.interpreter().run(*args, **kwargs), pg(*args, **kwargs))
+    with pytest.raises(TypeError, match="missing a required .*'b'"):
+        pg.interpreter().run(X)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Layers()
+
+    def forward(self, x: Tensor, table: dict[str, Tensor]) -> Tensor:
+        return self.layers(x) + table["shift"]
+
+
+def note_of(error: BaseException) -> list[str]:
+    (note,) = error.__notes__
+    return str(note).splitlines()
+
+
+def test_an_error_names_the_node() -> None:
+    table = {"shift": X}
+    pg = PatchableGraph(Failing(), X, table)
+    with torch.no_grad():
+        pg._module.layers.h[1].linear.weight.set_(torch.ones(4, 7))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        pg.interpreter().run(X, table)
+    lines = note_of(caught.value)
+    assert lines[0] == "graphpatch: raised by 'layers.h_1.linear.linear' (linear)"
+    assert lines[2] == "    return F.linear(input, self.weight, self.bias)"
+    assert lines[3] == "  arguments: Tensor(3, 4), Tensor(4, 7), Tensor(4)"
+    assert lines[4] == "  arguments at capture: Tensor(3, 4), Tensor(4, 4), Tensor(4)"
+    assert caught.value.args == ("mat1 and mat2 shapes cannot be multiplied (3x4 and 7x4)",)
+
+
+def test_the_class_of_the_error_stays() -> None:
+    pg = PatchableGraph(Failing(), X, {"shift": X})
+    with pytest.raises(KeyError) as caught:
+        pg.interpreter().run(X, {"other": X})
+    assert type(caught.value) is KeyError
+    assert caught.value.args == ("shift",)
+    assert "'table_shift' (call_function)" in note_of(caught.value)[0]
+
+
+def extract(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    given, factor = graph.placeholder("x"), graph.placeholder("scale")
+    product = graph.call_function(operator.matmul, (given, factor))
+    product.name = "product"
+    graph.output((product,))
+    return graph
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x, y) + 1
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor, scale: Any = 2.0) -> Tensor:
+        return x @ scale
+
+
+def test_custom_and_edited_graphs() -> None:
+    options = ExtractionOptions(custom_extraction_functions={Product: extract})
+    pg = PatchableGraph(Holder(Product()), options, X, X.T)
+    pg.verify(X, X.T)
+    shown: dict[str, Tensor] = {}
+    assert torch.equal(pg.interpreter(shown.__setitem__).run(X, X.T), X @ X.T + 1)
+    assert torch.equal(shown["inner.product"], X @ X.T)
+    assert torch.equal(shown["inner.output"], X @ X.T)
+    with pytest.raises(RuntimeError) as caught:
+        pg.interpreter().run(X, X)
+    assert "'inner.product' (matmul)" in note_of(caught.value)[0]
+
+
+def test_opaque_modules_run_as_they_are() -> None:
+    pg = PatchableGraph(Holder(Product()), ExtractionOptions(classes_to_skip_compiling={Product}), X, X.T)
+    assert pg.verify(X, X.T).is_equal
+    shown: dict[str, Tensor] = {}
+    assert torch.equal(pg.interpreter(shown.__setitem__).run(X, X.T), X @ X.T + 1)
+    assert torch.equal(shown["inner.output"], X @ X.T)
+    with pytest.raises(RuntimeError) as caught:
+        pg.interpreter().run(X, X)
+    assert "'inner' (Product)" in note_of(caught.value)[0]
+    assert "arguments: Tensor(3, 4), Tensor(3, 4)" in note_of(caught.value)[3]
+
+
+def test_hooks_of_the_model_run() -> None:
+    model = Layers().eval()
+    model.register_forward_hook(lambda module, args, output: output * 7)
+    pg = PatchableGraph(model, X)
+    assert pg.verify(X).is_equal
+    assert torch.equal(pg.interpreter().run(X), model(X))
+
+
+def test_offloaded_weights_are_there() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = Layers().eval()
+    expected = model(X)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    pg = PatchableGraph(model, X)
+    assert pg.verify(X).is_equal
+    assert torch.equal(pg.interpreter().run(X), expected)
+
+
+def test_state_is_put_back() -> None:
+    model, twin = Normed().train(), Normed().train()
+    twin.load_state_dict(model.state_dict())
+    pg = PatchableGraph(model, X)
+    twin(X)
+    assert pg.verify(X).is_equal
+    before = copy.deepcopy(dict(model.named_buffers()))
+    torch.manual_seed(3)
+    expected = twin(X)
+    for _ in range(2):
+        torch.manual_seed(3)
+        assert torch.equal(pg.interpreter().run(X), expected)
+        assert bit_equal(dict(model.named_buffers()), before) is None
+
+
+def test_graphs_that_nobody_compared_run_with_a_warning() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if len(x) == 3 else x * 5
+
+    pg = PatchableGraph(Branches(), X)
+    with pytest.warns(UnverifiedGraphWarning, match=r"<root> \(Branches\): it was not compared on such inputs") as seen:
+        pg.interpreter().run(X)
+    assert seen[0].filename == __file__
+    assert pg.verify(X).is_equal
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pg.interpreter().run(X)
+    pg.verify(X[:2])
+    with pytest.warns(UnverifiedGraphWarning, match="output: 8 of 8 values differ"):
+        assert torch.equal(pg.interpreter().run(X[:2]), X[:2] * 2)
+
+
+def test_patches_are_refused() -> None:
+    pg = PatchableGraph(nn.ReLU(), X)
+    interpreter = pg.interpreter()
+    with pg.patch({"relu": ZeroPatch()}), pytest.raises(GraphError, match="outside of patch"):
+        interpreter.run(X)
+
+
+def test_values_are_freed_as_it_goes() -> None:
+    class Deep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(30):
+                x = x * 2
+                torch.relu(x)  # nobody uses it
+            return x
+
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def on_node(path: str, value: Any) -> None:
+        nonlocal most
+        if path != "x" and isinstance(value, Tensor):
+            alive.append(weakref.ref(value))
+        most = max(most, sum(ref() is not None for ref in alive))
+
+    pg = PatchableGraph(Deep(), X)
+    with torch.no_grad():
+        assert pg.verify(X).is_equal
+        pg.interpreter(on_node).run(X)
+    assert len(alive) > 60
+    assert most <= 4
+
+
+def test_any_graph_module_can_be_interpreted() -> None:
+    pg = PatchableGraph(Layers().eval().requires_grad_(False), X)
+    assert pg.verify(X).is_equal
+    layer = pg._graph_module.h[1]
+    assert isinstance(layer, GraphModule)
+    assert torch.equal(GraphInterpreter(layer).run(X), pg._module.h[1](X))

@@ -1,0 +1,714 @@
+"""Postprocessing functions, and graphs edited by hand: the edit is what runs, in every call, patched or not."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook.errors import CaptureError, EditedGraphWarning, GraphError, PatchMapError, UnknownPathError
+from graphpatch_notebook.graphs import code_generations
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(x))
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        x = self.second(self.first(x))
+        return x if shift is None else x + shift
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(self(x))
+
+
+def node_called(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def steer(graph_module: Any, module: nn.Module) -> None:
+    """Adds a vector of the graph module's own to `hidden` of the second block."""
+    if graph_module.path != "second":
+        return
+    graph_module.direction = torch.linspace(-3, 3, 8)
+    hidden = node_called(graph_module.graph, "hidden")
+    with graph_module.graph.inserting_after(hidden):
+        direction = graph_module.graph.get_attr("direction")
+    with graph_module.graph.inserting_after(direction):
+        steered = graph_module.graph.create_node("call_function", operator.add, (hidden, direction), name="steered")
+    hidden.replace_all_uses_with(steered, delete_user_cb=lambda user: user is not steered)
+
+
+def steered(model: Model, x: Tensor, change: Any = lambda value: value) -> Tensor:
+    x = model.first(x)
+    hidden = change(torch.relu(model.second.up(x)) + torch.linspace(-3, 3, 8))
+    return x + model.second.down(hidden)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def pg(model: Model) -> PatchableGraph:
+    return second_edited(model)
+
+
+def test_the_edit_is_what_runs_and_the_model_is_left_alone(model: Model, pg: PatchableGraph) -> None:
+    plain = Model()(X)
+    assert torch.equal(pg(X), steered(model, X))
+    assert torch.equal(pg._graph_module(X), steered(model, X))
+    assert torch.equal(model(X), plain)
+    assert not hasattr(model.second, "direction")
+    assert list(model.state_dict()) == list(Model().state_dict())
+
+
+def test_methods_of_the_model_run_the_edit(model: Model, pg: PatchableGraph) -> None:
+    assert torch.equal(pg.twice(X), steered(model, steered(model, X)))
+
+
+def test_new_nodes_have_names_shapes_and_patches(model: Model, pg: PatchableGraph) -> None:
+    assert pg.nodes["second.steered"].shape == (3, 8)
+    assert pg.nodes["second.direction"].value == "Tensor(8)"
+    assert "steered: Tensor(3, 8)" in repr(pg.graph.second)
+    assert "steered = hidden + direction" in pg.graph.second._code
+    probe = ProbePatch()
+    with pg.patch({"second.steered": [ZeroPatch(slice=(..., 0)), probe], "first.output": AddPatch(value=1.0)}):
+        found = pg(X)
+    assert torch.all(probe.activation[..., 0] == 0)
+    block, x = model.second, model.first(X) + 1.0
+    hidden = torch.relu(block.up(x)) + torch.linspace(-3, 3, 8)
+    hidden[..., 0] = 0
+    assert torch.equal(found, x + block.down(hidden))
+    with pg.patch({"second.direction": ZeroPatch()}):
+        assert torch.equal(pg(X), model(X))
+
+
+def test_inner_modules_boundaries_and_parameters_are_patched_below_an_edited_graph(
+    model: Model, pg: PatchableGraph
+) -> None:
+    edited = copy.deepcopy(model)
+    with torch.no_grad():
+        edited.second.down.bias.zero_()
+    probe = ProbePatch()
+    with pg.patch({"second.down.bias": ZeroPatch(), "second.up.linear": probe}, strict=True):
+        assert torch.equal(pg(X), steered(edited, X))
+    assert torch.equal(probe.activation, model.second.up(model.first(X)))
+
+
+def test_lazy_code_goes_stale_and_is_generated_anew(model: Model) -> None:
+    before = code_generations()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=steer), X)
+    assert code_generations() == before
+    pg(X), pg(X)
+    assert code_generations() == before + 1  # of the edited graph; no other one runs
+    graph_module = pg._graph_module.second
+    node_called(graph_module.graph, "steered").target = operator.sub
+    graph_module.recompile()
+    assert code_generations() == before + 1
+    x = model.first(X)
+    expected = x + model.second.down(torch.relu(model.second.up(x)) - torch.linspace(-3, 3, 8))
+    assert torch.equal(pg(X), expected)
+    assert torch.equal(pg(X), expected)
+    assert code_generations() == before + 2
+
+
+def test_edits_by_hand_count_and_contexts_made_before_see_them(model: Model) -> None:
+    pg = PatchableGraph(model, X)
+    context = pg.patch({"first.hidden": ZeroPatch()})
+    with context:
+        assert torch.equal(pg(X), model.second(X + model.first.down.bias))
+    steer(pg._graph_module.second, model.second)
+    pg._graph_module.second.recompile()
+    assert torch.equal(pg(X), steered(model, X))
+    assert "second.steered" in pg.nodes
+    with context:
+        x = X + model.first.down.bias
+        hidden = torch.relu(model.second.up(x)) + torch.linspace(-3, 3, 8)
+        assert torch.equal(pg(X), x + model.second.down(hidden))
+
+
+def test_nodes_that_are_gone_are_unknown(model: Model) -> None:
+    def without_relu(graph_module: Any, module: nn.Module) -> None:
+        if isinstance(module, Block):
+            hidden = node_called(graph_module.graph, "hidden")
+            hidden.replace_all_uses_with(hidden.args[0])
+            graph_module.graph.erase_node(hidden)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=without_relu), X)
+    x = X + model.first.down(model.first.up(X))
+    assert torch.equal(pg(X), x + model.second.down(model.second.up(x)))
+    with pytest.raises(UnknownPathError, match="no node 'hidden' in first"), pg.patch({"first.hidden": ZeroPatch()}):
+        pass
+
+
+def test_it_is_called_for_each_graph_with_its_module_inner_ones_first(model: Model) -> None:
+    seen: list[tuple[str, type]] = []
+
+    def look(graph_module: Any, module: nn.Module) -> None:
+        seen.append((graph_module.path, type(module)))
+
+    options = ExtractionOptions(postprocessing_function=look, classes_to_skip_compiling={nn.Linear})
+    pg = PatchableGraph(model, options, X)
+    assert seen == [("first", Block), ("second", Block), ("", Model)]
+    assert not pg._graph_module.calls_own_graphs  # nothing was edited: the model's own code runs
+    assert torch.equal(pg(X, X), model(X, X))
+
+
+def test_shapes_behind_an_edit_are_known(model: Model) -> None:
+    def shorten(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "":
+            second = node_called(graph_module.graph, "second")
+            with graph_module.graph.inserting_after(second):
+                mean = graph_module.graph.call_method("mean", (second,), {"dim": -1})
+            second.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=shorten), X)
+    assert pg.nodes["mean"].shape == pg.nodes["output"].shape == (3,)
+    assert torch.equal(pg(X), model(X).mean(dim=-1))
+
+
+def test_graphs_that_are_not_well_formed_are_an_error(model: Model) -> None:
+    def wrong(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "first":
+            hidden = node_called(graph_module.graph, "hidden")
+            hidden.args = (node_called(graph_module.graph, "add"),)
+
+    with pytest.raises(CaptureError, match="graph of 'first' .Block. not fit to run: .*before it has been defined"):
+        PatchableGraph(model, ExtractionOptions(postprocessing_function=wrong), X)
+
+
+def test_gradients_reach_parameters_and_the_edit(model: Model, pg: PatchableGraph) -> None:
+    pg(X).sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    steered(model, X).sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, model.parameters(), strict=True))
+
+
+def test_copies_keep_the_edit(model: Model, pg: PatchableGraph) -> None:
+    copied = copy.deepcopy(pg)
+    assert torch.equal(copied(X), steered(model, X))
+    with copied.patch({"second.steered": ZeroPatch()}):
+        assert torch.equal(copied(X), steered(model, X, torch.zeros_like))
+    assert torch.equal(pg(X), steered(model, X))
+
+
+def test_one_of_several_calls_is_edited_alone() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.block(x))
+
+    def negate(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "block_1":
+            output = node_called(graph_module.graph, "output")
+            with graph_module.graph.inserting_before(output):
+                output.args = (graph_module.graph.call_function(torch.neg, output.args),)
+
+    model = Twice()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=negate), X)
+    assert torch.equal(pg(X), -model.block(model.block(X)))
+    with pg.patch({"block_0.output": ZeroPatch()}):
+        assert torch.equal(pg(X), -model.block(torch.zeros_like(X)))
+
+
+def second_edited(model: Model) -> PatchableGraph:
+    return PatchableGraph(model, ExtractionOptions(postprocessing_function=steer), X)
+
+
+def test_hooks_run_once_and_count_once(model: Model) -> None:
+    """Before and after capture, on the edited module and below it: each runs once, and changes values once."""
+    calls: list[str] = []
+
+    def counting(name: str, change: Any) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
+            calls.append(name)
+            return change(output)
+
+        return hook
+
+    model.second.register_forward_hook(counting("edited before", lambda output: output * 2))
+    model.second.down.register_forward_hook(counting("below before", lambda output: output * 3))
+    model.second.up.register_forward_hook(counting("collecting", lambda output: None))
+    pg = second_edited(model)
+    model.second.register_forward_hook(counting("edited since", lambda output: output * 5))
+    model.second.down.register_forward_hook(counting("below since", lambda output: output * 7))
+    model.second.down.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.second.down.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    calls.clear()
+    found = pg(X)
+    assert sorted(calls) == ["below before", "below since", "collecting", "edited before", "edited since"]
+    x = model.first(X)
+    hidden = torch.relu(nn.functional.linear(x, model.second.up.weight, model.second.up.bias))
+    hidden = hidden + torch.linspace(-3, 3, 8) + 1
+    down = nn.functional.linear(hidden, model.second.down.weight, model.second.down.bias)
+    assert torch.allclose(found, (x + down * 3 * 7) * 2 * 5, rtol=1e-6)
+
+
+def test_hooks_that_write_in_place_are_an_error(model: Model) -> None:
+    model.second.down.register_forward_hook(lambda module, args, output: output.mul_(2))
+    pg = second_edited(model)
+    with pytest.raises(GraphError, match="forward hook .*lambda.* of a Linear writes into a tensor in place"):
+        pg(X)
+
+
+def test_errors_name_the_node_and_the_users_line(model: Model) -> None:
+    def drop(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path == "second":
+            add = node_called(graph_module.graph, "add")
+            with graph_module.graph.inserting_before(add):
+                add.args = (graph_module.graph.call_method("flatten", (add.args[0],)), add.args[1])
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=drop), X)
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        pg(X)
+    note = "\n".join(caught.value.__notes__)
+    assert "raised by 'second.add' (add)" in note
+    assert "return x + self.down(hidden)" in note
+
+
+# -- what an edited graph leaves out -------------------------------------------------------------------------------
+
+
+class Options(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, negate: bool = False, scale: float = 2.0, **more: Any
+    ) -> Tensor:
+        x = nn.functional.dropout(self.linear(x), 0.5, self.training) * scale
+        x = x if mask is None else x * mask
+        x = x + more["shift"] if "shift" in more else x
+        return -x if negate else x
+
+
+def double(graph_module: Any, module: nn.Module) -> None:
+    if graph_module.path == "":
+        output = node_called(graph_module.graph, "output")
+        with graph_module.graph.inserting_before(output):
+            output.args = (graph_module.graph.call_function(operator.mul, (output.args[0], 2)),)
+
+
+def options_pg(*args: Any, **kwargs: Any) -> tuple[nn.Module, PatchableGraph]:
+    model = Options().eval()
+    return model, PatchableGraph(model, ExtractionOptions(postprocessing_function=double), *args, **kwargs)
+
+
+def test_other_tensors_are_fine() -> None:
+    model, pg = options_pg(X, X + 1, shift=X + 2)
+    y = torch.randn(5, 4)
+    for mask, shift in ((y + 1, y + 2), (y, y), (y[:1], y[:, :1])):
+        assert torch.equal(pg(y, mask, shift=shift), model(y, mask, shift=shift) * 2)
+
+
+def test_one_tensor_as_several_inputs_is_not_taken_for_two() -> None:
+    model, pg = options_pg(X, X, shift=X)
+    y = torch.randn(5, 4)
+    assert torch.equal(pg(y, y, shift=y), model(y, y, shift=y) * 2)
+    with pytest.raises(GraphError, match=r"'more\|shift' is not the same tensor as 'x'"):
+        pg(y, y, shift=y + 1)
+    with pytest.raises(PatchMapError, match="'mask' was one tensor with another input of the example"):
+        pg.patch({"mask": ZeroPatch()}).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"mask": X}, r"'mask' is Tensor\(3, 4\) of float32, and was None in the example"),
+        ({"shift": X}, r"'more\|shift' is Tensor\(3, 4\) of float32, and was absent in the example"),
+        ({"scale": 3.0}, "'scale' is 3.0, and was 2.0 in the example"),
+        ({"negate": True}, "'negate' is True, and was False in the example"),
+    ],
+)
+def test_inputs_that_the_graph_leaves_out_are_an_error(given: dict[str, Any], what: str) -> None:
+    _, pg = options_pg(X)
+    for each in (pg, copy.deepcopy(pg)):
+        with pytest.raises(GraphError, match=f"'<root>' .Options. does not hold for this call: the input {what}"):
+            each(X, **given)
+
+
+def test_patches_on_what_the_graph_has_in_it_are_an_error() -> None:
+    _, pg = options_pg(X)
+    with pytest.raises(PatchMapError, match=r"'scale' was float\(2.0\) in the example, and is so in the edited graph"):
+        pg.patch({"scale": ZeroPatch()}).__enter__()
+    probe = ProbePatch()
+    with pg.patch({"scale": probe}):
+        pg(X)
+    assert probe.activation == 2.0
+
+
+def test_another_mode_is_an_error() -> None:
+    _, pg = options_pg(X)
+    with pytest.raises(GraphError, match="captured in eval mode, and the module is in train mode now; call pg.eval"):
+        pg.train()(X)
+
+
+def test_where_values_show_the_way_each_call_is_compared() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    pg = PatchableGraph(Branch(), ExtractionOptions(postprocessing_function=double), X + 5)
+    for _ in range(2):
+        assert torch.equal(pg(X + 6), (X + 7) * 2)
+        with pytest.raises(
+            GraphError, match=r"'<root>' .Branch. does not hold for this call: .*12 of 12 values differ"
+        ):
+            pg(X - 5)
+
+
+def test_graphs_that_cannot_run_again_are_an_error_at_once() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.values: list[Tensor] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            cache.values.append(x)
+            return x * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, Cache())
+
+    with pytest.raises(CaptureError, match=r"'<root>' .Outer. uses an object .Cache. that was there only while"):
+        PatchableGraph(Outer(), ExtractionOptions(postprocessing_function=double), X)
+
+
+class SizesInside(nn.Module):
+    """A loop over the length, which a graph of it has unrolled."""
+
+    def forward(self, x: Tensor, by_root: bool = False) -> Tensor:
+        if by_root:
+            return x * float(x.shape[0]) ** 0.5
+        total = torch.zeros_like(x[:, 0])
+        for i in range(x.shape[1]):
+            total = total + x[:, i] * i
+        return total.view(x.shape[0], 1)
+
+
+def test_other_sizes_are_compared_with_the_module_first() -> None:
+    model = SizesInside()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X)
+    for batch in (1, 5):
+        x = torch.randn(batch, 4)
+        assert torch.equal(pg(x), model(x) * 2)
+    for _ in range(2):
+        with pytest.raises(GraphError, match=r"'<root>' .SizesInside. does not hold for this call: before it"):
+            pg(torch.randn(3, 6))
+    with pytest.raises(GraphError, match="does not hold for this call"):
+        pg._graph_module(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+def test_attention_that_goes_by_sizes_and_masks(kind: str) -> None:
+    """Whether attention is causal, and what a cache keeps, is decided outside of the graph."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(
+            n_layer=1, n_head=2, n_embd=16, vocab_size=31, n_positions=32, bos_token_id=0, eos_token_id=0
+        )
+        model: Any = GPT2LMHeadModel(config).eval()
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=31, **sizes)).eval()
+    ids, mask = torch.randint(1, 31, (1, 6)), torch.tensor([[0, 0, 1, 1, 1, 1]])
+
+    def unchanged(graph_module: Any, module: nn.Module) -> None:
+        if type(module).__name__.endswith("Attention"):
+            node = next(node for node in graph_module.graph.nodes if node.op == "call_module")
+            with graph_module.graph.inserting_after(node):
+                same = graph_module.graph.call_function(torch.mul, (node, 1.0))
+            node.replace_all_uses_with(same, delete_user_cb=lambda user: user is not same)
+
+    options = ExtractionOptions(postprocessing_function=unchanged)
+    with torch.no_grad():
+        pg = PatchableGraph(model, options, ids, use_cache=False)
+        assert torch.equal(pg(ids[:, :4], use_cache=False).logits, model(ids[:, :4], use_cache=False).logits)
+        with pytest.raises(GraphError, match="Attention. does not hold for this call"):
+            PatchableGraph(model, options, ids[:, :1], use_cache=False)(ids, use_cache=False)
+        with pytest.raises(GraphError, match="Attention. "):
+            PatchableGraph(model, options, ids).generate(ids, max_new_tokens=3, do_sample=False)
+        with pytest.raises(GraphError, match="Attention. does not hold for this call"):
+            PatchableGraph(model, options, ids, attention_mask=mask, use_cache=False)(ids, use_cache=False)
+
+
+def test_generation_with_edited_blocks_gives_what_hooks_give() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=32, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.randint(1, 31, (2, 5))
+
+    def halve(graph_module: Any, module: nn.Module) -> None:
+        if graph_module.path in ("transformer.h_0", "transformer.h_1.mlp"):
+            output = node_called(graph_module.graph, "output")
+            value = output.args[0][0] if isinstance(output.args[0], tuple) else output.args[0]
+            with graph_module.graph.inserting_before(output):
+                half = graph_module.graph.call_function(operator.mul, (value, 0.5))
+            output.args = ((half, *output.args[0][1:]) if isinstance(output.args[0], tuple) else half,)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=halve), ids)
+    settings = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found = pg.generate(ids, **settings)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return (output[0] * 0.5, *output[1:]) if isinstance(output, tuple) else output * 0.5
+
+    for module in (model.transformer.h[0], model.transformer.h[1].mlp):
+        module.register_forward_hook(hook)
+    expected = model.generate(ids, **settings)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
+
+
+def test_other_sizes_with_edited_graphs_inside_each_other(model: Model) -> None:
+    def edit(graph_module: Any, module: nn.Module) -> None:
+        steer(graph_module, module)
+        double(graph_module, module)
+
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=edit), X)
+    x = torch.randn(7, 4)
+    assert torch.equal(pg(x), steered(model, x) * 2)
+    with pg.patch({"second.steered": ZeroPatch()}):
+        assert torch.equal(pg(x[:2]), steered(model, x[:2], torch.zeros_like) * 2)
+
+
+def test_sizes_that_cannot_be_compared_are_warned_of_once(model: Model) -> None:
+    copied = copy.deepcopy(second_edited(model))
+    x = torch.randn(7, 4)
+    with pytest.warns(EditedGraphWarning, match="'second' .Block. cannot be compared .* is not known in a copy"):
+        assert torch.equal(copied(x), steered(model, x))
+    assert torch.equal(copied(x), steered(model, x))
+    assert torch.equal(copied(X), steered(model, X))
+
+
+def test_comparing_sizes_leaves_no_trace() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return torch.nn.functional.dropout(self.norm(x), 0.5, self.training)
+
+    torch.manual_seed(0)
+    model, twin = Counting(), Counting()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X)
+    torch.manual_seed(0)
+    twin(X)
+    for x in (X, torch.randn(6, 4)):
+        torch.manual_seed(1)
+        expected = twin(x) * 2
+        torch.manual_seed(1)
+        assert torch.equal(pg(x), expected)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
+def replaced_child(model: Outer) -> None:
+    model.linear = nn.Linear(4, 4)
+
+
+def changed_attribute(model: Outer) -> None:
+    model.factor = 3.0
+
+
+def removed_hook(model: Outer) -> None:
+    model.linear._forward_hooks.clear()
+
+
+@pytest.mark.parametrize("change", [replaced_child, changed_attribute, removed_hook])
+def test_what_the_graph_has_in_it_and_changes_is_noticed(change: Any) -> None:
+    model = Outer()
+    model.linear.register_forward_hook(lambda module, args, output: output + 1)
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X)
+    assert torch.equal(pg(X), model(X) * 2)
+    change(model)
+    with pytest.raises(GraphError, match="'<root>' .Outer. does not hold for this call"):
+        pg(X)
+
+
+def test_a_module_that_changes_itself_is_refused_at_other_sizes() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            for i in range(len(x)):
+                x = x + i
+            return x
+
+    pg = PatchableGraph(Counts(), ExtractionOptions(postprocessing_function=double), X)
+    assert torch.equal(pg(X), (X + 3) * 2)
+    with pytest.raises(GraphError, match=r"cannot be compared with the module \(Counts changes its 'calls'"):
+        pg(X[:2])
+
+
+def test_numbers_that_a_submodule_returns_are_compared() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, bool]:
+            return x * 1, bool((x.sum() > 0).item())
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, is_positive = self.inner(x)
+            return x * 2 if is_positive else x * 3
+
+    model = Uses()
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=double), X.abs())
+    assert torch.equal(pg(X.abs() + 1), model(X.abs() + 1) * 2)
+    with pytest.raises(GraphError, match="'<root>' .Uses. does not hold for this call"):
+        pg(-X.abs())
+
+
+@pytest.mark.parametrize("switch", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode])
+def test_switches_that_no_graph_has_in_it(switch: Any) -> None:
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with switch():
+                return self.linear(x) + 1
+
+    pg = PatchableGraph(Switching(), ExtractionOptions(postprocessing_function=double), X)
+    with pytest.raises(GraphError, match="'<root>' .Switching. does not hold for this call"):
+        pg(X)
+
+
+def test_switches_around_a_submodule() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.linear(x)
+
+    pg = PatchableGraph(Around(), ExtractionOptions(postprocessing_function=double), X)
+    with pytest.raises(GraphError, match="'<root>' .Around. does not hold for this call"):
+        pg(X)
+
+
+@pytest.mark.parametrize("asks", [lambda x: x.requires_grad, lambda x: not x.is_contiguous()])
+def test_what_code_may_ask_of_a_tensor(asks: Any) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if asks(x) else x * 3
+
+    pg = PatchableGraph(Asks(), ExtractionOptions(postprocessing_function=double), X)
+    assert torch.equal(pg(X + 1), (X + 1) * 6)
+    other = torch.randn(4, 3).T.requires_grad_()
+    with pytest.raises(GraphError, match="'<root>' .Asks. does not hold for this call"):
+        pg(other)
+
+
+def test_other_dtypes_and_switches_around_are_compared() -> None:
+    class Casting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.float() * 1.1).to(x.dtype)
+
+    pg = PatchableGraph(Casting(), ExtractionOptions(postprocessing_function=double), X)
+    with torch.no_grad():
+        assert torch.equal(pg(X), Casting()(X) * 2)
+    with pytest.raises(GraphError, match="does not hold for this call"):
+        pg(X.double())
+
+
+def add_what_changes_nothing(graph_module: Any, module: nn.Module) -> None:
+    with graph_module.graph.inserting_before(node_called(graph_module.graph, "output")):
+        graph_module.graph.call_function(torch.ones, (1,))
+
+
+class HandingBack(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        doubled = x * 2
+        return x, doubled, doubled
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = HandingBack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        same, one, other = self.inner(x)
+        return x + same * 10 + one * 100 + other * 1000
+
+
+@pytest.mark.parametrize("dig", ["sub_0", "sub_1", "sub_2"])
+def test_values_that_a_module_hands_back_in_a_container_are_told_apart(dig: str) -> None:
+    patches = {f"inner.output|{dig}": AddPatch(value=1.0)}
+    live = PatchableGraph(Caller(), X)
+    edited = PatchableGraph(Caller(), ExtractionOptions(postprocessing_function=add_what_changes_nothing), X)
+    with live.patch(patches), edited.patch(patches):
+        assert torch.equal(edited(X), live(X))
+    assert torch.equal(live(X), Caller()(X))
+
+
+def test_the_output_of_a_module_whose_hooks_compute_is_refused_where_their_work_is_in_the_graph() -> None:
+    model = Model()
+    model.first.up.register_forward_hook(lambda module, args, output: output + 1)
+    model.first.down.register_forward_hook(lambda module, args, output: None)
+    pg = PatchableGraph(model, ExtractionOptions(postprocessing_function=add_what_changes_nothing), X)
+    expected = PatchableGraph(model, X)
+    with pytest.raises(PatchMapError, match=r"'first.up.output' is what forward hooks .* patch 'first.add'"):
+        pg.patch({"first.up.output": ZeroPatch(slice=0)}).__enter__()
+    with pg.patch({"first.add": ZeroPatch(slice=0)}), expected.patch({"first.up.output": ZeroPatch(slice=0)}):
+        assert torch.equal(pg(X), expected(X))
+    with pg.patch({"first.down.output": ZeroPatch()}), expected.patch({"first.down.output": ZeroPatch()}):
+        assert torch.equal(pg(X), expected(X))

@@ -1,0 +1,286 @@
+"""`verify`: what it says of each frame, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpatch_notebook import ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
+from graphpatch_notebook.graphs.verification import FrameReport
+from tests.graphs.models import Normed
+from tests.zoo.values import same_state, snapshot
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Calls(nn.Module):
+    """A module whose forward is a linear layer and then a function of itself and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.linear(x))
+
+
+def only(pg: PatchableGraph, *args: Any) -> FrameReport:
+    """The report of the root; all below it are equal."""
+    report = pg.verify(*args)
+    assert {frame.status for frame in report.frames[1:]} == {"equal"}
+    return report.frames[0]
+
+
+def counted(module: Any, x: Tensor) -> Tensor:
+    module.calls += 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "reason"),
+    [
+        (lambda m, x: x * 2, "equal", None),
+        (lambda m, x: x if len(x) == 3 else -x, "differing", "output: 8 of 8 values differ"),
+        (lambda m, x: x[[0, 1, 2]] if len(x) == 3 else x, "differing", "its graph raises IndexError: index 2 is out"),
+        (lambda m, x: x.neg_() if len(x) == 3 else x, "differing", "output: 8 of 8 values differ"),
+        (lambda m, x: (x, torch.rand(1)) if len(x) == 3 else (x, None), "differing", "output|sub_1: Tensor is not"),
+        (lambda m, x: x if x.sum() > 9 else x * 2, "not comparable", "reads a value into Python (bool: "),
+        (counted, "not comparable", "Calls changes its 'calls' while it runs"),
+        (lambda m, x: x * random.random(), "not comparable", "it draws random numbers of Python or numpy"),
+        (lambda m, x: x * float(np.random.rand()), "not comparable", "it draws random numbers of Python or numpy"),
+        (lambda m, x: (x, object()), "not comparable", "is none of its inputs"),
+    ],
+    ids="equal branch raises in_place random reads counts python numpy object".split(),
+)
+def test_verdicts(function: Any, status: str, reason: str | None) -> None:
+    frame = only(PatchableGraph(Calls(function), X), X[:2])
+    assert frame.status == status
+    assert frame.reason is None if reason is None else reason in (frame.reason or "")
+
+
+def test_objects_among_inputs_and_outputs() -> None:
+    class Cache:
+        pass
+
+    class Caching(nn.Module):
+        def forward(self, x: Tensor, cache: Any) -> Any:
+            return x * 2, cache
+
+    pg = PatchableGraph(Caching(), X, Cache())
+    (frame,) = pg.verify(X, Cache())
+    assert (frame.status, frame.reason) == (
+        "not comparable",
+        "it is given an object (Cache), and what is in that cannot be seen",
+    )
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Normed()
+        self.bad = Calls(lambda m, x: x if x.sum() > 0 else -x)
+        self.layers = nn.ModuleList(Calls(lambda m, x: x if len(x) == 3 else -x) for _ in range(3))
+        self.custom, self.skipped, self.unreached = Flat(), nn.Dropout(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, is_short: bool = False) -> Tensor:
+        x = self.skipped(self.custom(self.norm(x)))
+        for layer in self.layers:
+            x = layer(x)
+        return x if is_short else self.unreached(self.bad(x))
+
+
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+def extract(module: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output((graph.call_method("mul", (graph.placeholder("x"), 3)),))
+    return graph
+
+
+OPTIONS = ExtractionOptions(classes_to_skip_compiling={nn.Dropout}, custom_extraction_functions={Flat: extract})
+
+
+def test_a_report_of_everything() -> None:
+    pg = PatchableGraph(Parent().eval(), OPTIONS, X)
+    report = pg.verify(X)
+    statuses = {frame.path: frame.status for frame in report}
+    assert statuses == {
+        "": "equal",
+        "norm": "equal",
+        "norm.norm": "equal",
+        "norm.dropout": "opaque",
+        "custom": "own graph",
+        "skipped": "opaque",
+        **{f"layers_{i}{below}": "equal" for i in range(3) for below in ("", ".linear")},
+        "bad": "not comparable",
+        "bad.linear": "equal",
+        "unreached": "equal",
+    }
+    assert not report.is_equal
+    assert [frame.path for frame in report.not_comparable] == ["bad"]
+    assert [frame.path for frame in report.opaque] == ["norm.dropout", "skipped"]
+    assert len(report.equal) == 11
+    assert report.differing == ()
+    short = pg.verify(X[:2], is_short=True)
+    assert short.counts() == {"equal": 5, "differing": 4, "opaque": 2, "own graph": 1, "not reached": 3}
+    assert [frame.path for frame in short.differing] == ["", "layers_0", "layers_1", "layers_2"]
+    assert str(short.differing[1]) == "layers_0 (Calls): differing: output: 8 of 8 values differ"
+
+
+def test_the_text_says_what_is_to_be_known_and_no_more() -> None:
+    pg = PatchableGraph(Parent().eval(), OPTIONS, X)
+    assert str(pg.verify(X[:2], is_short=True)).splitlines() == [
+        "15 frames: 5 equal, 4 differing, 2 opaque, 1 own graph, 3 not reached",
+        "differing: differ from their modules",
+        "  <root> (Parent): output: 8 of 8 values differ",
+        "  layers_0 and 2 more (Calls): output: 8 of 8 values differ",
+        "opaque: have no graph",
+        "  norm.dropout and 1 more (Dropout): the options say to skip it",
+        "own graph: are their module (edited or custom), so that there is nothing to compare",
+        "  custom (Flat)",
+        "not reached: were not reached by these inputs",
+        "  bad (Calls)",
+        "  bad.linear and 1 more (Linear)",
+    ]
+    assert str(PatchableGraph(nn.ReLU(), X).verify(X)) == "1 frame: 1 equal"
+
+
+def test_hooks_that_a_graph_would_leave_out() -> None:
+    model = Parent().eval()
+    model.norm.register_forward_hook(lambda module, args, output: output * 2)
+    report = PatchableGraph(model, OPTIONS, X).verify(X)
+    assert report.not_comparable[0].reason == "hooks on a Normed that it calls would not run"
+    assert {frame.path: frame.status for frame in report}["norm"] == "equal"
+
+
+MEMORY: list[Tensor] = []
+
+
+def test_values_that_nobody_holds() -> None:
+    table = torch.arange(4.0)
+    MEMORY[:] = [torch.ones(4)]
+    assert only(PatchableGraph(Calls(lambda m, x: x + table), X), X).status == "equal"
+    frame = only(PatchableGraph(Calls(lambda m, x: x + MEMORY[0]), X), X)
+    assert frame.status == "not comparable"
+    assert "neither made in it nor held by its module" in str(frame.reason)
+    frame = only(PatchableGraph(Calls(lambda m, x: MEMORY.append(x) or x * 2), X), X)
+    assert frame.reason == "it changes the global 'MEMORY' while it runs"
+
+
+HIDDEN: ContextVar[Tensor] = ContextVar("hidden")
+
+
+def test_what_submodules_hand_on_is_noticed_when_all_graphs_run_together() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            HIDDEN.set(x * 2)
+            return x + 1
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + HIDDEN.get()
+
+    (root, *_) = PatchableGraph(nn.Sequential(Writes(), Reads()), X).verify(X + 1)
+    assert (root.status, root.reason) == ("differing", "output: 12 of 12 values differ")
+
+
+def test_an_interrupted_comparison_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Normed().train()
+    pg = PatchableGraph(model, X)
+    before = snapshot(model)
+
+    def interrupt(*args: Any) -> None:
+        model.norm.running_mean.add_(100)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(pg._graph_module), "run_graph", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pg.verify(X)
+    assert same_state(model, before) is None
+
+
+def test_edited_graphs_are_not_compared() -> None:
+    pg = PatchableGraph(Parent().eval(), X)
+    pg._graph_module.norm.recompile()
+    report = pg.verify(X)
+    assert {frame.path: frame.status for frame in report}["norm"] == "own graph"
+
+
+def test_it_leaves_no_trace() -> None:
+    model = Parent().train()
+    pg = PatchableGraph(model, X)
+    given, before = X.clone(), snapshot(model)
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    expected = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    pg.verify(given)
+    with pytest.raises(RuntimeError, match="running_mean should contain 7 elements"):
+        pg.verify(torch.ones(2, 7))
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    assert same_state(model, before) is None
+    assert torch.equal(given, X)
+
+
+def test_generators_of_python_and_numpy_are_put_back() -> None:
+    pg = PatchableGraph(Calls(lambda m, x: x * random.random() * float(np.random.rand())), X)
+    states = random.getstate(), np.random.get_state()[2]
+    pg.verify(X)
+    assert (random.getstate(), np.random.get_state()[2]) == states
+
+
+def test_inputs_that_the_model_writes_into_are_not_written_into() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2)
+
+    given = X.clone()
+    assert PatchableGraph(InPlace(), X.clone()).verify(given).is_equal
+    assert torch.equal(given, X)
+
+
+def test_patches_are_none_of_its_business() -> None:
+    pg = PatchableGraph(Parent().eval(), OPTIONS, X)
+    outside = pg.verify(X)
+    probe = ProbePatch()
+    with pg.patch({"norm.norm.output": ZeroPatch(), "unreached.linear": probe}):
+        assert pg.verify(X) == outside
+        assert probe.activation is None
+        pg(X)
+        assert probe.activation is not None
+
+
+class Alive:
+    """Counts how many of the tensors that it was shown are alive at once."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def see(self, tensor: Tensor) -> Tensor:
+        self.seen.append(weakref.ref(tensor))
+        self.most = max(self.most, sum(ref() is not None for ref in self.seen))
+        return tensor
+
+
+def test_values_are_freed_as_it_goes() -> None:
+    alive = Alive()
+    with torch.no_grad():
+        pg = PatchableGraph(nn.Sequential(*(Calls(lambda m, x: alive.see(x * 2)) for _ in range(20))), X)
+        alive.seen.clear()
+        alive.most = 0
+        assert pg.verify(X).is_equal
+    assert len(alive.seen) >= 40
+    assert alive.most <= 6

@@ -1,0 +1,526 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from graphpatch_notebook.errors import GraphPatchError
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.resolution import resolve
+from tests.frames import DOCUMENTED_TREE, FrameBuilder, here, layered_frame, tensor, tuple_frame
+from tests.work import lines_run
+
+
+def code_of(frame):
+    return f"\ndef forward(self):  # of {type(frame.module).__name__}\n    return 1\n"
+
+
+def path_of(frame) -> NodePath:
+    return NodePath(frame, code_of)
+
+
+@pytest.fixture
+def graph() -> NodePath:
+    return path_of(tuple_frame())
+
+
+# --- children ---------------------------------------------------------------------------------------------------------
+
+
+def test_children_are_attributes_and_items(graph):
+    assert str(graph.linear_0.weight) == "linear_0.weight"
+    assert graph["linear_0.weight"] == graph.linear_0.weight == graph["linear_0"]["weight"] == graph.linear_0["weight"]
+    assert str(graph.output.sub_1) == "output|sub_1"
+    assert graph["output|sub_1"] == graph["output.sub_1"] == graph.output[1] == graph.output[-1] == graph.output.sub_1
+
+
+def test_dir_is_exactly_the_children(graph):
+    assert dir(graph) == sorted(["x", "linear_0", "add", "linear_1", "output", "_code", "_shape"])
+    assert dir(graph.output) == ["_code", "_shape", "sub_0", "sub_1"]
+    assert dir(graph.add) == dir(graph.output.sub_0) == ["_code", "_shape"]
+    assert graph._ipython_key_completions_() == ["x", "linear_0", "add", "linear_1", "output"]
+    assert [str(child) for child in graph.linear_0] == [
+        f"linear_0.{name}" for name in ("input", "weight", "bias", "linear", "output")
+    ]
+
+
+def test_inputs_that_the_example_did_not_have_are_completed_but_not_drawn():
+    graph = path_of(layered_frame(1))
+    assert "attention_mask" in dir(graph)
+    assert "attention_mask" not in repr(graph)
+    assert "size" not in dir(graph.transformer.h_0.mlp)
+    assert str(graph.transformer.h_0.mlp.size) == "transformer.h_0.mlp.size"
+
+
+def test_containment(graph):
+    assert "linear_0.weight" in graph
+    assert "output|sub_0" in graph
+    assert 1 in graph.output
+    assert "foo" not in graph
+    assert 2 not in graph.output
+    assert 0 not in graph
+
+
+@pytest.mark.parametrize(
+    ("reach", "message"),
+    [
+        (lambda g: g.linear_0.wieght, "'linear_0' has no child 'wieght'; nearest: 'linear_0.weight'"),
+        (lambda g: g["linear_0.wieght"], "'linear_0' has no child 'wieght'; nearest: 'linear_0.weight'"),
+        (lambda g: g.linear_9, "the root graph has no child 'linear_9'; nearest: 'linear_1', 'linear_0'"),
+        (lambda g: g["linear_9.weight"], "no child 'linear_9'; nearest: 'linear_1.weight', 'linear_0.weight'"),
+        (lambda g: g.foo, "the root graph has no child 'foo'; nearest: "),
+        (lambda g: g.output.sub_2, "'output' has no child 'sub_2'; it has 'sub_0', 'sub_1'"),
+        (lambda g: g.output[2], "'output' has no child 'sub_2'; it has 'sub_0', 'sub_1'"),
+        (lambda g: g.output[-3], "'output' has no child 'sub_-3'"),
+        (lambda g: g.add.foo, r"'add' has no child 'foo': it is a value, Tensor\(3, 2\)"),
+        (lambda g: g[0], "the root graph is no container: it has no position 0"),
+        (lambda g: g["linear_0|weight"], "'linear_0' is a graph, not a container: its children follow a dot"),
+        (lambda g: g["a..b"], "not a node path: 'a..b'"),
+        (lambda g: g._foo, "the root graph has no child '_foo'"),
+    ],
+)
+def test_unknown_children_are_attribute_and_key_errors(graph, reach, message):
+    for kind in (AttributeError, KeyError, GraphPatchError):
+        with pytest.raises(kind, match=message):
+            reach(graph)
+
+
+def test_a_child_is_named_by_text_or_position(graph):
+    with pytest.raises(TypeError, match="not by 1.5"):
+        graph[1.5]
+
+
+HOSTILE = ["_code", "_shape", "_tree", "graph", "self", "lambda", "None", "__len__", "__class__", "output_1", "é"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_of_our_own_and_keywords_stay_reachable(name):
+    root = FrameBuilder()
+    root.input("x", tensor(2))
+    inner = root.call(name)
+    inner.op(name, tensor(5))
+    inner.output({name: torch.ones(7)})
+    root.output(tensor(2))
+    graph = path_of(root.frame)
+    assert graph[name][name]._shape == graph[f"{name}.{name}"]._shape == torch.Size([5])
+    assert graph[name].output[name]._shape == graph[f"{name}.output|{name}"]._shape == torch.Size([7])
+    assert resolve(root.frame, str(graph[name].output[name])).spec == tensor(7)
+    assert f"├─{name}: CompiledGraphModule" in repr(graph)
+    if not name.startswith("_"):
+        assert getattr(graph, name) == graph[name]
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(1, 5), min_size=1, max_size=4))
+def test_any_key_of_a_dict_is_reached_and_written(sizes):
+    root = FrameBuilder()
+    root.output({key: torch.empty(size) for key, size in sizes.items()})
+    graph = path_of(root.frame)
+    for key, size in sizes.items():
+        child = graph.output[key]
+        assert child._shape == torch.Size([size])
+        assert graph[str(child)] == child
+        assert resolve(root.frame, str(child)).dig == (key,)
+    assert len(repr(graph).splitlines()) >= 2 + len(sizes)
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def test_paths_are_values(graph):
+    assert {graph.linear_0.output: 1}[graph["linear_0.output"]] == 1
+    assert graph.add != graph.x
+    assert graph.add != "add"
+    assert graph.output != graph.output.sub_0
+    assert path_of(tuple_frame()).add != graph.add
+    assert copy.copy(graph.add) is not None
+    assert copy.deepcopy(graph.add) == graph.add
+    assert str(graph) == "<root>"
+
+
+def test_paths_cannot_be_changed_or_pickled(graph):
+    with pytest.raises(AttributeError, match=r"use pg.patch\(\{'linear_0': ...\}\)"):
+        graph.linear_0.weight = 1
+    with pytest.raises(TypeError, match="keep str"):
+        pickle.dumps(graph)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_shape_works_anywhere(graph):
+    expected = torch.Size([3, 2])
+    assert graph.linear_0.weight._shape == graph.linear_0._shape.weight == graph._shape.linear_0.weight == expected
+    assert graph._shape["linear_0.weight"] == expected
+    assert isinstance(graph.linear_0.weight._shape, torch.Size)
+    assert graph.output._shape == (torch.Size([3, 3]), torch.Size([3, 3]))
+    assert graph._shape.output.sub_1 == graph.output._shape.sub_1 == graph.output.sub_1._shape == torch.Size([3, 3])
+    assert dir(graph._shape) == sorted(["x", "linear_0", "add", "linear_1", "output"])
+    assert graph._shape._ipython_key_completions_() == ["x", "linear_0", "add", "linear_1", "output"]
+
+
+def test_nested_shapes():
+    root = FrameBuilder()
+    root.op("n", 3)
+    root.output({"a": [torch.ones(1), (torch.ones(2), 5)], "b": None})
+    shapes = path_of(root.frame)._shape
+    assert shapes.n is None
+    assert shapes.output == {"a": (torch.Size([1]), (torch.Size([2]), None)), "b": None}
+    assert shapes.output.a.sub_1.sub_0 == torch.Size([2])
+    assert (dir(shapes.output), dir(shapes.output.a)) == (["a", "b"], ["sub_0", "sub_1"])
+    with pytest.raises(AttributeError, match="no 'c'; there are a, b"):
+        _ = shapes.output.c
+    with pytest.raises(AttributeError, match="no 'sub_2'; there are sub_0, sub_1"):
+        _ = shapes.output.a.sub_2
+    assert pickle.loads(pickle.dumps(shapes.output)) == copy.deepcopy(shapes.output) == shapes.output
+
+
+def test_shapes_of_a_graph_show_as_a_tree(graph):
+    assert repr(graph.linear_0._shape) == textwrap.dedent("""\
+        linear_0
+        ├─input: (3, 2)
+        ├─weight: (3, 2)
+        ├─bias: (3,)
+        ├─linear: (3, 3)
+        └─output: (3, 3)""")
+    with pytest.raises(AttributeError, match="nearest"):
+        _ = graph._shape.foo
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.copy(graph._shape)
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+
+def test_code_of_the_root_is_just_the_code(graph):
+    assert repr(graph._code) == "def forward(self):  # of TupleOutputModule\n    return 1"
+
+
+def test_code_of_a_submodule_has_its_calling_context(graph):
+    lines = graph.linear_1._code.splitlines()
+    assert lines[0] == "Calling context:"
+    assert re.fullmatch(r'File ".*frames.py", line \d+, in tuple_frame', lines[1])
+    assert (
+        lines[2]
+        == '    linear = root.call(name, "linear", module.linear, call_index=number, call_count=2, site=here())'
+    )
+    assert lines[3:] == ["Compiled code:", "def forward(self):  # of Linear", "    return 1"]
+
+
+def test_code_of_an_op_is_the_users_line(graph):
+    assert graph.add._code.endswith('in tuple_frame\n    root.op("add", tensor(3, 2), site=here())')
+    assert graph.add._code.startswith('File "')
+    assert isinstance(graph.add._code, str)
+
+
+def test_code_of_what_no_line_made(graph):
+    assert graph.linear_0.weight._code == "Parameter 'weight' of Linear"
+    assert graph.linear_0.input._code.splitlines()[0] == "Input 'input' of Linear"
+    assert "def forward(self, input" in graph.linear_0.input._code
+    assert graph.output.sub_0._code.splitlines()[0] == "Output of TupleOutputModule"
+    assert graph.output.sub_0._code.endswith("    def forward(self, x):")
+
+
+def test_code_of_what_has_no_call_site():
+    root = FrameBuilder()
+    root.add("constant", "table", tensor(4), target=lambda: None)
+    root.op("linear_1", op="linear", target=torch.nn.functional.linear)
+    root.output(tensor(1))
+    graph = path_of(root.frame)
+    assert (graph.table._code, graph.linear_1._code) == ("Constant 'table' of Identity", "Op 'linear' of Identity")
+
+
+class LongSignature(nn.Module):
+    @torch.no_grad()
+    def forward(
+        self,
+        first,
+        *rest,
+        mask=None,
+    ):
+        return first
+
+
+def test_code_of_an_input_finds_its_line_in_a_long_signature():
+    root = FrameBuilder(LongSignature())
+    for name in ("first", "rest", "mask"):
+        root.input(name, tensor(1))
+    root.output(tensor(1))
+    graph = path_of(root.frame)
+    assert [graph[name]._code.splitlines()[-1] for name in ("first", "rest", "mask", "output")] == [
+        "    first,",
+        "    *rest,",
+        "    mask=None,",
+        "    def forward(",
+    ]
+
+
+def test_opaque_graphs_say_why_there_is_no_code():
+    root = FrameBuilder()
+    inner = root.call("inner", site=here())
+    inner.frame.opaque_reason = "its class is in classes_to_skip_compiling"
+    inner.output(tensor(1))
+    root.output(tensor(1))
+    graph = path_of(root.frame)
+    said = "No compiled code:\nOpaqueGraphModule, because its class is in classes_to_skip_compiling"
+    assert graph.inner._code.startswith("Calling context:\nFile ")
+    assert graph.inner._code.endswith(said)
+    assert repr(graph.inner) == "inner: OpaqueGraphModule\n└─output: Tensor(1)"
+    root.frame.opaque_reason = inner.frame.opaque_reason
+    assert graph._code == said
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_documented_tree(graph):
+    assert repr(graph) == DOCUMENTED_TREE
+    assert repr(graph.linear_0).splitlines()[:2] == ["linear_0: CompiledGraphModule", "├─input: Tensor(3, 2)"]
+    assert repr(graph.output) == "output: tuple(2)\n├─sub_0: Tensor(3, 3)\n└─sub_1: Tensor(3, 3)"
+    assert repr(graph.output.sub_0) == "sub_0: Tensor(3, 3)"
+
+
+def test_the_tree_hides_clutter_unless_asked():
+    root = FrameBuilder()
+    root.input("mask", None)
+    root.input("mode", "fast")
+    root.input("kwargs", {})
+    root.input("n", 3)
+    root.input("cache", object())
+    root.add("constant", "table", tensor(4))
+    root.op("size", 2, is_plumbing=True)
+    root.output((torch.ones(2), None, {"a.b": 0.5}))
+    graph = path_of(root.frame)
+    assert repr(graph) == textwrap.dedent("""\
+        <root>: CompiledGraphModule
+        ├─n: int(3)
+        └─output: tuple(3)
+          ├─sub_0: Tensor(2)
+          └─sub_2: dict(1)
+            └─"a.b": float(0.5)""")
+    everything = graph._tree(show_plumbing=True).splitlines()
+    assert everything[1:8] == [
+        "├─mask: NoneType",
+        "├─mode: str",
+        "├─kwargs: dict(0)",
+        "├─n: int(3)",
+        "├─cache: object",
+        "├─table: Tensor(4)",
+        "├─size: int(2)",
+    ]
+    assert "  ├─sub_1: NoneType" in everything
+
+
+def test_an_output_is_always_drawn():
+    root = FrameBuilder()
+    root.output(None)
+    assert repr(path_of(root.frame)).endswith("└─output: NoneType")
+
+
+def test_a_large_tree_folds_equal_layers():
+    graph = path_of(layered_frame(12))
+    lines = repr(graph).splitlines()
+    assert len(lines) < 70
+    assert "│ ├─h_1 … h_11: 11 × CompiledGraphModule (same as h_0)" in lines
+    assert lines[-1] == "… 550 more nodes: pg.graph.transformer.h_1 shows a subtree, pg.nodes lists all"
+    assert lines[-2] == "  └─logits: Tensor(1, 8, 16)"
+    whole = graph._tree(max_lines=None).splitlines()
+    assert len(whole) == 550 + len(lines) - 2
+    assert "…" not in graph._tree(max_lines=None)
+
+
+def test_a_layer_that_differs_is_not_folded():
+    root = layered_frame(12)
+    layer = root.names["transformer"].frame.names["h_5"].frame
+    builder = FrameBuilder()
+    builder.frame = layer
+    builder.op("extra", tensor(1))
+    tree = repr(path_of(root))
+    assert "├─h_1 … h_4: 4 × CompiledGraphModule (same as h_0)" in tree
+    assert "├─h_5: CompiledGraphModule" in tree
+    assert "├─h_6: CompiledGraphModule" in tree
+    assert "├─h_7 … h_11: 5 × CompiledGraphModule (same as h_6)" in tree
+
+
+def test_groups_that_repeat_are_folded():
+    root = FrameBuilder()
+    for number in range(60):
+        layer = root.call(f"layer_{number}")
+        for name in ("a", "b"):
+            layer.op(name, tensor(1))
+        layer.output(tensor(2))
+        root.op(f"add_{number}" if number else "add", tensor(1))
+    root.output(tensor(1))
+    assert repr(path_of(root.frame)) == textwrap.dedent("""\
+        <root>: CompiledGraphModule
+        ├─layer_0: CompiledGraphModule
+        │ ├─a: Tensor(1)
+        │ ├─b: Tensor(1)
+        │ └─output: Tensor(2)
+        ├─add: Tensor(1)
+        ├─layer_1 … add_59: 59 × (same as layer_0 … add)
+        └─output: Tensor(1)
+        … 295 more nodes: pg.graph.layer_1 shows a subtree, pg.nodes lists all""")
+
+
+def test_deep_graphs_are_closed_before_shallow_ones():
+    root = FrameBuilder()
+    for number in range(30):
+        part = root.call(f"part_{chr(97 + number % 26)}{number}")
+        part.op(f"op{number}", tensor(number + 1))
+        deep = part.call("deep")
+        for op in range(20):
+            deep.op(f"op{number}_{op}", tensor(number + 1))
+        deep.output(tensor(1))
+        part.output(tensor(1))
+    root.output(tensor(1))
+    lines = repr(path_of(root.frame)).splitlines()
+    assert len(lines) <= 200
+    assert sum(line.startswith("├─part_") for line in lines) == 30
+    assert sum("deep: CompiledGraphModule … 21 nodes" in line for line in lines) == 27
+    assert lines[-1].endswith("more nodes: pg.graph.part_d3.deep shows a subtree, pg.nodes lists all")
+
+
+def test_a_flat_graph_loses_its_middle():
+    root = FrameBuilder()
+    for number in range(1000):
+        root.op(f"op_{number}", tensor(number))
+    root.output(tensor(1))
+    lines = repr(path_of(root.frame)).splitlines()
+    assert len(lines) == 200
+    assert lines[-2:] == [
+        "└─output: Tensor(1)",
+        "… 804 more nodes: pg.graph._tree(max_lines=None) shows them, pg.nodes lists all",
+    ]
+    assert "├─… 804 nodes" in lines
+
+
+def test_an_unrolled_loop_is_folded():
+    root = FrameBuilder()
+    for number in range(200):
+        for name in ("getitem", "mul", "state"):
+            root.op(f"{name}_{number}" if number else name, tensor(1))
+    root.op("stack", tensor(200))
+    root.output(tensor(1))
+    assert repr(path_of(root.frame)) == textwrap.dedent("""\
+        <root>: CompiledGraphModule
+        ├─getitem: Tensor(1)
+        ├─mul: Tensor(1)
+        ├─state: Tensor(1)
+        ├─getitem_1 … state_199: 199 × (same as getitem … state)
+        ├─stack: Tensor(200)
+        └─output: Tensor(1)
+        … 597 more nodes: pg.graph._tree(max_lines=None) shows them, pg.nodes lists all""")
+
+
+def test_the_hint_names_the_largest_closed_graph():
+    root = FrameBuilder()
+    for name, size in (("small", 210), ("large", 220), ("medium", 215)):
+        part = root.call(name)
+        for op in range(size):
+            part.op(f"op{op}x", tensor(op))
+        part.output(tensor(1))
+    root.output(tensor(1))
+    assert repr(path_of(root.frame)).endswith("pg.graph.large shows a subtree, pg.nodes lists all")
+
+
+def test_depth():
+    tree = path_of(layered_frame(2, 3))._tree(depth=1)
+    assert tree.splitlines() == [
+        "<root>: CompiledGraphModule",
+        "├─input_ids: Tensor(1, 8)",
+        "├─transformer: CompiledGraphModule … 34 nodes",
+        "└─output: dict(2)",
+        "  └─logits: Tensor(1, 8, 16)",
+        "… 34 more nodes: pg.graph.transformer shows a subtree, pg.nodes lists all",
+    ]
+
+
+def test_the_hint_is_python_that_works():
+    root = FrameBuilder()
+    layers = root.call("lambda")
+    for number in range(300):
+        layers.call(f"h_{number}").output(tensor(1))
+    layers.output(tensor(1))
+    root.output(tensor(1))
+    assert "pg.graph['lambda'].h_1 shows a subtree" in repr(path_of(root.frame))
+
+
+# --- where it is shown ------------------------------------------------------------------------------------------------
+
+
+def test_rich_draws_the_same_tree(graph):
+    text = graph.__rich__()
+    assert text.plain == DOCUMENTED_TREE
+    assert {str(span.style) for span in text.spans} >= {"green", "bold cyan", "yellow", "dim"}
+
+
+def test_html_is_escaped():
+    root = FrameBuilder()
+    root.output({"<script>&": torch.ones(1)})
+    markup = path_of(root.frame)._repr_html_()
+    assert "&lt;script&gt;&amp;" in markup
+    assert "<script>" not in markup
+    assert markup.startswith("<pre style=")
+
+
+class _Printer:
+    def __init__(self, depth: int) -> None:
+        self.stack, self.printed = [0] * depth, ""
+
+    def text(self, text: str) -> None:
+        self.printed += text
+
+
+def test_ipython_shows_the_tree_in_colour_only_in_a_terminal(graph, monkeypatch):
+    def shown(depth: int = 1) -> str:
+        printer = _Printer(depth)
+        graph._repr_pretty_(printer, False)
+        return printer.printed
+
+    assert shown() == DOCUMENTED_TREE
+    assert shown(depth=2) == "NodePath('<root>')"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[32m: Tensor(3, 2)\x1b[0m" in shown()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown() == DOCUMENTED_TREE
+
+
+def test_a_real_ipython_completes_and_shows(graph):
+    pytest.importorskip("IPython")
+    from IPython.core.completer import provisionalcompleter
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
+    shell.user_ns["graph"] = graph
+    with provisionalcompleter():
+        for text, expected in [
+            ("graph.", ["add", "linear_0", "linear_1", "output", "x"]),
+            ("graph.output.", ["sub_0", "sub_1"]),
+            ("graph.add.", []),
+        ]:
+            assert sorted(c.text for c in shell.Completer.completions(text, len(text))) == expected
+    formatted, _ = shell.display_formatter.format(graph)
+    assert formatted["text/plain"] == DOCUMENTED_TREE
+    assert formatted["text/html"].startswith("<pre")
+
+
+def test_neither_ipython_nor_rich_is_imported():
+    script = "import sys, graphpatch_notebook.inspection.node_path; assert not {'IPython', 'rich'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_work_for_a_tree_grows_with_its_size():
+    small, large = (path_of(layered_frame(layers, ops=22)) for layers in (100, 400))
+    assert lines_run(lambda: repr(large)) < 4.4 * lines_run(lambda: repr(small))

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.resolution import resolve
+from tests.frames import FrameBuilder, layered_frame, tensor, tuple_frame
+from tests.work import lines_run
+
+
+@pytest.fixture
+def nodes() -> NodeMap:
+    return NodeMap(tuple_frame())
+
+
+def test_every_value_has_its_path_in_order_of_execution(nodes):
+    inner = ["input", "weight", "bias", "linear", "output"]
+    assert list(nodes) == [
+        "x",
+        *(f"linear_0.{name}" for name in inner),
+        "add",
+        *(f"linear_1.{name}" for name in inner),
+        "output|sub_0",
+        "output|sub_1",
+    ]
+    assert len(nodes) == 14
+
+
+def test_meta_says_what_is_known_of_a_value(nodes):
+    meta = nodes["linear_1.weight"]
+    assert (meta.path, meta.name, meta.kind, meta.op) == ("linear_1.weight", "weight", "parameter", "weight")
+    assert (meta.shape, meta.dtype, meta.device) == (torch.Size([3, 2]), torch.float32, torch.device("cpu"))
+    assert (meta.value, meta.frame_path, meta.module_class) == ("Tensor(3, 2)", "linear_1", "Linear")
+    assert not meta.is_plumbing
+    assert not meta.is_mutated_later
+    assert not meta.is_view_filled_later
+    with pytest.raises(FrozenInstanceError):
+        meta.path = "x"  # type: ignore[misc]
+
+
+def test_meta_of_a_value_in_a_container(nodes):
+    meta = nodes["output|sub_1"]
+    assert (meta.path, meta.name, meta.kind, meta.shape) == ("output|sub_1", "output", "output", torch.Size([3, 3]))
+
+
+def test_source_lines_are_those_of_the_call_site(nodes):
+    (line,) = nodes["add"].source_lines
+    assert line.file.endswith("frames.py")
+    assert line.function == "tuple_frame"
+    assert line.text == 'root.op("add", tensor(3, 2), site=here())'
+    assert nodes["x"].source_lines == ()
+
+
+def test_numbers_have_entries_and_what_cannot_be_patched_has_none():
+    root = FrameBuilder()
+    root.input("x", tensor(2))
+    root.input("mask", None)
+    root.input("mode", "fast")
+    root.input("scale", 0.5)
+    root.input("flag", True)
+    root.input("cache", object())
+    root.add("constant", "table", tensor(4))
+    root.op("size", 2, is_plumbing=True, is_live=False)
+    root.op("length", 2, is_plumbing=True)
+    root.op("filled", tensor(2), is_mutated_later=True, is_view_filled_later=True)
+    root.output({"a": [torch.ones(2), None, 3], "b.c": torch.ones(1), "note": "text"})
+    nodes = NodeMap(root.frame)
+    assert list(nodes) == ["x", "scale", "flag", "length", "filled", "output|a.sub_0", "output|a.sub_2", 'output|"b.c"']
+    assert (nodes["scale"].shape, nodes["scale"].dtype, nodes["scale"].device) == (None, None, None)
+    assert nodes["scale"].value == "float(0.5)"
+    assert nodes["length"].is_plumbing
+    assert nodes["filled"].is_mutated_later
+    assert nodes["filled"].is_view_filled_later
+
+
+def test_of_two_keys_that_read_the_same_a_path_means_the_first():
+    root = FrameBuilder()
+    root.output({"1": torch.ones(1), 1: torch.ones(2)})
+    nodes = NodeMap(root.frame)
+    assert list(nodes) == ["output|1"]
+    assert nodes["output|1"].shape == resolve(root.frame, "output|1").spec.shape == torch.Size([1])
+
+
+def test_a_path_may_be_written_in_another_way(nodes):
+    assert nodes['output|"sub_0"'] is nodes["output|sub_0"]
+
+
+def test_unknown_paths_are_key_errors_that_name_the_nearest(nodes):
+    with pytest.raises(UnknownPathError, match="nearest: 'linear_1.weight'"):
+        nodes["linear_1.wieght"]
+    with pytest.raises(KeyError, match="say which value: 'output|sub_0', 'output|sub_1'"):
+        nodes["output"]
+    assert nodes.get("foo") is None
+    assert "foo" not in nodes
+    assert "linear_0" not in nodes
+    assert "add" in nodes
+
+
+def test_an_input_without_a_value_has_no_entry():
+    root = FrameBuilder()
+    root.input("mask", None)
+    root.output(tensor(1))
+    with pytest.raises(KeyError, match="'mask' is neither a tensor nor a number"):
+        NodeMap(root.frame)["mask"]
+
+
+def test_every_entry_resolves_to_itself():
+    root = layered_frame(2)
+    nodes = NodeMap(root)
+    assert [resolve(root, path).path for path in nodes] == list(nodes)
+
+
+def test_the_mapping_is_read_only_and_shows_its_beginning(nodes):
+    with pytest.raises(TypeError):
+        nodes["x"] = None  # type: ignore[index]
+    assert repr(nodes) == (
+        "<NodeMap of TupleOutputModule, 14 nodes: {'x': Tensor(3, 2), 'linear_0.input': Tensor(3, 2), "
+        "'linear_0.weight': Tensor(3, 2), ...}>"
+    )
+
+
+def test_the_work_for_a_map_grows_with_the_model_and_that_of_a_look_up_does_not():
+    roots = [layered_frame(layers, ops=22) for layers in (100, 400)]
+    small, large = (lines_run(lambda root=root: len(NodeMap(root))) for root in roots)
+    assert large < 4.4 * small
+
+    def look_up(nodes: NodeMap) -> None:
+        assert nodes["transformer.h_99.mlp.mul_3"].shape == torch.Size([1, 8, 4])
+
+    in_small, in_large = (lines_run(functools.partial(look_up, NodeMap(root))) for root in roots)
+    assert in_large == in_small

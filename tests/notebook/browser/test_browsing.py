@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.notebook.browser.requests import answer
+from tests.notebook.shells import Shell
+
+
+class Words:
+    def decode(self, tokens: list[int]) -> str:
+        return str(tokens)
+
+
+def exported(browser: Any, inputs: str | None = None) -> str:
+    message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": inputs}}
+    reply, _ = answer(browser._desk, message)
+    return str(reply["result"]["code"])
+
+
+def test_what_is_exported_calls_the_graph_as_run_does(pg: Shell) -> None:
+    pg.ok("%graphpatch zero up.linear")
+    pg.ok("y = torch.zeros(2, 4); browser = pg.browse()")
+    browser = pg.namespace["browser"]
+    assert "output = pg(x)" in exported(browser)
+    assert "output = pg(2 * y)" in exported(browser, "2 * y")
+    pg.ok("pg.browse(inputs=y)")
+    assert browser.about["has_given_inputs"]
+    assert browser.about["arguments"] == "y"
+    assert "output = pg(y)" in exported(browser)
+    pg.ok("pg.browse(inputs=torch.ones(5, 4))")
+    assert browser.about["arguments"] is None
+    assert "# Fill in your inputs." in exported(browser)
+    pg.ok("%graphpatch show --inputs x+1")
+    assert "output = pg(x+1)" in exported(browser)
+
+
+def test_inputs_that_are_no_call_are_an_error_of_the_export(pg: Shell) -> None:
+    pg.ok("%graphpatch zero up.linear")
+    pg.ok("browser = pg.browse()")
+    message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": "x)("}}
+    reply, _ = answer(pg.namespace["browser"]._desk, message)
+    assert "are no arguments of a call" in reply["error"]["message"]
+
+
+def test_a_graph_in_no_variable_is_not_called_like_another(pg: Shell) -> None:
+    pg.ok("from graphpatch_notebook import PatchableGraph; browser = PatchableGraph(model, x).browse()")
+    browser = pg.namespace["browser"]
+    assert browser.about["name"] == "pg_1"
+    assert browser.graph is not pg.namespace["pg"]
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", b"gpt2", 5, {}])
+def test_what_is_no_tokenizer_is_refused(tokenizer: object) -> None:
+    graph = PatchableGraph(torch.nn.ReLU(), torch.ones(2))
+    with pytest.raises(TypeError, match="an object with decode or convert_ids_to_tokens, not .*from_pretrained"):
+        graph.browse(tokenizer=tokenizer)
+    assert graph.browse(tokenizer=Words()).about["has_tokenizer"]
+
+
+@pytest.mark.parametrize("scores", [[1], None, "relu"])
+def test_what_is_no_mapping_is_no_scores(scores: Any) -> None:
+    browser = PatchableGraph(torch.nn.ReLU(), torch.ones(2)).browse()
+    with pytest.raises(TypeError, match="scores must be a dict from paths to numbers, not"):
+        browser.set_scores(scores)

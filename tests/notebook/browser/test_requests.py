@@ -1,0 +1,347 @@
+"""Requests: what each does, and that none is ever left without a reply in words."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.notebook.browser import requests
+from graphpatch_notebook.notebook.browser.requests import REQUESTS, Desk, answer
+from graphpatch_notebook.notebook.browser.session_state import session_state
+from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session import session_file
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.notebook.session.workspace import Workspace
+
+EMPTY = {"slice": None, "value": None, "name": None, "steps": None, "positions": None, "position_dim": None}
+
+
+def fields(path: str, kind: str, **more: Any) -> dict[str, Any]:
+    return {"path": path, "kind": kind, **EMPTY, "any_shape": False, "allow_empty": False, **more}
+
+
+class Front:
+    """A front end, as far as requests go."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.pg = PatchableGraph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4))
+        self.namespace: dict[str, Any] = {"pg": self.pg, "steer": torch.ones(3)}
+        self.session = Session(self.pg, Origin("pg", None, "x"))
+        self.workspace = Workspace(lambda: self.namespace, print)
+        runs = Runs(self.session, lambda: self.namespace, results=self.workspace.results)
+        self.desk = Desk(self.session, self.workspace, lambda: skeleton_of(self.pg), runs)
+
+    def send(self, message: Any) -> dict[str, Any]:
+        reply, _ = answer(self.desk, message)
+        json.dumps(reply)
+        return reply
+
+    def ask(self, request: str, **payload: Any) -> dict[str, Any]:
+        reply = self.send({"id": 5, "request": request, "payload": payload})
+        assert reply["id"] == 5
+        assert "error" not in reply, reply
+        return reply["result"]
+
+    def refused(self, request: str, **payload: Any) -> dict[str, Any]:
+        before = self.session.chosen
+        reply = self.send({"id": 5, "request": request, "payload": payload})
+        assert reply.keys() == {"id", "error"}, reply
+        assert self.session.chosen is before
+        return reply["error"]
+
+    def edit(self, action: str, **more: Any) -> dict[str, Any]:
+        return self.ask("edit", based_on=self.session.chosen.version, edit={"action": action, **more})
+
+    def refused_edit(self, action: str, **more: Any) -> dict[str, Any]:
+        return self.refused("edit", based_on=self.session.chosen.version, edit={"action": action, **more})
+
+
+@pytest.fixture
+def front() -> Front:
+    return Front()
+
+
+def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
+    file, canary = tmp_path / "theirs.json", tmp_path / "canary"
+    front.edit("add", patch=fields("sub_1.relu", "add", value=f"open({str(canary)!r}, 'w').write('1')"))
+    file.write_text(session_file.dumps(front.session), encoding="utf8")
+    session_file.load(front.session, file)
+    front.edit("change", number=2, patch={"slice": ":, 0"})
+    state = session_state(front.session, skeleton_of(front.pg))
+    assert [one["untrusted"] for one in state["patches"]] == [str(file)]
+    error = front.refused("run", inputs=None)
+    assert f"code from '{file}', which you have not trusted" in error["message"]
+    error = front.refused("activation", row=1, plane=None, is_patched=True, inputs=None)
+    assert "which you have not trusted" in error["message"]
+    assert not canary.exists()
+    front.edit("trust", number=2)
+    state = session_state(front.session, skeleton_of(front.pg))
+    assert [one["untrusted"] for one in state["patches"]] == [None]
+    started = front.ask("run", inputs=None)
+    front.desk.runs.wait(started["id"])
+    assert canary.read_text() == "1"
+    assert session_file.load(front.session, file)[0].untrusted is None
+
+
+def test_edits_are_those_of_the_session(front: Front) -> None:
+    assert front.edit("add", patch=fields("sub_0.linear", "zero", slice=":, -1")) == {"version": 1}
+    front.edit("add", patch=fields("sub_1.relu", "add", value="0.5 * steer"))
+    assert list(map(str, front.session.chosen.patches)) == ["zero sub_0.linear[:, -1]", "add sub_1.relu 0.5 * steer"]
+    front.edit("change", number=1, patch={"is_enabled": False})
+    front.edit("change", number=2, patch={"slice": ":, 0", "value": "2"})
+    assert [patch.is_enabled for patch in front.session.chosen.patches] == [False, True]
+    assert str(front.session.chosen.patches[1]) == "add sub_1.relu[:, 0] 2"
+    front.edit("move", number=2, position=0)
+    assert [patch.number for patch in front.session.chosen.patches] == [2, 1]
+    front.edit("remove", numbers=[2])
+    front.edit("undo")
+    assert [patch.number for patch in front.session.chosen.patches] == [2, 1]
+    front.edit("redo")
+    assert [patch.number for patch in front.session.chosen.patches] == [1]
+    front.edit("clear")
+    assert front.session.chosen.patches == ()
+
+
+def test_numbers_and_names_beyond_all_measure(front: Front) -> None:
+    for path in ("sub_0.linear", "sub_1.relu"):
+        front.edit("add", patch=fields(path, "zero"))
+    front.edit("move", number=1, position=10**30)
+    assert [patch.number for patch in front.session.chosen.patches] == [2, 1]
+    front.edit("move", number=1, position=-(10**30))
+    assert [patch.number for patch in front.session.chosen.patches] == [1, 2]
+    start = time.monotonic()
+    assert "there is no request" in front.refused("details" * 20_000)["message"]
+    assert time.monotonic() - start < 0.3
+
+
+def test_a_patch_that_changes_its_kind(front: Front) -> None:
+    front.edit("add", patch=fields("sub_0.linear", "zero"))
+    front.edit("change", number=1, patch={"kind": "probe"})
+    assert front.session.chosen.patches[0].name == "sub_0_linear"
+    front.edit("change", number=1, patch={"kind": "add", "name": None, "value": "1"})
+    assert str(front.session.chosen.patches[0]) == "add sub_0.linear 1"
+    assert front.refused_edit("change", number=1, patch={"kind": "zero"})["field"] == "value"
+
+
+def test_stale_edits_are_refused(front: Front) -> None:
+    front.edit("add", patch=fields("sub_0.linear", "zero"))
+    error = front.refused("edit", based_on=0, edit={"action": "clear"})
+    assert error["field"] == "version"
+    assert "changed since" in error["message"]
+
+
+def test_probes_get_a_free_name_as_the_magic_gives_it(front: Front) -> None:
+    front.namespace["sub_1_relu"] = "mine"
+    assert front.ask("check", patch=fields("sub_1.relu", "probe"), number=None)["name"] == "sub_1_relu_1"
+    front.edit("add", patch=fields("sub_1.relu", "probe"))
+    assert front.session.chosen.patches[0].name == "sub_1_relu_1"
+    front.workspace.results.put({"kept": 1})
+    assert front.ask("check", patch=fields("sub_1.relu", "record"), number=None)["name"] == "sub_1_relu_2"
+
+
+def test_check_says_what_a_patch_would_be_applied_to(front: Front) -> None:
+    checked = front.ask("check", patch=fields("sub_0.linear", "zero", slice=":, 0"), number=None)
+    assert checked == {"shape": [2, 3], "sliced": [2], "warning": None, "name": None}
+    beyond = front.ask("check", patch=fields("sub_0.linear", "zero", slice="7"), number=None)
+    assert "inputs of the example's sizes have no such part" in beyond["warning"]
+    nothing = fields("sub_0.linear", "zero", slice=":, 3:6", allow_empty=True)
+    assert front.ask("check", patch=nothing, number=None)["sliced"] == [2, 0]
+    unknown = front.ask("check", patch=fields("sub_0.linear", "add", value="stear"), number=None)
+    assert unknown["warning"] == "'stear' is not defined yet"
+    taken = front.ask("check", patch=fields("sub_0.linear", "probe", name="steer"), number=None)
+    assert taken["warning"] == "the variable steer holds something, which the next run overwrites"
+    assert front.session.chosen.version == 0
+
+
+def test_a_patch_that_is_being_changed_is_not_in_its_own_way(front: Front) -> None:
+    front.edit("add", patch=fields("sub_0.linear", "probe", name="kept"))
+    patch = fields("sub_0.linear", "probe", name="kept", slice="0")
+    assert front.ask("check", patch=patch, number=1)["sliced"] == [3]
+    assert front.refused("check", patch=patch, number=None)["field"] == "name"
+    assert front.ask("check", patch=fields("sub_0.linear", "record"), number=1)["name"] == "kept"
+
+
+@pytest.mark.parametrize(
+    ("patch", "field", "message"),
+    [
+        (fields("sub_0.liner", "zero"), "path", "nearest: 'sub_0.linear'"),
+        (fields("sub_0", "probe"), "path", "is a graph"),
+        (fields("sub_0.linear", "zeros"), "kind", "nearest: 'zero'"),
+        (fields("sub_0.linear", "zero", slice=":, :, 0"), "slice", "has 3 dimensions"),
+        (fields("sub_0.linear", "zero", slice=":, 3:6"), "slice", "selects nothing: dimension 1"),
+        (fields("sub_0.linear", "zero", slice="f()"), "slice", "is not possible"),
+        (fields("sub_0.linear", "add"), "value", "needs a value"),
+        (fields("sub_0.linear", "add", value="1 +"), "value", "no Python expression"),
+        (fields("sub_0.linear", "add", value="[1, 2]"), "value", "not a list"),
+        (fields("sub_0.linear", "replace", value="None"), "value", "not None"),
+        (fields("sub_0.linear", "probe", name="1x"), "name", "cannot be the name of a variable"),
+        (fields("sub_0.linear", "probe", name="pg"), "name", "what the graph is made from"),
+        (fields("sub_0.linear", "zero", steps="first"), "steps", "whole numbers"),
+        (fields("sub_0.linear", "zero", positions="a"), "positions", "whole numbers"),
+        (fields("sub_0.linear", "zero", position_dim=1), "position_dim", "without positions"),
+        (fields("sub_0.linear", "zero", any_shape=3), "any_shape", "bool"),
+        ({"kind": "zero"}, "path", "needs a path"),
+        ({"path": "sub_0.linear", "kind": ["zero"]}, "kind", "needs a kind"),
+    ],
+)
+def test_mistakes_are_told_at_their_field(front: Front, patch: dict[str, Any], field: str, message: str) -> None:
+    checked = front.refused("check", patch=patch, number=None)
+    assert checked["field"] == field
+    assert message in checked["message"]
+    assert front.refused_edit("add", patch=patch) == checked
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (None, "payload"),
+        ("text", "payload"),
+        ({}, "'id' is missing"),
+        ({"id": 1}, "'request' is missing"),
+        ({"id": True, "request": "details", "payload": {}}, "'id' must be a whole number"),
+        ({"id": 1, "request": 7, "payload": {}}, "'request' must be a text"),
+        ({"id": 1, "request": "detail", "payload": {}}, "nearest: 'details'"),
+        ({"id": 1, "request": "details"}, "'payload' is missing"),
+        ({"id": 1, "request": "details", "payload": []}, "needs a payload"),
+        ({"id": 1, "request": "details", "payload": {"row": "3"}}, "'row' must be a whole number"),
+        ({"id": 1, "request": "details", "payload": {"row": -1}}, "there is no row -1"),
+        ({"id": 1, "request": "details", "payload": {"row": 10**9}}, "there is no row"),
+        ({"id": 1, "request": "export", "payload": {"form": "perl"}}, "there is no form 'perl'"),
+        ({"id": 1, "request": "edit", "payload": {"based_on": 0, "edit": {"action": "burn"}}}, "no edit 'burn'"),
+        (
+            {"id": 1, "request": "edit", "payload": {"based_on": 0, "edit": {"action": "remove", "numbers": "1"}}},
+            "a list of whole numbers",
+        ),
+        (
+            {"id": 1, "request": "check", "payload": {"patch": {"path": "x", "colour": 1}, "number": None}},
+            "a patch has no field 'colour'",
+        ),
+        ({"id": 1, "request": "run_status", "payload": {"id": 77}}, "there is no run 77"),
+    ],
+)
+def test_malformed_messages_are_refused_in_words(front: Front, message: Any, says: str) -> None:
+    reply = front.send(message)
+    assert says in reply["error"]["message"]
+    assert type(reply["id"]) is int
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+names = st.sampled_from(
+    "path kind slice value name number numbers position row id form inputs plane patch edit".split()
+)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from([*REQUESTS, "other"]), st.dictionaries(names, anything, max_size=5) | anything)
+def test_whatever_is_said_gets_a_reply(request: str, payload: Any) -> None:
+    reply = _FRONT.send({"id": 3, "request": request, "payload": payload})
+    assert reply["id"] == 3
+    assert ("result" in reply) != ("error" in reply)
+    assert "mistake in graphpatch-notebook" not in str(reply.get("error"))
+
+
+_FRONT = Front()
+
+
+def test_what_nobody_expected_is_told_too(
+    front: Front, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(requests, "details", broken)
+    error = front.refused("details", row=1)
+    assert error["message"].startswith("ZeroDivisionError: oh; this is a mistake in graphpatch-notebook")
+    assert "in broken" in capsys.readouterr().err
+
+
+def test_export(front: Front) -> None:
+    assert "no patch" in front.refused("export", form="graphpatch", inputs=None)["message"]
+    front.edit("add", patch=fields("sub_0.output", "zero"))
+    assert '"sub_0.output": ZeroPatch()' in front.ask("export", form="graphpatch", inputs=None)["code"]
+    assert "register_forward" in front.ask("export", form="hooks", inputs=None)["code"]
+
+
+def test_the_graph_may_be_gone(front: Front) -> None:
+    front.namespace.clear()
+    del front.pg
+    assert "is gone" in front.refused("check", patch=fields("sub_0.linear", "zero"), number=None)["message"]
+
+
+def until_done(front: Front, request: str, status: dict[str, Any]) -> dict[str, Any]:
+    end = time.monotonic() + 20
+    while status["state"] == "running":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        status = front.ask(request, id=status["id"])
+    return status
+
+
+def test_runs(front: Front) -> None:
+    front.edit("add", patch=fields("sub_0.linear", "replace", value="1.0"))
+    front.edit("add", patch=fields("sub_1.relu", "probe", name="kept"))
+    done = until_done(front, "run_status", front.ask("run", inputs=None))
+    assert done["state"] == "done"
+    assert torch.equal(front.namespace["kept"], torch.ones(2, 3))
+    error = front.refused("run", inputs="no_such_name")
+    assert error["field"] == "inputs"
+
+
+def test_runs_on_what_was_given_as_text(front: Front) -> None:
+    front.desk = Desk(front.session, front.workspace, front.desk.skeleton, front.desk.runs, lambda: "2 * ones")
+    front.namespace["ones"] = torch.ones(1, 4)
+    front.edit("add", patch=fields("sub_0.input", "probe", name="kept"))
+    assert until_done(front, "run_status", front.ask("run", inputs=None))["state"] == "done"
+    assert torch.equal(front.namespace["kept"], torch.full((1, 4), 2.0))
+    until_done(front, "run_status", front.ask("run", inputs="ones"))
+    assert torch.equal(front.namespace["kept"], torch.ones(1, 4))
+
+
+def test_activations(front: Front) -> None:
+    row = skeleton_of(front.pg).row("sub_0.linear")
+    started = front.ask("activation", row=row, plane=None, is_patched=False, inputs=None)
+    done = until_done(front, "activation_status", started)
+    assert done["view"]["statistics"]["shape"] == [2, 3]
+    assert front.ask("activation_close", id=done["id"]) == {}
+    assert "no node" in front.refused("activation", row=0, plane=None, is_patched=False, inputs=None)["message"]
+
+
+def test_threads_edit_at_the_same_time(front: Front) -> None:
+    def choose(number: int) -> None:
+        for _ in range(20):
+            while True:
+                version = front.session.chosen.version
+                edit = {"action": "add", "patch": fields("sub_0.linear", "zero", slice=str(number % 2))}
+                reply = front.send({"id": 1, "request": "edit", "payload": {"based_on": version, "edit": edit}})
+                if "result" in reply:
+                    break
+                assert reply["error"]["field"] == "version"
+
+    threads = [threading.Thread(target=choose, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        front.session.add(ChosenPatch("sub_1.relu", "zero"))
+    for thread in threads:
+        thread.join()
+    patches = front.session.chosen.patches
+    assert len(patches) == 100
+    assert sorted(patch.number for patch in patches) == list(range(1, 101))

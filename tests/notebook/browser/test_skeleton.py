@@ -1,0 +1,266 @@
+"""The skeleton: a row for everything there is, and no two ways between rows and paths."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import weakref
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import CompiledGraphModule, ExtractionOptions, PatchableGraph, UnknownPathError
+from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.notebook.browser import skeleton as skeletons
+from graphpatch_notebook.notebook.browser.skeleton import (
+    HIDDEN,
+    KINDS,
+    NEXT,
+    OPAQUE,
+    PATCHABLE,
+    PLUMBING,
+    Skeleton,
+    skeleton_of,
+)
+from graphpatch_notebook.notebook.display.labels import spec_label
+from tests.frames import FrameBuilder, layered_frame, tensor
+from tests.laws.captures import some_cases
+from tests.notebook.hostile import hostile_graph
+from tests.zoo.case import Case, seed_all
+
+
+def columns_of(skeleton: Skeleton) -> dict[str, Any]:
+    columns = json.loads(zlib.decompress(skeleton.data))
+    for name in ("name", "op", "spec"):
+        fresh = itertools.count()
+        columns[name] = [next(fresh) if position == NEXT else position for position in columns[name]]
+    return columns
+
+
+def paths_of(skeleton: Skeleton) -> list[str]:
+    return [skeleton.path(row) for row in range(len(skeleton))]
+
+
+def check_laws(pg: PatchableGraph) -> None:
+    skeleton = skeleton_of(pg)
+    columns = columns_of(skeleton)
+    rows = range(len(skeleton))
+    kinds = [KINDS[kind] for kind in columns["kind"]]
+    assert {len(columns[name]) for name in "name depth kind op spec flags".split()} == {len(skeleton)}
+
+    by_path = {}
+    for row in rows:
+        place = skeleton.place(row)
+        if place is None:
+            assert kinds[row] == "unused"
+            assert skeleton.path(row) == ""
+            continue
+        path = skeleton.path(row)
+        assert skeleton.row(path) == row
+        assert place.path == path
+        assert place.last_name == columns["names"][columns["name"][row]]
+        assert (place.graph is not None) == (kinds[row] == "graph") == (columns["spec"][row] == -1)
+        if place.spec is not None:
+            label, shape, dtype, _ = columns["specs"][columns["spec"][row]]
+            assert label == spec_label(place.spec)
+            assert shape == (list(place.spec.shape) if hasattr(place.spec, "shape") else None)
+            assert dtype == (str(place.spec.dtype).removeprefix("torch.") if hasattr(place.spec, "dtype") else None)
+        by_path[path] = row
+
+    nodes = pg.nodes
+    assert skeleton.node_count == len(nodes)
+    for path, meta in nodes.items():
+        row = by_path[path]
+        flags = columns["flags"][row]
+        assert flags & PATCHABLE
+        assert bool(flags & PLUMBING) == meta.is_plumbing
+        assert kinds[row] in (meta.kind, "item")
+    for path, row in by_path.items():
+        if columns["flags"][row] & PATCHABLE:
+            target = resolve(pg._root_frame, path)
+            assert path in nodes or (target.node.kind == "input" and target.node.spec.value is None)
+        elif path in nodes:
+            raise AssertionError(path)
+
+    # What is not hidden is what `pg.graph` shows, and only that.
+    for row in rows:
+        place = skeleton.place(row)
+        if place is not None and place.graph is not None:
+            shown = {child.name for child in place.entry().children}
+            called = [child for child in skeleton.children(row) if skeleton.kind(child) != "unused"]
+            assert {skeleton.name(c) for c in called if not skeleton.flags(c) & (HIDDEN | PLUMBING)} == shown
+
+
+@some_cases()
+def test_zoo_rows_and_paths_are_one_to_one(case: Case) -> None:
+    seed_all()
+    call = case.example()
+    check_laws(PatchableGraph(case.build(), *call.args, **call.kwargs))
+
+
+def test_hostile_names_have_rows() -> None:
+    pg = hostile_graph()
+    check_laws(pg)
+    skeleton = skeleton_of(pg)
+    assert '"line\\nbreak"' in columns_of(skeleton)["names"]
+    assert skeleton.path(skeleton.row('output|"a.b"')) == 'output|"a.b"'
+    assert skeleton.path(skeleton.row('output|inner.sub_0."deep.est"')) == 'output|inner.sub_0."deep.est"'
+    opaque = skeleton.row("skipped")
+    assert skeleton.flags(opaque) & OPAQUE
+    assert skeleton.note(opaque) == "the options say to skip it"
+    assert columns_of(skeleton)["notes"][str(opaque)] == skeleton.note(opaque)
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.never = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
+        self.empty = nn.ModuleList()
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+        self.inner.extra = nn.Module()
+        self.inner.extra.deep = nn.Dropout()
+        self.inner.forward = self.inner[0].forward  # neither calls what is in it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.layers[0](self.used(x)))
+
+
+def test_modules_that_were_never_called_are_in_the_nearest_graph() -> None:
+    model, called = Partly(), set()
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, _: called.add(module))
+    pg = PatchableGraph(model, torch.ones(1, 2))
+    skeleton = skeleton_of(pg)
+    unused = {
+        (skeleton.path(skeleton.parent(row) or 0), skeleton.name(row), skeleton.op(row))
+        for row in range(len(skeleton))
+        if skeleton.kind(row) == "unused"
+    }
+    assert unused == {
+        ("", "never", "Sequential"),
+        ("", "layers.1", "ReLU"),
+        ("inner", "0", "Linear"),
+        ("inner", "extra", "Module"),
+    }
+    for _, name, _ in unused - {("inner", "0", "Linear"), ("inner", "extra", "Module")}:
+        assert model.get_submodule(name) not in called
+
+
+def test_a_module_called_twice_has_a_row_for_each_call() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(x))
+
+    skeleton = skeleton_of(PatchableGraph(Twice(), torch.ones(1, 2)))
+    rows = [skeleton.row("linear_0"), skeleton.row("linear_1")]
+    assert [skeleton.kind(row) for row in rows] == ["graph", "graph"]
+    assert [skeleton.op(row) for row in rows] == ["Linear", "Linear"]
+
+
+def test_of_two_keys_that_read_the_same_the_first_has_the_row() -> None:
+    root = FrameBuilder()
+    root.output({1: torch.ones(2), "1": torch.ones(3), "b": torch.ones(4)})
+    skeleton = Skeleton(NodeMap(root.frame))
+    assert paths_of(skeleton) == ["", "output", "output|1", "output|b"]
+    place = skeleton.place(2)
+    assert place is not None
+    assert place.spec == tensor(2)
+    assert "several of its keys read 1" in str(skeleton.note(1))
+
+
+def test_a_node_called_like_the_root_is_not_the_root() -> None:
+    root = FrameBuilder()
+    root.op("<root>")
+    root.output(tensor(1))
+    skeleton = Skeleton(NodeMap(root.frame))
+    assert [skeleton.name(row) for row in range(3)] == ["<root>", "<root>", "output"]
+    assert skeleton.find("") == 0
+    assert skeleton.path(1) == "<root>"
+
+
+def test_children_and_parents() -> None:
+    skeleton = Skeleton(NodeMap(layered_frame(2, ops=2)))
+    for row in range(len(skeleton)):
+        for child in skeleton.children(row):
+            assert skeleton.parent(child) == row
+    below = {child for row in range(len(skeleton)) for child in skeleton.children(row)}
+    assert below == set(range(1, len(skeleton)))
+    assert skeleton.parent(0) is None
+
+
+def test_unknown_paths_are_refused_with_the_nearest() -> None:
+    skeleton = skeleton_of(hostile_graph())
+    with pytest.raises(UnknownPathError, match=r"no 'blocks_1.liner' in the tree; nearest: 'blocks_1.linear'"):
+        skeleton.row("blocks_1.liner")
+    with pytest.raises(UnknownPathError, match="not a node path"):
+        skeleton.row("a[0]")
+    assert skeleton.find("a[0]") is None
+    assert skeleton.find("<root>") == 0
+
+
+def test_the_same_skeleton_for_everybody_and_another_after_an_edit() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
+    before = skeleton_of(pg)
+    assert skeleton_of(pg) is before
+    graph_module = pg._graph_module
+    assert isinstance(graph_module, CompiledGraphModule)
+    graph = graph_module.graph
+    last = next(node for node in reversed(graph.nodes) if node.op == "output")
+    with graph.inserting_before(last):
+        added = graph.call_function(torch.neg, (last.args[0],))
+    last.args = (added,)
+    graph_module.recompile()
+    after = skeleton_of(pg)
+    assert after is not before
+    assert after.find("neg") is not None
+    assert before.find("neg") is None
+    check_laws(pg)
+
+
+def test_the_skeleton_keeps_no_graph_alive() -> None:
+    pg = PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
+    model = weakref.ref(pg._module)
+    assert len(skeleton_of(pg)) > 1
+    del pg
+    gc.collect()
+    assert model() is None
+
+
+def test_opaque_modules_say_why() -> None:
+    options = ExtractionOptions(classes_to_skip_compiling={nn.Linear})
+    skeleton = skeleton_of(PatchableGraph(nn.Sequential(nn.Linear(2, 2)), options, torch.ones(1, 2)))
+    row = skeleton.row("sub_0")
+    assert skeleton.flags(row) & OPAQUE
+    assert skeleton.note(row)
+    assert not skeleton.flags(0) & OPAQUE
+
+
+def test_large_models_make_small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50,000 nodes: the labels of a few values are written, not those of all, and little is sent."""
+    labelled = []
+    monkeypatch.setattr(skeletons, "spec_label", lambda spec: labelled.append(spec) or spec_label(spec))
+    skeleton = Skeleton(NodeMap(layered_frame(1000, ops=22)))
+    assert len(skeleton) > 50_000
+    assert len(skeleton.data) < 250_000
+    assert len(labelled) < len(skeleton) / 4
+
+
+def test_what_cannot_be_patched_is_not_said_to_be() -> None:
+    pg = hostile_graph()
+    skeleton = skeleton_of(pg)
+    for row in range(len(skeleton)):
+        path, kind = skeleton.path(row), skeleton.kind(row)
+        try:
+            resolve(pg._root_frame, path)
+        except Unresolvable:
+            assert not skeleton.flags(row) & PATCHABLE, (path, kind)

@@ -1,0 +1,112 @@
+"""The tree that lives without a kernel: whole, escaped, small, and nothing that a sanitizer would take away."""
+
+from __future__ import annotations
+
+import html
+import re
+from html.parser import HTMLParser
+
+import torch
+from torch import nn
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.notebook.browser.skeleton import Skeleton, skeleton_of
+from graphpatch_notebook.notebook.browser.static_tree import MOST_BYTES, StaticTree, entry_of
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.paths import format_segment
+from tests.frames import layered_frame
+from tests.notebook.hostile import KEYS, hostile_graph
+
+
+class Reader(HTMLParser):
+    """Checks that all is closed, and collects what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[tuple[str, str | None]] = set()
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.tags.add(tag)
+        self.attributes |= set(attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert not reader.open
+    return reader
+
+
+def tree_of(pg: PatchableGraph, *patches: ChosenPatch) -> str:
+    return StaticTree("abc", "pg: a model", entry_of(skeleton_of(pg)), patches).html()
+
+
+def test_a_small_model_is_there_whole() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
+    reader = read(tree_of(pg))
+    assert reader.tags == {"div", "p", "strong", "ul", "li", "details", "summary", "code"}
+    assert reader.attributes == {("class", "gp-static gp-static-abc"), ("open", None)}
+    shown = "".join(reader.texts)
+    for line in repr(pg.graph).splitlines():
+        assert re.sub(r"^[│├└─ ]*", "", line) in shown
+    assert "No patch is chosen." in shown
+
+
+def test_patches_are_listed() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
+    patches = [
+        ChosenPatch("sub_0.linear", "add", slice=":, -1", value="a < b", steps="1:", number=1),
+        ChosenPatch("sub_1.relu", "probe", name="kept", is_enabled=False, number=2),
+    ]
+    text = tree_of(pg, *patches)
+    assert "2 patches are chosen:" in text
+    assert "<li><code>#1 add sub_0.linear[:, -1] a &lt; b --steps 1:</code></li>" in text
+    assert "<li><code>#2 probe sub_1.relu as kept</code> (off)</li>" in text
+    read(text)
+
+
+def test_hostile_names_are_text() -> None:
+    pg = hostile_graph()
+    patch = ChosenPatch('output|"<img src=x onerror=alert(1)>"', "custom", value="'</code><script>alert(1)</script>'")
+    reader = read(tree_of(pg, patch))
+    assert reader.tags == {"div", "p", "strong", "ul", "li", "details", "summary", "code", "em"} & reader.tags
+    assert reader.attributes == {("class", "gp-static gp-static-abc"), ("open", None)}
+    for key in KEYS:
+        assert format_segment(key) in reader.texts
+    text = StaticTree("<x>", "<b>", entry_of(skeleton_of(pg))).html()
+    assert html.escape("<x>") in text
+    assert not read(text).tags & {"x", "b"}
+
+
+def test_large_models_are_cut_and_equal_layers_folded() -> None:
+    skeleton = Skeleton(NodeMap(layered_frame(1000, ops=22)))
+    patches = [ChosenPatch(f"transformer.h_{n}.mlp.mul_{n % 20 + 1}", "zero", number=n) for n in range(500)]
+    text = StaticTree("abc", "pg", entry_of(skeleton), patches).html()
+    assert len(text.encode()) <= MOST_BYTES
+    assert "h_1 … h_999: 999 × " in html.unescape(text)
+    assert "#0 zero transformer.h_0.mlp.mul_1" in text
+    assert "more</li>" in text
+    read(text)
+
+
+def test_long_values_do_not_make_it_large() -> None:
+    pg = PatchableGraph(nn.ReLU(), torch.ones(2))
+    patches = [ChosenPatch("relu", "add", value="1 + " * 200 + "1", number=n) for n in range(200)]
+    assert len(tree_of(pg, *patches).encode()) <= MOST_BYTES + 10_000
+
+
+def test_the_tree_is_made_once() -> None:
+    skeleton = skeleton_of(hostile_graph())
+    assert entry_of(skeleton) is entry_of(skeleton)

@@ -1,0 +1,684 @@
+"""The browser: its traits, what the front end may set, who is told of what, and how it is shown in real hosts."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import comm
+import ipywidgets
+import nbformat
+import numpy as np
+import pytest
+import torch
+import traitlets
+from comm.base_comm import BaseComm
+from IPython.core.interactiveshell import InteractiveShell
+from nbclient import NotebookClient
+from torch import nn
+from xarray import DataArray
+
+from graphpatch_notebook import PatchableGraph, UnknownPathError
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.experiments import attribute
+from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+from graphpatch_notebook.notebook.browser.widget import Browser
+from graphpatch_notebook.notebook.display import front_end
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.session import session_of
+from tests.notebook.browser.test_requests import fields
+from tests.notebook.hosts import Kernel, environment
+from tests.notebook.shells import Shell
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class Line(BaseComm):
+    """A comm whose other end is this test."""
+
+    lines: ClassVar[list[Line]] = []
+
+    def __init__(self, **options: Any) -> None:
+        self.sent: list[tuple[dict[str, Any], list[bytes]]] = []
+        super().__init__(**options)
+        Line.lines.append(self)
+
+    def publish_msg(self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any) -> None:
+        data = json.loads(json.dumps(data or {}))
+        self.sent.append(({"type": msg_type, **data}, list(buffers or ())))
+
+    def states(self) -> list[dict[str, Any]]:
+        """The states that were sent, the first one included."""
+        return [data["state"] for data, _ in self.sent if "state" in data and data.get("method") != "echo_update"]
+
+    def replies(self) -> list[dict[str, Any]]:
+        return [data["content"] for data, _ in self.sent if data.get("method") == "custom"]
+
+    def receive(self, **data: Any) -> None:
+        self.handle_msg({"content": {"data": data}, "buffers": []})
+
+    def set(self, **state: Any) -> None:
+        self.receive(method="update", state=state)
+
+    def ask(self, request: str, **payload: Any) -> dict[str, Any]:
+        number = len(self.sent)
+        self.receive(method="custom", content={"id": number, "request": request, "payload": payload})
+        (reply,) = [reply for reply in self.replies() if reply["id"] == number]
+        return reply
+
+
+@pytest.fixture(autouse=True)
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]:
+    monkeypatch.setattr(comm, "create_comm", lambda *args, **options: Line(*args, **options))
+    monkeypatch.setattr(Line, "lines", [])
+    InteractiveShell.clear_instance()  # of other tests
+    yield Line.lines
+    ipywidgets.Widget.close_all()
+
+
+@pytest.fixture
+def graph() -> PatchableGraph:
+    torch.manual_seed(0)
+    return PatchableGraph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.ones(2, 4))
+
+
+def line_of(browser: Browser) -> Line:
+    return browser.comm  # type: ignore[no-any-return]
+
+
+def test_the_first_message_has_all_that_a_view_needs(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    (state,) = line_of(browser).states()
+    message, buffers = line_of(browser).sent[0]
+    columns = json.loads(zlib.decompress(buffers[message["buffer_paths"].index(["skeleton"])]))
+    assert columns["names"][0] == "<root>"
+    assert state["session"] == {"version": 0, "patches": [], "can_undo": False, "can_redo": False}
+    assert state["expanded"] is None
+    assert (state["selected"], state["query"], state["shows_plumbing"]) == (0, "", False)
+    assert state["run"] is None
+    about = state["about"]
+    assert about["module"] == "Sequential"
+    assert about["nodes"] == len(graph.nodes)
+    assert about["model_id"] == browser.model_id == line_of(browser).comm_id
+    assert about["no_inputs"] is None
+    assert about["has_tokenizer"] is False
+    front_end = json.loads(zlib.decompress(browser.front_end))
+    assert "gp-root" in front_end["js"]
+    assert ".gp-root" in front_end["css"]
+
+
+def test_large_models_begin_with_a_small_message() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=2, vocab_size=100)).eval()  # of 12 layers
+    browser = PatchableGraph(model, torch.arange(8)[None]).browse()
+    message, buffers = line_of(browser).sent[0]
+    assert len(json.dumps(message)) + sum(map(len, buffers)) < 100_000
+
+
+def test_it_is_opened_at_a_path(graph: PatchableGraph) -> None:
+    browser = graph.browse("sub_0.linear")
+    skeleton = skeleton_of(graph)
+    assert browser.selected == skeleton.row("sub_0.linear")
+    assert browser.expanded == [0, skeleton.row("sub_0")]
+    assert browser.selected_path == "sub_0.linear"
+    assert graph.browse(graph.graph.sub_1).selected_path == "sub_1"
+    with pytest.raises(UnknownPathError, match="nearest: 'sub_0.linear'"):
+        graph.browse("sub_0.liner")
+
+
+def test_select(graph: PatchableGraph) -> None:
+    browser = graph.browse("sub_0.linear")
+    browser.select("sub_1.relu")
+    skeleton = skeleton_of(graph)
+    assert browser.expanded == [0, skeleton.row("sub_0"), skeleton.row("sub_1")]
+    assert browser.selected_path == "sub_1.relu"
+    browser.select("")
+    assert browser.selected_path == ""
+    with pytest.raises(UnknownPathError, match="nearest"):
+        browser.select("sub_1.rely")
+
+
+def test_hidden_rows_are_shown_when_they_are_selected() -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows, columns = x.shape
+            return x.view(columns, rows)
+
+    pg = PatchableGraph(Sizes(), torch.ones(2, 3))
+    skeleton = skeleton_of(pg)
+    row = next(row for row in range(len(skeleton)) if skeleton.flags(row) & 1)
+    browser = pg.browse()
+    assert not browser.shows_plumbing
+    browser.select(skeleton.path(row))
+    assert browser.shows_plumbing
+
+
+# -- what the front end says
+
+
+def test_the_front_end_sets_what_is_its_own(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    line_of(browser).set(expanded=[0, 2], selected=3, query="op:linear", shows_plumbing=True)
+    assert (browser.expanded, browser.selected, browser.query, browser.shows_plumbing) == ([0, 2], 3, "op:linear", True)
+    line_of(browser).set(expanded=None)
+    assert browser.expanded is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("selected", 10**6),
+        ("selected", -1),
+        ("selected", True),
+        ("selected", "0"),
+        ("selected", None),
+        ("expanded", [0, 10**6]),
+        ("expanded", [-1]),
+        ("expanded", ["0"]),
+        ("expanded", 3),
+        ("query", 7),
+        ("query", "x" * 100_000),
+        ("shows_plumbing", 1),
+        ("session", {}),
+        ("about", {}),
+        ("scores_name", "x"),
+        ("run", {"id": 1, "state": "done"}),
+    ],
+)
+def test_what_it_may_not_set_is_put_right(graph: PatchableGraph, name: str, value: Any) -> None:
+    browser = graph.browse()
+    before = getattr(browser, name)
+    line_of(browser).set(**{name: value, "query": value if name == "query" else "kept"})
+    assert getattr(browser, name) == before
+    assert line_of(browser).states()[-1] == {name: json.loads(json.dumps(before))}
+    assert browser.query == ("" if name == "query" else "kept")
+
+
+def test_python_may_not_set_what_means_nothing(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    with pytest.raises(traitlets.TraitError, match="rows of the tree"):
+        browser.selected = 10**6
+    with pytest.raises(traitlets.TraitError):
+        browser.session = {}
+
+
+def test_big_traits_are_not_sent_back(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    line_of(browser).set(selected=1)
+    for data, buffers in line_of(browser).sent[1:]:
+        assert not buffers
+        assert "skeleton" not in data.get("state", {})
+
+
+def test_requests_are_answered(graph: PatchableGraph) -> None:
+    line = line_of(graph.browse())
+    assert line.ask("details", row=1)["result"]["path"] == "input"
+    edit = {"action": "add", "patch": fields("sub_0.linear", "zero")}
+    assert line.ask("edit", based_on=0, edit=edit)["result"] == {"version": 1}
+    assert line.ask("edit", based_on=0, edit=edit)["error"]["field"] == "version"
+    line.receive(method="custom", content="nonsense")
+    assert line.replies()[-1]["id"] == -1
+    assert "payload" in line.replies()[-1]["error"]["message"]
+
+
+# -- the session
+
+
+def test_all_browsers_follow_the_session_whoever_changes_it(graph: PatchableGraph) -> None:
+    one, two = graph.browse(), graph.browse()
+    session_of(graph).add(ChosenPatch("sub_0.linear", "zero", slice=":, 0"))
+    line_of(one).ask("edit", based_on=1, edit={"action": "add", "patch": fields("sub_1.relu", "probe")})
+    assert one.session == two.session
+    first, second = two.session["patches"]
+    skeleton = skeleton_of(graph)
+    assert (first["row"], first["shape"], first["sliced"]) == (skeleton.row("sub_0.linear"), [2, 3], [2])
+    assert (second["kind"], second["name"], second["is_enabled"]) == ("probe", "sub_1_relu", True)
+    assert two.session["can_undo"]
+    session_of(graph).undo()
+    assert one.session["version"] == 3
+    assert one.session["can_redo"]
+    assert line_of(two).states()[-1]["session"]["version"] == 3
+
+
+def test_a_browser_that_never_came_to_be_says_no_more_than_why(
+    graph: PatchableGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with pytest.raises(UnknownPathError):
+        graph.browse("no.such.path")
+    gc.collect()
+    assert not said
+
+
+def test_a_closed_browser_is_told_nothing_more(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    line = line_of(browser)
+    browser.close()
+    count = len(line.sent)
+    session_of(graph).add(ChosenPatch("sub_0.linear", "zero"))
+    assert len(line.sent) == count
+    assert browser.session["version"] == 0
+    browser.close()
+
+
+def test_a_browser_whose_comm_is_gone_is_in_nobodys_way(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    browser.comm = None
+    session_of(graph).add(ChosenPatch("sub_0.linear", "zero"))
+    assert browser.session["version"] == 1
+
+
+def test_listening_keeps_no_browser_alive(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    browser.close()
+    gone = weakref.ref(browser)
+    del browser
+    Line.lines.clear()
+    gc.collect()
+    assert gone() is None
+    session_of(graph).add(ChosenPatch("sub_0.linear", "zero"))
+
+
+def held_graph() -> PatchableGraph:
+    return PatchableGraph(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_a_browser_keeps_no_graph_alive_that_a_variable_held(shell: Shell) -> None:
+    shell.ok("from tests.notebook.browser.test_widget import held_graph\npg = held_graph()\nbrowser = pg.browse()")
+    model = weakref.ref(shell.namespace["pg"]._module)
+    shell.ok("%graphpatch zero linear")
+    shell.ok("del pg")
+    gc.collect()
+    assert model() is None
+    browser = shell.namespace["browser"]
+    assert repr(browser) == "<Browser of pg, which is gone>"
+    assert "is gone" in line_of(browser).ask("details", row=0)["error"]["message"]
+    line_of(browser).set(selected=0)
+
+
+def test_a_graph_that_no_variable_holds_lives_as_long_as_its_browser(shell: Shell) -> None:
+    shell.ok("from tests.notebook.browser.test_widget import held_graph\nbrowser = held_graph().browse()")
+    gc.collect()
+    browser = shell.namespace["browser"]
+    model = weakref.ref(browser.graph._module)
+    assert "result" in line_of(browser).ask("details", row=0)
+    browser.close()
+    gc.collect()
+    assert model() is None
+
+
+def test_edited_graphs_are_shown_as_they_are(graph: PatchableGraph) -> None:
+    browser = graph.browse("sub_1.relu")
+    browser.set_scores({"sub_1.relu": 2.0})
+    session_of(graph).add(ChosenPatch("sub_1.relu", "zero"))
+    root = getattr(graph._graph_module, "1")
+    last = next(node for node in reversed(root.graph.nodes) if node.op == "output")
+    with root.graph.inserting_before(last):
+        last.args = (root.graph.call_function(torch.neg, (last.args[0],)),)
+    root.recompile()
+    error = line_of(browser).ask("details", row=1)["error"]
+    assert "the graph was edited" in error["message"]
+    state = line_of(browser).states()[-1]
+    assert {"skeleton", "session", "scores", "expanded", "selected"} <= state.keys() | {"skeleton", "scores", "session"}
+    assert browser.expanded is None
+    skeleton = skeleton_of(graph)
+    assert browser.skeleton == skeleton.data
+    assert len(browser.scores) == 4 * len(skeleton)
+    assert line_of(browser).ask("details", row=skeleton.row("sub_1.neg"))["result"]["kind"] == "op"
+
+
+def test_threads_and_the_front_end_change_things_at_the_same_time(graph: PatchableGraph) -> None:
+    browser, session = graph.browse(), session_of(graph)
+    line, stop = line_of(browser), threading.Event()
+
+    def click() -> None:
+        row = 0
+        while not stop.is_set():
+            row = (row + 1) % 5
+            line.set(selected=row, expanded=[row], query=str(row))
+            time.sleep(0.0005)
+
+    def choose() -> None:
+        for number in range(20):
+            session.add(ChosenPatch("sub_0.linear", "zero", slice=str(number % 2)))
+
+    clicking = [threading.Thread(target=click) for _ in range(2)]
+    choosing = [threading.Thread(target=choose) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for thread in [*clicking, *choosing]:
+            thread.start()
+        for thread in choosing:
+            thread.join(60)
+        stop.set()
+        for thread in clicking:
+            thread.join()
+    assert session.chosen.version == 60
+    assert browser.session["version"] == 60
+    sent = [state["session"]["version"] for state in line.states() if "session" in state]
+    assert sent == sorted(sent)
+    assert sent[-1] == 60
+
+
+def test_what_observes_a_trait_may_edit(graph: PatchableGraph) -> None:
+    browser, session = graph.browse(), session_of(graph)
+    browser.observe(lambda _: session.add(ChosenPatch("sub_0.linear", "zero")), "selected")
+    line_of(browser).set(selected=2)
+    assert line_of(browser).states()[-1]["session"]["version"] == 1
+
+
+# -- runs
+
+
+def test_all_browsers_follow_a_run(graph: PatchableGraph) -> None:
+    one, two = graph.browse(), graph.browse()
+    status = line_of(one).ask("run", inputs=None)["result"]
+    assert line_of(two).states()[-1]["run"]["id"] == status["id"]
+    end = time.monotonic() + 20
+    while status["state"] == "running" and time.monotonic() < end:
+        time.sleep(0.01)
+        status = line_of(two).ask("run_status", id=status["id"])["result"]
+    assert status["state"] == "done"
+    assert one.run == two.run == {"id": status["id"], "state": "done"}
+    assert one.last_run is two.last_run
+    assert torch.equal(one.last_run.output, graph(torch.ones(2, 4)))
+
+
+def test_inputs_and_tokenizer_are_those_of_all_browsers(graph: PatchableGraph) -> None:
+    one = graph.browse()
+    two = graph.browse(inputs=torch.zeros(1, 4), tokenizer=types.SimpleNamespace(decode=str))
+    assert one.about["has_tokenizer"]
+    status = line_of(one).ask("run", inputs=None)["result"]
+    one._shared.runs.wait(status["id"])
+    assert two.last_run.output.shape == (1, 3)
+    assert graph.browse().about["has_tokenizer"]
+
+
+# -- scores
+
+
+def unpacked(browser: Browser) -> list[float]:
+    return list(struct.unpack(f"<{len(browser.scores) // 4}f", browser.scores))
+
+
+def test_scores(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    skeleton = skeleton_of(graph)
+    numbers = {
+        "": 5,
+        "sub_0": np.float64(0.5),
+        graph.graph.sub_0.linear: torch.tensor(2.0, requires_grad=True),
+        "sub_1.relu": True,
+        "sub_1": math.nan,
+    }
+    browser.set_scores(numbers, name="effect")
+    expected = {0: 5.0, skeleton.row("sub_0"): 0.5, skeleton.row("sub_0.linear"): 2.0, skeleton.row("sub_1.relu"): 1.0}
+    assert {row: number for row, number in enumerate(unpacked(browser)) if not math.isnan(number)} == expected
+    assert len(unpacked(browser)) == len(skeleton)
+    assert browser.scores_name == "effect"
+    assert line_of(browser).states()[-1]["scores_name"] == "effect"
+    browser.set_scores({"output": 1})
+    assert browser.scores_name == "score"
+    browser.clear_scores()
+    assert (browser.scores, browser.scores_name) == (b"", "")
+
+
+def test_scores_in_an_array(graph: PatchableGraph) -> None:
+    """What `attribute` gives, and the array of a sweep over paths."""
+    x = torch.ones_like(torch.empty(graph.nodes["input"].shape))
+    result = attribute(graph, torch.sum, x, x * 2)
+    browser = graph.browse()
+    browser.set_scores(result)
+    skeleton = skeleton_of(graph)
+    shown = {skeleton.row(path): float(result.sel(path=path)) for path in result.coords["path"].values.tolist()}
+    found = {row: number for row, number in enumerate(unpacked(browser)) if not math.isnan(number)}
+    assert found == pytest.approx(shown)
+    assert browser.scores_name == "score"
+
+    browser.set_scores(DataArray([1.0, math.nan], {"path": ["sub_0.linear", "output"]}, ["path"]), name="effect")
+    assert [number for number in unpacked(browser) if not math.isnan(number)] == [1.0]
+    assert browser.scores_name == "effect"
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (
+            DataArray([[1.0]], {"path": ["output"], "position": [0]}, ["path", "position"]),
+            r"a row has one number only: .*\.sum\('position'\) or \.sel\(position=\.\.\.\)",
+        ),
+        (DataArray([1.0], {"layer": ["output"]}, ["layer"]), r"\.rename\(\{'layer': 'path'\}\)"),
+        (DataArray([1.0], dims=["path"]), "with the paths as its coordinate"),
+        (DataArray(1.0), "no dimension 'path'"),
+        (DataArray([math.inf], {"path": ["output"]}, ["path"]), "finite"),
+    ],
+)
+def test_arrays_that_are_no_scores(graph: PatchableGraph, array: DataArray, message: str) -> None:
+    browser = graph.browse()
+    browser.set_scores({"input": 1.0})
+    before = browser.scores
+    with pytest.raises(ValueError, match=message):
+        browser.set_scores(array)
+    assert browser.scores == before
+
+
+@pytest.mark.parametrize(
+    ("path", "score", "error", "message"),
+    [
+        ("sub_0.liner", 1, UnknownPathError, "nearest: 'sub_0.linear'"),
+        (7, 1, TypeError, "by path"),
+        ("output", "1", TypeError, "'1'"),
+        ("output", 1j, TypeError, "scores are numbers"),
+        ("output", torch.ones(2), TypeError, r"Tensor of shape \(2,\)"),
+        ("output", None, TypeError, "NoneType"),
+        ("output", math.inf, ValueError, "finite"),
+        ("output", 1e300, ValueError, "finite"),
+    ],
+)
+def test_scores_that_are_none(
+    graph: PatchableGraph, path: Any, score: Any, error: type[Exception], message: str
+) -> None:
+    browser = graph.browse()
+    browser.set_scores({"input": 1.0})
+    before = browser.scores
+    with pytest.raises(error, match=message):
+        browser.set_scores({"output": 1, path: score})
+    assert browser.scores == before
+
+
+def test_scores_of_another_graph(graph: PatchableGraph) -> None:
+    other = PatchableGraph(nn.ReLU(), torch.ones(2))
+    with pytest.raises(UnknownPathError, match="another PatchableGraph"):
+        graph.browse().set_scores({other.graph.relu: 1})
+
+
+# -- how it is made, and shown
+
+
+def test_show_is_browse(pg: Shell) -> None:
+    browser = pg.ok("%graphpatch show up.linear").value
+    assert isinstance(browser, Browser)
+    assert browser.selected_path == "up.linear"
+    assert browser.about["name"] == "pg"
+    assert browser.about["arguments"] == "x"
+    assert pg.ok("b = pg.browse()\nb").value.about["name"] == "pg"
+
+
+def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
+    pg.ok("import types; tok = types.SimpleNamespace(decode=str)")
+    browser = pg.ok('%graphpatch show up --tokenizer tok --inputs "2 * x"  # both').value
+    assert browser.about["has_tokenizer"]
+    assert browser.about["arguments"] == "2 * x"
+    assert browser.selected_path == "up"
+    pg.ok("%graphpatch probe up.input given")
+    status = line_of(browser).ask("run", inputs=None)["result"]
+    browser._shared.runs.wait(status["id"])
+    assert torch.equal(pg.namespace["given"], 2 * pg.namespace["x"])
+    assert "there is no variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
+    assert "arguments of a call" in pg.refused('%graphpatch show --inputs "x)"')
+    assert "no option --tokenzer; nearest: --tokenizer" in pg.refused("%graphpatch show --tokenzer tok")
+
+
+def test_variables_are_those_of_the_caller_outside_of_ipython(graph: PatchableGraph) -> None:
+    namespace = {"mine": graph, "sub_1_relu": 1}
+    exec("browser = mine.browse()", namespace)
+    browser: Any = namespace["browser"]
+    assert browser.about["name"] == "mine"
+    checked = line_of(browser).ask("check", patch=fields("sub_1.relu", "probe"), number=None)["result"]
+    assert checked["name"] == "sub_1_relu_1"
+
+
+def test_as_text_it_is_the_tree(pg: Shell) -> None:
+    for command in ("%graphpatch show up", "pg.browse('up')"):
+        ran = pg.ok(command)
+        assert repr(ran.value) == repr(pg.namespace["pg"].graph.up)
+        assert repr(ran.value) in ran.out
+        assert "Browser of pg" in pg.ok(f"[{command.replace('%graphpatch show up', 'pg.browse()')}]").out
+
+
+def test_a_missing_front_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(front_end, "_STATIC", tmp_path)
+    with pytest.raises(GraphError, match=r"not built: .*loader.js is missing. In a checkout, run `npm ci"):
+        front_end.for_anywidget()
+
+
+def test_for_hot_reload_anywidget_has_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYWIDGET_HMR", "1")
+    script, style = front_end.for_anywidget()
+    assert isinstance(script, Path)
+    assert isinstance(style, Path)
+    assert (script.name, style.name) == ("widget.js", "widget.css")
+    assert front_end.packed.__wrapped__() == b""
+
+
+def test_neither_import_nor_the_extension_import_widgets() -> None:
+    source = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+import graphpatch_notebook
+shell.run_line_magic("load_ext", "graphpatch_notebook")
+print(*{name.split(".")[0] for name in sys.modules} & {"anywidget", "ipywidgets"})
+"""
+    ran = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
+    assert ran.stdout.strip() == ""
+
+
+# -- in a real kernel
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+    kernel.ok("import torch; from graphpatch_notebook import PatchableGraph; x = torch.ones(2, 4)")
+    kernel.ok("pg = PatchableGraph(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()), x)")
+    kernel.ok("%load_ext graphpatch_notebook")
+    yield kernel
+    kernel.close()
+
+
+def shown(messages: list[dict[str, Any]], kind: str = "display_data") -> list[dict[str, Any]]:
+    return [message["content"] for message in messages if message["msg_type"] == kind]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["pg.browse()", "%graphpatch show", "display(pg.browse())", "%%graphpatch\npg(x)\npg.browse()"],
+)
+def test_a_cell_shows_the_widget_and_a_tree_without_it(kernel: Kernel, cell: str) -> None:
+    kernel.ok("%graphpatch clear")
+    kernel.ok("%graphpatch zero sub_0.linear[:, 0]")
+    messages = kernel.ok(cell).messages
+    live, static = shown(messages)
+    assert live["data"][WIDGET_VIEW]["model_id"]
+    assert live["data"]["text/plain"].startswith("<root>: CompiledGraphModule")
+    assert static["data"].keys() == {"text/html"}
+    assert f'class="gp-static gp-static-{live["data"][WIDGET_VIEW]["model_id"]}"' in static["data"]["text/html"]
+    assert "zero sub_0.linear[:, 0]" in static["data"]["text/html"]
+    if not cell.startswith("display"):
+        assert kernel.value("type(_).__mro__[1].__name__") == "'Browser'"
+
+
+def test_the_tree_without_the_widget_is_renewed(kernel: Kernel) -> None:
+    kernel.ok("%graphpatch clear")
+    messages = kernel.ok("browser = pg.browse(); browser").messages
+    identity = shown(messages)[1]["transient"]["display_id"]
+    messages = kernel.ok("%graphpatch zero sub_1.relu").messages
+    renewed = [one for one in shown(messages, "update_display_data") if one["transient"]["display_id"] == identity]
+    assert len(renewed) == 1
+    assert "zero sub_1.relu" in renewed[0]["data"]["text/html"]
+    assert not shown(kernel.ok("1 + 1").messages, "update_display_data")
+    kernel.ok("browser.close()")
+    messages = kernel.ok("%graphpatch clear").messages
+    assert all(one["transient"]["display_id"] != identity for one in shown(messages, "update_display_data"))
+
+
+def asked(kernel: Kernel, model_id: str, request: str, **payload: Any) -> Any:
+    """Sends a request as a front end does; returns the reply."""
+    client = kernel.client
+    content = {"id": 41, "request": request, "payload": payload}
+    message = client.session.msg("comm_msg", {"comm_id": model_id, "data": {"method": "custom", "content": content}})
+    client.shell_channel.send(message)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        found = client.get_iopub_msg(timeout=30)
+        if found["msg_type"] == "comm_msg" and found["content"]["comm_id"] == model_id:
+            data = found["content"]["data"]
+            if data["method"] == "custom":
+                return data["content"]
+    raise AssertionError("no reply")
+
+
+def test_requests_in_a_kernel(kernel: Kernel) -> None:
+    kernel.ok("%graphpatch clear")
+    model_id = shown(kernel.ok("pg.browse()").messages)[0]["data"][WIDGET_VIEW]["model_id"]
+    version = int(kernel.value("_.session['version']"))
+    edit = {"action": "add", "patch": fields("sub_0.linear", "replace", value="7.0")}
+    assert asked(kernel, model_id, "edit", based_on=version, edit=edit)["result"] == {"version": version + 1}
+    assert kernel.value("%%graphpatch\npg(x)[0, 0].item()") == "7.0"
+    assert "no row" in asked(kernel, model_id, "details", row=10**6)["error"]["message"]
+
+
+def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    source = (
+        "import torch\nfrom graphpatch_notebook import PatchableGraph\n"
+        "pg = PatchableGraph(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(50)]), torch.ones(2, 4))\n"
+        "pg.browse()"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    client = NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=True)
+    client.execute()
+    live, static = notebook.cells[0].outputs
+    model_id = live["data"][WIDGET_VIEW]["model_id"]
+    assert f"gp-static-{model_id}" in static["data"]["text/html"]
+    saved = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"][model_id]
+    bundle = [saved["state"].pop("_esm"), *(one for one in saved["buffers"] if one["path"] == ["front_end"])]
+    assert len(json.dumps(bundle)) < 80_000
+    saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
+    assert len(json.dumps(saved)) < 10_000
+    nbformat.validate(notebook)
+
+
+def test_marimo_may_put_its_attribute_on_the_widget(graph: PatchableGraph) -> None:
+    browser = graph.browse()
+    browser._value = {"query": "relu"}  # as marimo 0.25 does
+    path = next(iter(graph.nodes))
+    session_of(graph).add(ChosenPatch(kind="zero", path=path))
+    assert [patch["path"] for patch in browser.session["patches"]] == [path]

@@ -1,0 +1,447 @@
+"""Completion, asked of the completer of a real IPython shell, as a terminal or a kernel asks it."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from IPython.core.completer import CompletionContext, provisionalcompleter, rectify_completions
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.inspection.places import Place, is_child
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.notebook.completion.command_arguments import COMMANDS as COMPLETED
+from graphpatch_notebook.notebook.completion.python_text import cursor_at_end
+from graphpatch_notebook.notebook.completion.segments import next_segments
+from graphpatch_notebook.notebook.magics.commands import COMMANDS
+from tests.notebook.hostile import KEYS, hostile_graph
+from tests.notebook.shells import Shell
+from tests.zoo import case_by_name
+
+hostile = cache(hostile_graph)
+
+
+@pytest.fixture(params=[True, False], ids=["jedi", "no jedi"])
+def typing(plain_shell: Shell, request: pytest.FixtureRequest) -> Shell:
+    """A shell with the extension, a graph of hostile names, and variables."""
+    plain_shell.ok("%load_ext graphpatch_notebook")
+    plain_shell.ip.Completer.use_jedi = request.param
+    plain_shell.namespace.update(
+        pg=hostile(),
+        graphs={"first": hostile()},
+        inside=hostile().graph.output,
+        steer=torch.ones(2),
+        stride=2,
+        model=torch.nn.ReLU(),
+        Path=Path,
+    )
+    yield plain_shell
+    plain_shell.ok("%graphpatch clear")
+
+
+def completed(shell: Shell, text: str, after: str = "") -> list[str]:
+    """Returns what the text becomes by each completion."""
+    with provisionalcompleter():
+        found = rectify_completions(text + after, shell.ip.Completer.completions(text + after, len(text)))
+        return [text[: completion.start] + completion.text for completion in found]
+
+
+def texts(shell: Shell, text: str) -> list[str]:
+    with provisionalcompleter():
+        return [completion.text for completion in shell.ip.Completer.completions(text, len(text))]
+
+
+def matched(shell: Shell, text: str) -> dict[str, Any]:
+    """Returns what the matcher of this package says, alone."""
+    context = CompletionContext(token="", full_text=text, cursor_position=0, cursor_line=text.count("\n"), limit=None)
+    context.cursor_position = len(context.line_with_cursor)
+    return shell.ip.Completer.custom_matchers[-1](context)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Magics
+
+BLOCKS = ["blocks_0", "blocks_1", "blocks_2"]
+
+
+@pytest.mark.parametrize("before", ["%graphpatch ", "x = %graphpatch ", "if 1:\n    %graphpatch ", "graphpatch "])
+def test_commands_and_paths_wherever_the_magic_may_stand(typing: Shell, before: str) -> None:
+    assert completed(typing, f"{before}ze") == [f"{before}zero"]
+    assert completed(typing, f"{before}zero bl") == [f"{before}zero {name}." for name in BLOCKS]
+    assert completed(typing, f"{before}ls bl") == [f"{before}ls {name}" for name in BLOCKS]
+    assert completed(typing, f"%%graphpatch pg\nx = 1\n{before}zero bl")[0].endswith("zero blocks_0.")
+
+
+def test_every_command_is_completed_and_none_else(typing: Shell) -> None:
+    assert set(COMPLETED) == {*COMMANDS, "help"}
+    assert set(texts(typing, "%graphpatch ")) == set(COMPLETED)
+    assert texts(typing, "%graphpatch help sav") == ["save"]
+    for name, command in COMPLETED.items():
+        usage = "" if name == "help" else COMMANDS[name].usage
+        assert all(option in usage for option in command.options), name
+        assert set(texts(typing, f"%graphpatch {name} x -")) >= set(command.options) or name == "find"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("zero blocks_0.", ["output", "input", "weight", "bias", "linear"]),
+        ("zero blocks_0.li", ["linear"]),
+        ("zero outp", ["output|"]),
+        ("zero output|inn", ["inner."]),
+        ("zero output|inner.", ["sub_0.", "sub_1"]),
+        ("zero output|inner.sub_0.", ['"deep.est"']),
+        ('zero output|"two w', ['"two words"']),
+        ("zero output|it", ["it's"]),
+        ("zero output|größ", ["größe"]),
+        ("zero output|lam", ["lambda"]),
+        ("ls output|inner.sub_0.", ['"deep.est"']),
+        ("code skip", ["skipped"]),
+        ("zero BLOCKS_1", ["blocks_1."]),  # what begins otherwise is offered where nothing begins so
+        ("zero ocks_1", ["blocks_1."]),
+        ("zero size_sh", ["size_shape|"]),  # plumbing by its name only
+        ("zero relu[:, str", ["stride"]),
+        ("add relu 0.5 * ste", ["steer"]),
+        ("add relu[:, -1] f(ste", ["steer"]),
+        ("add relu 1 --any", ["--any-shape"]),
+        ("add relu 1 --steps ", ["prefill", "decoding"]),
+        ("zero relu --steps d", ["decoding"]),
+        ("use ", ["pg"]),
+        ("wrap new = mo", ["model"]),
+        ("wrap new = model(ste", ["steer"]),
+        ("find is:patch", ["patched"]),
+        ("find attn -op:batch", ["batch_norm"]),
+        ("find sh", ["shape:"]),
+        ("find blo", ["blocks_0", "blocks_1", "blocks_2"]),
+        ("find mlp -batch_n", ["batch_norm"]),
+        ('zero "bl', ["blocks_0.", "blocks_1.", "blocks_2."]),
+        ('zero "blocks_0.li', ["linear"]),
+        ("zero relu[:, 0]", ["relu[:, 0] "]),  # nothing that would stick to the bracket
+        ("add blocks_0.linear[:, [0, 1]]", ["blocks_0.linear[:, [0, 1]] "]),
+        ("probe blocks_0.linear ", ["blocks_0_linear"]),
+        ("record --steps 1 blocks_0.linear[:, 0] bl", ["blocks_0_linear"]),
+        ("probe relu other ", ["--steps", "--positions", "--position-dim", "--any-shape", "--allow-empty"]),
+        ("zero relu ", ["--steps", "--positions", "--position-dim", "--any-shape", "--allow-empty"]),
+        ("find dtype:", ["float32"]),
+        ("find op:zzzz", ["op:zzzz"]),  # rather than what IPython makes of it
+        ("export --c", ["--cell"]),
+    ],
+)
+def test_arguments_of_commands(typing: Shell, typed: str, expected: list[str]) -> None:
+    assert texts(typing, f"%graphpatch {typed}") == expected
+
+
+def test_values_are_variables_of_the_user_likely_ones_first(typing: Shell) -> None:
+    offered = texts(typing, "%graphpatch add relu ")
+    assert offered[:2] == ["steer", "stride"]
+    assert "pg" in offered
+    assert not {"get_ipython", "exit", "In", "Out", "_"} & set(offered)
+
+
+def test_the_name_that_is_offered_is_the_one_that_is_taken(pg: Shell) -> None:
+    pg.ok("%graphpatch probe hidden")
+    pg.ok("%%graphpatch\npg(x);")
+    pg.ok("%graphpatch clear\nup_linear = 1")
+    for path in ("hidden", "up.linear"):
+        (offered,) = texts(pg, f"%graphpatch probe {path} ")
+        assert f"as {offered} ->" in pg.ok(f"%graphpatch probe {path}").out
+
+
+def test_inputs_that_were_not_given_come_last() -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return x * 2 if mask is None else x * mask
+
+    root = Place.of_root(PatchableGraph(Masked(), torch.ones(1)).nodes.root)
+    offers = next_segments(root, "", patchable=True)
+    assert offers is not None
+    assert [offer.text for offer in offers.offers] == ["output", "x", "mul", "mask"]
+
+
+def test_chosen_patches_by_number_and_path(typing: Shell) -> None:
+    typing.ok("%graphpatch zero relu")
+    typing.ok("%graphpatch add blocks_1.linear[:, 0] 2")
+    numbers = texts(typing, "%graphpatch rm #")
+    assert len(numbers) == 2
+    assert texts(typing, "%graphpatch rm ") == [*numbers, "relu", "blocks_1.linear"]
+    assert texts(typing, f"%graphpatch disable {numbers[0]} bl") == ["blocks_1.linear"]
+    assert texts(typing, "%%graphpatch pg --only ") == [*numbers, "relu", "blocks_1.linear"]
+    typing.ok(f"%graphpatch rm {numbers[1]}")
+    assert texts(typing, "%graphpatch rm bl") == []
+
+
+def test_the_first_line_of_a_cell(typing: Shell) -> None:
+    assert texts(typing, "%%graphpatch p") == ["pg"]
+    assert texts(typing, "%%graphpatch pg --on") == ["--only"]
+    assert texts(typing, "\n%%graphpatch p") == ["pg"]
+
+
+def test_files(typing: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inner.json").touch()
+    for name in ("first.json", "second.json", ".hidden"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert texts(typing, "%graphpatch load f") == ["first.json", "folder/"]
+    assert completed(typing, "%graphpatch load folder/") == ["%graphpatch load folder/inner.json"]
+    assert texts(typing, "%graphpatch load first.json ") == ["--trust"]
+    assert texts(typing, "%graphpatch save .h") == [".hidden"]
+    assert texts(typing, "%graphpatch export -o sec") == ["second.json"]
+    assert completed(typing, f"%graphpatch load {tmp_path}{os.sep}sec") == [f"%graphpatch load {tmp_path}/second.json"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Python text
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        'pg.patch({"',
+        "pg.patch({'",
+        'pg.patch({r"',
+        "with pg.patch({",
+        'pg.patch(patch_map={"',
+        'pg.patch(\n    {\n        "x": [ZeroPatch(), AddPatch(value=f(1)[0])],\n        "',
+        'pg.patch({"x": {"a": 1}, "',
+        'pg.patch({"""',
+        'graphs["first"].patch({"',
+        'x = """a "quoted" {text}"""\npg.patch({"',
+        "# it's a comment\npg.patch({'",
+        "!echo don't\npg.patch({'",
+        "y = %graphpatch find \"x\npg.patch({'",
+        "%timeit pg.patch({'",
+        "%%time\npg.patch({'",
+        "%%graphpatch pg\npg.patch({'",
+        'pg.nodes["',
+        "pg.graph['",
+        'pg.graph._shape["',
+    ],
+)
+def test_keys_of_patch_maps_and_items(typing: Shell, before: str) -> None:
+    before = before if before.endswith(("'", '"')) else f"{before}'"
+    dot = "" if ".graph" in before else "."
+    assert completed(typing, f"{before}bl") == [f"{before}{name}{dot}" for name in BLOCKS]
+    assert f"{before}blocks_1.linear" in completed(typing, f"{before}blocks_1.", after='"})')
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_keys_with_hostile_names_are_python_literals_of_paths(typing: Shell, quote: str) -> None:
+    root = hostile().nodes.root
+    lines = completed(typing, f"pg.patch({{{quote}output|")
+    assert len(lines) == len(KEYS) + 1
+    found = []
+    for line in lines:
+        path = ast.literal_eval(line.removeprefix("pg.patch({") + quote)
+        if not path.endswith("."):
+            found.append(resolve(root, path).dig_text[0])
+        for end in range(len(line) - len(lines[0].rstrip()) + 30, len(line)):
+            assert isinstance(completed(typing, line[:end]), list)
+    assert found == KEYS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pg.graph.bl", BLOCKS),
+        ("pg.graph.blocks_0.l", ["linear"]),
+        ("pg.graph.output.inner.", ["sub_0", "sub_1", "_code", "_shape"]),
+        ("pg.graph['blocks_0'].l", ["linear"]),
+        ("pg.graph['blocks_0']['l", ["linear"]),
+        ("x = [pg.graph._shape.blocks_0.l", ["linear"]),
+        ("inside['inn", ["inner"]),
+    ],
+)
+def test_attributes_and_items_of_the_graph(typing: Shell, text: str, expected: list[str]) -> None:
+    assert texts(typing, text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pri",
+        "# pg.patch({'bl",
+        "'pg.patch({\"bl",
+        "pg.patch({'x': ['bl",
+        "pg.patch({'x': 'bl",
+        "pg.patch(['bl",
+        "pg.patches({'bl",
+        "f(pg).patch({'bl",
+        "unknown.patch({'bl",
+        "pg.patch({f'bl",
+        "pg.patch({b'bl",
+        "{'bl",
+        "pg.nodes['x', 'bl",
+        "pg.patch({'unknown.",
+        "pg.patch({'blocks_0|",
+        "pg.patch({'x.y.z",
+        "%graphpatch clear bl",
+        "%graphpatch unknown bl",
+        "%timeit bl",
+        "other = graphpatch zero bl",
+        "x = 1\n%%graphpatch p",
+    ],
+)
+def test_where_there_is_nothing_to_say_others_speak(typing: Shell, text: str) -> None:
+    assert matched(typing, text) == {"completions": [], "suppress": False}
+    assert not {f"{name}{dot}" for name in BLOCKS for dot in (".", "")} & set(texts(typing, text))
+    if text == "pri":
+        assert "print" in texts(typing, text)
+
+
+class Trap:
+    """Every access is noticed."""
+
+    touched = False
+
+    def __getattribute__(self, name: str) -> Any:
+        Trap.touched = Trap.touched or name not in ("__class__", "__dict__", "touched")
+        return object.__getattribute__(self, name)
+
+    @property
+    def graph(self) -> Any:
+        raise AssertionError("a property ran")
+
+
+def test_no_code_of_the_user_runs(typing: Shell) -> None:
+    typing.ip.Completer.use_jedi = False
+    typing.namespace["trap"] = Trap()
+    Trap.touched = False
+    for text in ("trap.patch({'", "trap.graph.patch({'", "trap.graph['", "trap.pg.nodes['", "%graphpatch add relu tr"):
+        expected = ["trap"] if text.startswith("%") else []
+        assert [completion.text for completion in matched(typing, text)["completions"]] == expected
+    assert not Trap.touched
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In general
+
+
+def test_unloading_takes_it_away(plain_shell: Shell) -> None:
+    before = list(plain_shell.ip.Completer.custom_matchers)
+    plain_shell.ok("%load_ext graphpatch_notebook")
+    plain_shell.ok("%load_ext graphpatch")
+    assert len(plain_shell.ip.Completer.custom_matchers) == len(before) + 1
+    plain_shell.ok("%unload_ext graphpatch_notebook")
+    plain_shell.ok("%unload_ext graphpatch")
+    assert plain_shell.ip.Completer.custom_matchers == before
+
+
+def test_without_a_graph_and_with_several(plain_shell: Shell) -> None:
+    plain_shell.ok("%load_ext graphpatch_notebook")
+    plain_shell.ip.Completer.use_jedi = False
+    assert "relu" not in texts(plain_shell, "%graphpatch zero ")
+    plain_shell.namespace.update(a=PatchableGraph(torch.nn.ReLU(), torch.ones(2)))
+    assert texts(plain_shell, "%graphpatch zero ") == ["output", "input", "relu"]
+    plain_shell.namespace.update(b=PatchableGraph(torch.nn.Tanh(), torch.ones(2)))
+    assert "relu" not in texts(plain_shell, "%graphpatch zero ")
+    plain_shell.ok("%graphpatch use b")
+    assert texts(plain_shell, "%graphpatch zero t") == ["tanh"]
+    assert texts(plain_shell, "a.patch({'re") == ["relu"]
+
+
+def test_the_older_interface_of_the_completer_gives_the_same(typing: Shell) -> None:
+    line = "%graphpatch zero blocks_0.l"
+    assert "linear" in typing.ip.Completer.complete(line_buffer=line, cursor_pos=len(line))[1]
+
+
+def test_so_many_and_no_more(plain_shell: Shell) -> None:
+    class Long(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(600):
+                x = x * 2
+            return x
+
+    root = Place.of_root(PatchableGraph(Long(), torch.ones(1)).nodes.root)
+    offers = next_segments(root, "x_", patchable=True)
+    assert offers is not None
+    assert [offer.text for offer in offers.offers] == [f"x_{number}" for number in range(1, 501)]
+
+
+def leaf_paths(root: Place, *, patchable: bool = True) -> Iterator[str]:
+    """Yields all paths to which one comes by taking offers, one after the other."""
+    todo = [""]
+    while todo:
+        typed = todo.pop()
+        offers = next_segments(root, typed, patchable=patchable, limit=10_000)
+        assert offers is not None
+        assert offers.start == len(typed)
+        for offer in offers.offers:
+            path = typed + offer.text
+            again = next_segments(root, path, patchable=patchable)
+            assert again is not None
+            if path.endswith((".", "|")):
+                assert again.offers
+                todo.append(path)
+            else:
+                assert path in [path[: again.start] + other.text for other in again.offers]
+                yield path
+
+
+@pytest.mark.parametrize("name", ["gpt2-eager", "llama-eager", "bert-eager", "hostile"])
+def test_taking_offers_leads_to_every_value_that_can_be_patched(name: str) -> None:
+    if name == "hostile":
+        pg = hostile()
+    else:
+        case = case_by_name(name)
+        call = case.example()
+        pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
+    root = pg.nodes.root
+    offered = list(leaf_paths(Place.of_root(root)))
+    assert len(offered) == len(set(offered))
+    targets = [resolve(root, path) for path in offered]  # which raises where it leads to nothing
+    given = {target.path for target in targets if target.path in pg.nodes}
+    assert all(target.node.kind == "input" for target in targets if target.path not in pg.nodes)
+    hidden = {path for path, meta in pg.nodes.items() if meta.is_plumbing or not is_child(resolve(root, path).node)}
+    assert given == set(pg.nodes) - hidden
+
+
+AROUND = st.sampled_from(
+    [
+        "x = 1\n", "'a'\n", "é = 'ü'\n", "if x:\n    ",
+        '"""doc\n{ ( """\n', "f'{x}'\n", "# '\n", "def f(a, b=[1]):\n    return {a: b}\n", "!ls '\n",
+        "%cd \"a\n", "x %= 3\n", "y = x % 3\n", "rb'\\''\n", "'unclosed\n", "@decorator\n", "\n",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(AROUND, max_size=6), st.sampled_from(["pg.patch({'ab", 'pg.patch({"x": 1, "ab', 'pg.graph["ab']))
+def test_the_cursor_is_found_after_any_python(before: list[str], end: str) -> None:
+    cursor = cursor_at_end("".join(before) + end)
+    assert cursor is not None
+    assert cursor.typed == "ab"
+    assert cursor.of.variable == "pg"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("pg.atch({['\"\\|# \n%!,:=rf}])") | st.characters(), max_size=40))
+def test_any_text_has_a_cursor_or_none(text: str) -> None:
+    cursor = cursor_at_end(text)
+    if cursor is not None:
+        assert len(cursor.offsets) == len(cursor.typed) + 1
+        assert cursor.offsets[-1] == len(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from('"|.blocks_01[]outp\\sub ') | st.characters(), max_size=20), st.booleans())
+def test_any_path_has_offers_or_none(typed: str, patchable: bool) -> None:
+    offers = next_segments(Place.of_root(hostile().nodes.root), typed, patchable=patchable)
+    assert offers is None or 0 <= offers.start <= len(typed)
+    for offer in offers.offers if offers is not None and patchable else ():
+        path = typed[: offers.start] + offer.text if offers is not None else ""
+        if not path.endswith((".", "|")):
+            resolve(hostile().nodes.root, path)
+
+
+def test_what_is_no_path_resolves_to_nothing() -> None:
+    with pytest.raises(Unresolvable):
+        resolve(hostile().nodes.root, "blocks_0.")

@@ -1,0 +1,264 @@
+"""The widget of `show_heatmap`: what the front end gets and may set, what is selected, what stays without a kernel."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import comm
+import ipywidgets
+import nbformat
+import numpy as np
+import pytest
+import traitlets
+import xarray as xr
+from IPython.core.interactiveshell import InteractiveShell
+from nbclient import NotebookClient
+
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.experiments import show_heatmap
+from graphpatch_notebook.notebook.display.static_heatmap import MOST_BYTES
+from tests.notebook.browser.test_static_tree import read
+from tests.notebook.browser.test_widget import WIDGET_VIEW, Line
+from tests.notebook.hosts import environment
+from tests.notebook.shells import Shell
+
+PATHS = [f"transformer.h_{layer}.mlp.output" for layer in range(3)]
+TOKENS = ["The", " cat", "\n", "<b>"]
+
+
+@pytest.fixture(autouse=True)
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(comm, "create_comm", lambda *args, **options: Line(*args, **options))
+    InteractiveShell.clear_instance()  # of other tests
+    yield
+    ipywidgets.Widget.close_all()
+
+
+def a_result(**attrs: Any) -> xr.DataArray:
+    values = np.arange(12.0).reshape(3, 4)
+    return xr.DataArray(values, {"path": PATHS}, ["path", "position"], name="score", attrs=attrs)
+
+
+def numbers(heatmap: Any) -> list[float]:
+    return list(struct.unpack(f"<{len(heatmap.values) // 4}f", heatmap.values))
+
+
+# -- what the front end gets
+
+
+def test_the_front_end_gets_rows_from_the_top() -> None:
+    heatmap = show_heatmap(a_result(baseline=2.0, corrupted=2.0), tokens=TOKENS, title="Restored")
+    (state,) = heatmap.comm.states()
+    about = state["heatmap"]
+    assert about["rows"] == {
+        "name": "path",
+        "title": "path: transformer.*.mlp.output",
+        "values": PATHS[::-1],
+        "labels": ["h_2", "h_1", "h_0"],
+        "tokens": None,
+    }
+    shown = ["The", "␣cat", "⏎", "<b>"]
+    assert about["columns"] | {"labels": shown, "tokens": shown} == about["columns"]
+    assert about["columns"]["values"] == ["0", "1", "2", "3"]
+    assert (about["low"], about["high"], about["map"], about["center"]) == (-7.0, 11.0, "diverging", "corrupted 2")
+    assert (about["title"], about["name"], about["full"]) == ("Restored", "score", [3, 4])
+    assert (about["missing"], about["reduced"]) == (None, None)
+    assert about["model_id"] == heatmap.model_id
+    assert numbers(heatmap) == a_result().values[::-1].ravel().tolist()
+    assert state["cell"] is None
+    assert "selected" not in state
+
+
+def test_tokens_go_down() -> None:
+    heatmap = show_heatmap(a_result(), rows="position", tokens=TOKENS, center=None)
+    assert heatmap.heatmap["rows"]["labels"] == ["The", "␣cat", "⏎", "<b>"]
+    assert heatmap.heatmap["map"] == "sequential"
+    assert numbers(heatmap) == a_result().values.T.ravel().tolist()
+    upper = show_heatmap(a_result(), origin="upper")
+    assert numbers(upper) == a_result().values.ravel().tolist()
+
+
+def test_labels_are_short_and_tokens_whole() -> None:
+    names = [f"transformer.h_{layer}.mlp.dropout_before_the_output.{end}" for layer in (1, 2) for end in ("x", "y")]
+    result = xr.DataArray(np.zeros((5, 2)), {"path": ["getitem", *names]}, ["path", "position"])
+    rows, columns = (show_heatmap(result, tokens=["a" * 40, "b"]).heatmap[side] for side in ("rows", "columns"))
+    assert rows["title"] == "path: transformer.* (/ in full)"
+    assert rows["labels"] == [
+        *("h_2.mlp…pout_before_the_output.y", "h_2.mlp…pout_before_the_output.x"),
+        *("h_1.mlp…pout_before_the_output.y", "h_1.mlp…pout_before_the_output.x"),
+        "/getitem",
+    ]
+    assert rows["values"] == [*names[::-1], "getitem"]
+    assert columns["labels"] == ["a" * 17 + "…", "b"]
+    assert columns["tokens"] == ["a" * 40, "b"]
+
+
+def test_what_is_no_number_is_said() -> None:
+    result = a_result(errors=[{}])
+    result.values[0, 0] = np.nan
+    assert show_heatmap(result).heatmap["missing"] == "failed"
+    result.values[0, 1] = 1e31
+    heatmap = show_heatmap(result)
+    assert heatmap.heatmap["missing"] == "no finite value, or one beyond 1e+30"
+    assert np.isnan(numbers(heatmap)[8:10]).all()
+
+
+def test_large_results_are_sent_in_blocks_of_which_the_strongest_is_seen() -> None:
+    values = np.zeros((600, 300))
+    values[:, 0] = np.nan
+    values[7, 150] = -5.0
+    values[8, 151] = 4.0
+    values[9, 150] = 3.0
+    values[599, 299] = 1.0
+    paths = ["odd", *[f"a.h_{row}.output" for row in range(1, 600)]]
+    result = xr.DataArray(values, {"path": paths}, ["path", "position"], attrs={"baseline": 0.0})
+    heatmap = show_heatmap(result)
+    about = heatmap.heatmap
+    assert about["reduced"] == "each cell is the number farthest from baseline 0 of 3 x 2 of 600 x 300"
+    assert about["full"] == [600, 300]
+    assert about["rows"]["labels"] is None
+    assert about["rows"]["title"] == "path: a.*.output"
+    assert about["rows"]["values"][0] == "a.h_599.output to a.h_597.output"
+    assert about["columns"]["values"][-1] == "298 to 299"
+    shown = np.array(numbers(heatmap)).reshape(200, 150)
+    assert shown[0, -1] == 1.0
+    assert np.sort(shown.ravel())[[0, -1]].tolist() == [-5.0, 3.0]
+    assert not np.isnan(shown).any()
+    heatmap.cell = [197, 75]
+    assert shown[197, 75] == -5.0
+    assert heatmap.selected == ("a.h_7.output", 150)
+    heatmap.selected = ("a.h_599.output", 299)
+    assert heatmap.cell == [0, 149]
+    assert heatmap.selected == ("a.h_599.output", 299)
+
+
+# -- what is selected
+
+
+def test_a_click_selects_by_coordinates() -> None:
+    heatmap = show_heatmap(a_result())
+    heard: list[Any] = []
+    heatmap.observe(lambda change: heard.append(change["new"]), "selected")
+    heatmap.comm.set(cell=[0, 1])
+    assert heatmap.selected == (PATHS[2], 1)
+    heatmap.comm.set(cell=None)
+    assert heard == [(PATHS[2], 1), None]
+
+
+def test_coordinates_select_in_the_front_end() -> None:
+    heatmap = show_heatmap(a_result().assign_coords(position=[4, 5, 6, 7]))
+    heatmap.selected = (PATHS[0], 7)
+    assert heatmap.comm.states()[-1] == {"cell": [2, 3]}
+    heatmap.selected = None
+    assert heatmap.comm.states()[-1] == {"cell": None}
+
+
+@pytest.mark.parametrize("chosen", [("h_0", 0), (PATHS[0], 4), (PATHS[0],), "ab"])
+def test_coordinates_that_are_not_there(chosen: Any) -> None:
+    heatmap = show_heatmap(a_result())
+    with pytest.raises(traitlets.TraitError):
+        heatmap.selected = chosen
+    assert heatmap.selected is None
+    assert heatmap.cell is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cell", [3, 0]),
+        ("cell", [0, -1]),
+        ("cell", [0]),
+        ("cell", [True, 0]),
+        ("cell", "00"),
+        ("cell", [0.0, 0]),
+        ("heatmap", {}),
+        ("_esm", "alert(1)"),
+    ],
+)
+def test_what_the_front_end_may_not_set_is_put_right(name: str, value: Any) -> None:
+    heatmap = show_heatmap(a_result())
+    heatmap.cell = [1, 1]
+    before = getattr(heatmap, name)
+    heatmap.comm.set(**{name: value})
+    assert getattr(heatmap, name) == before
+    assert heatmap.comm.states()[-1].keys() == {name}
+
+
+def test_what_cannot_be_shown() -> None:
+    with pytest.raises(ExperimentError, match=r"result\.sel\(head=0\)|result\.isel\(head=0\)"):
+        show_heatmap(a_result().expand_dims("head"))
+    with pytest.raises(ExperimentError, match="'lower' or 'upper'"):
+        show_heatmap(a_result(), origin="left")
+
+
+# -- where it is shown
+
+
+def test_in_a_terminal_it_is_a_line(shell: Shell) -> None:
+    shell.ok("from tests.notebook.display.test_heatmap_widget import a_result, show_heatmap")
+    said = shell.ok("show_heatmap(a_result())")
+    assert "<Heatmap of score, 3 x 4 (path x position), from 0 to 11>" in str(said)
+
+
+def static(heatmap: Any) -> str:
+    return heatmap._static_html()  # type: ignore[no-any-return]
+
+
+def test_the_table_has_all_numbers_of_a_small_result() -> None:
+    result = a_result(baseline=0.0)
+    result.values[2, 0] = np.nan
+    reader = read(static(show_heatmap(result, tokens=TOKENS, title="A & B")))
+    assert reader.tags == {"div", "p", "strong", "table", "tr", "th", "td"}
+    assert {name for name, _ in reader.attributes} == {"class"}
+    texts = [text for text in reader.texts if text.strip()]
+    assert texts[0] == "A & B: score, 3 x 4 (path x position), from 0 to 11"
+    assert texts[2:] == [
+        *("path: transformer.*.mlp.output / position", "The", "␣cat", "⏎", "<b>"),
+        *("h_2", "–", "9", "10", "11"),
+        *("h_1", "4", "5", "6", "7"),
+        *("h_0", "0", "1", "2", "3"),
+    ]
+
+
+def test_of_a_large_result_the_strongest_cells_stay() -> None:
+    values = np.random.default_rng(0).standard_normal((90, 100))
+    values[80, 3] = -9.0
+    result = xr.DataArray(values, {"path": [f"h_{row}" * 50 for row in range(90)]}, ["path", "position"])
+    text = static(show_heatmap(result, tokens=["<script>" * 30] * 100))
+    assert len(text.encode()) <= MOST_BYTES
+    reader = read(text)
+    assert reader.tags == {"div", "p", "strong", "ol", "li", "code"}
+    assert any(one.startswith("path h_80") for one in reader.texts[:12])
+    assert ": -9" in reader.texts
+    assert "<script>" not in text
+
+
+def test_no_number_at_all_is_said() -> None:
+    heatmap = show_heatmap(a_result() * np.nan)
+    assert repr(heatmap) == "<Heatmap of score, 3 x 4 (path x position), no finite number>"
+    assert "no finite number" in static(heatmap)
+    large = xr.DataArray(np.full((90, 100), np.nan), dims=["path", "position"])
+    assert "<ol>" not in static(show_heatmap(large))
+
+
+def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    source = "from tests.notebook.display.test_heatmap_widget import a_result, show_heatmap\nshow_heatmap(a_result())"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    client = NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=True)
+    client.execute()
+    live, table = notebook.cells[0].outputs
+    model_id = live["data"][WIDGET_VIEW]["model_id"]
+    assert live["data"]["text/plain"].startswith("<Heatmap of score")
+    assert table["data"].keys() == {"text/html"}
+    assert f'class="gp-static gp-static-{model_id}"' in table["data"]["text/html"]
+    saved = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"][model_id]
+    saved["buffers"] = [one for one in saved["buffers"] if one["path"] != ["front_end"]]
+    saved["state"].pop("_esm")
+    assert len(json.dumps(saved)) < 5_000
+    nbformat.validate(notebook)

@@ -1,0 +1,248 @@
+"""Progress in real terminals, kernels and pipes: shown while something takes long, where it belongs, and gone after."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import nbformat
+import pexpect
+import pytest
+import torch
+from nbclient import NotebookClient
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.capture.frame_count import FrameCount, frame_count
+from graphpatch_notebook.notebook.display.progress import busy, capture_progress
+from tests.notebook.hosts import environment
+from tests.zoo import case_by_name
+
+SLOW_MODEL = """
+import contextlib, sys, time
+import torch
+from torch import nn
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.notebook.display.progress import busy, capture_progress
+
+class Step(nn.Module):
+    def forward(self, x):
+        time.sleep(0.05)
+        return x + 1
+
+class Slow(nn.Module):
+    def __init__(self, steps=12, repeats=1, fails=False):
+        super().__init__()
+        self.steps = nn.ModuleList(Step() for _ in range(steps))
+        self.repeats, self.fails = repeats, fails
+
+    def forward(self, x):
+        for step in [*self.steps] * self.repeats:
+            x = step(x)
+        return x / 0 if not self.fails else x.no_such_method()
+
+def captured(delay=0.2, **settings):
+    model = Slow(**settings)
+    with capture_progress(model, delay):
+        return PatchableGraph(model, torch.ones(2))
+"""
+
+
+def python_file(folder: Path, source: str) -> str:
+    file = folder / "script.py"
+    file.write_text(SLOW_MODEL + textwrap.dedent(source), encoding="utf8")
+    return str(file)
+
+
+# -- terminals ---------------------------------------------------------------------------------------------------------
+
+STORY = """
+import rich.console, rich.progress  # takes a while where the cores are busy
+
+def say(text):
+    print(f"<{text}>", flush=True)
+
+say("short")
+captured(delay=1.0, steps=2)
+say("capture")
+captured(steps=20)
+say("many calls")
+captured(steps=4, repeats=5)
+say("busy")
+with busy("Building [code]", 0.1), busy("something within", 0.15):
+    time.sleep(0.5)
+say("error")
+with contextlib.suppress(AttributeError):
+    captured(steps=20, fails=True)
+say("interrupt")
+try:
+    captured(steps=400)
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+HIDE_CURSOR, SHOW_CURSOR, CLEAR_LINE = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
+
+
+@pytest.fixture(scope="module")
+def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a terminal of 100 columns is sent in each part of the story."""
+    folder = tmp_path_factory.mktemp("terminal")
+    settings = {"env": environment(folder), "dimensions": (24, 100), "encoding": "utf8", "timeout": 60}
+    terminal = pexpect.spawn(sys.executable, [python_file(folder, STORY)], **settings)
+    terminal.logfile_read = sent = io.StringIO()
+    terminal.expect("<interrupt>")
+    terminal.expect("Capturing Slow")
+    time.sleep(0.3)
+    terminal.sendintr()
+    terminal.expect(pexpect.EOF)
+    parts = re.split(r"<([\w ]+)>", sent.getvalue())
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_nothing_below_the_delay(screens: dict[str, str]) -> None:
+    assert screens["short"].strip() == ""
+
+
+def test_a_bar_with_colours_that_moves(screens: dict[str, str]) -> None:
+    shown = screens["capture"]
+    assert "\x1b[3" in shown
+    assert "━" in shown
+    done = [int(number) for number in re.findall(r"Capturing Slow .*? (\d+) of about 21 calls", shown)]
+    assert len(set(done)) > 2
+    assert done == sorted(done)
+    assert done[0] >= 2
+
+
+def test_modules_that_are_called_many_times_grow_the_bar(screens: dict[str, str]) -> None:
+    pairs = [
+        (int(done), int(total)) for done, total in re.findall(r" (\d+) of about (\d+) calls", screens["many calls"])
+    ]
+    assert pairs[0][1] == 5
+    assert pairs[-1][0] > 15
+    assert all(done <= total for done, total in pairs)
+
+
+def test_a_spinner_and_only_one_display_at_once(screens: dict[str, str]) -> None:
+    assert "Building [code]" in screens["busy"]
+    assert "something within" not in screens["busy"]
+    assert "━" not in screens["busy"]
+
+
+@pytest.mark.parametrize("part", ["capture", "many calls", "busy", "error", "interrupt"])
+def test_the_terminal_is_left_clean(screens: dict[str, str], part: str) -> None:
+    shown = screens[part]
+    assert shown.count(HIDE_CURSOR) == shown.count(SHOW_CURSOR) == 1
+    assert HIDE_CURSOR in shown.split(SHOW_CURSOR)[0]
+    assert re.fullmatch(r"(\x1b\[1A)?" + re.escape(CLEAR_LINE), shown.split(SHOW_CURSOR)[1].strip())
+
+
+def test_an_interrupt_ends_the_capture(screens: dict[str, str]) -> None:
+    assert "interrupted" in screens
+
+
+# -- pipes -------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_in_a_pipe_and_rich_is_not_imported_for_it(tmp_path: Path) -> None:
+    source = """
+    captured()
+    with busy("Building code", 0.1):
+        time.sleep(0.4)
+    print("rich" in sys.modules, "IPython" in sys.modules)
+    """
+    result = subprocess.run(
+        [sys.executable, python_file(tmp_path, source)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (result.stdout, result.stderr) == ("False False\n", "")
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def notebook() -> nbformat.NotebookNode:
+    sources = [
+        SLOW_MODEL,
+        "print('before'); pg = captured(steps=20); print('after')",
+        "captured(delay=1.0, steps=2); 'short'",
+        "with busy('Building [code]', 0.1):\n    time.sleep(0.4)",
+        "captured(steps=20, fails=True)",
+        "pg.graph.x._shape",
+    ]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=60, kernel_name="python3", allow_errors=True).execute()
+    return notebook
+
+
+def outputs(notebook: nbformat.NotebookNode, cell: int) -> list[tuple[str, str]]:
+    return [
+        (output.output_type, output.text if "text" in output else output.get("data", {}).get("text/plain", ""))
+        for output in notebook.cells[cell].outputs
+    ]
+
+
+def test_one_line_is_left_in_the_cell_it_belongs_to(notebook: nbformat.NotebookNode) -> None:
+    (_, before), (kind, line), (_, after) = outputs(notebook, 1)
+    assert (before, kind, after) == ("before\n", "display_data", "after\n")
+    assert re.fullmatch(r"Capturing Slow: 21 module calls, \d\.\d s", line)
+    assert list(notebook.cells[1].outputs[1].data) == ["text/plain"]
+    assert outputs(notebook, 2) == [("execute_result", "'short'")]
+    ((_, line),) = outputs(notebook, 3)
+    assert re.fullmatch(r"Building \[code\]: \d\.\d s", line)
+    assert not notebook.metadata.get("widgets")
+
+
+def test_a_capture_that_fails_says_where_it_stopped(notebook: nbformat.NotebookNode) -> None:
+    (_, line), (kind, _) = outputs(notebook, 4)
+    assert re.fullmatch(r"Capturing Slow: stopped, 20 module calls, \d\.\d s", line)
+    assert kind == "error"
+    assert outputs(notebook, 5) == [("execute_result", "torch.Size([2])")]
+
+
+# -- without a display -------------------------------------------------------------------------------------------------
+
+
+def test_frames_are_counted_once_each() -> None:
+    case = case_by_name("gpt2-eager")
+    call, count = case.example(), FrameCount()
+    token = frame_count.set(count)
+    try:
+        pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
+    finally:
+        frame_count.reset(token)
+    assert count.frames == len(list(pg._root_frame.walk()))
+
+
+class Printing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.redirect_stdout(io.StringIO()):
+            time.sleep(0.3)
+        print("printed")
+        return x + 1
+
+
+def test_what_the_model_prints_goes_where_it_went(capsys: pytest.CaptureFixture[str]) -> None:
+    stdout = sys.stdout
+    model = Printing()
+    with capture_progress(model, 0.05):
+        pg = PatchableGraph(model, torch.ones(2))
+    assert sys.stdout is stdout
+    assert capsys.readouterr().out == "printed\n"
+    assert frame_count.get() is None
+    assert "add" in pg.nodes
+
+
+def test_errors_pass_through() -> None:
+    with pytest.raises(ZeroDivisionError), busy("Dividing"):
+        1 / 0  # noqa: B018
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="shapes"), capture_progress(model):
+        PatchableGraph(model, torch.ones(1, 3))
+    assert frame_count.get() is None

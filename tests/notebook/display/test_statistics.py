@@ -1,0 +1,168 @@
+"""Statistics: exact, for every dtype and layout, beside what plain torch gives in float64."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphpatch_notebook.notebook.display import statistics
+from graphpatch_notebook.notebook.display.statistics import norm_of, readable, statistics_of, summary
+
+# Of all sizes, whole ones, NaN and infinite ones among them.
+numbers = st.one_of(
+    st.floats(width=64), st.floats(-10, 10), st.integers(-5, 5).map(float), st.sampled_from([math.nan, math.inf])
+)
+
+
+def tensor_of(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_PIECE", 7)
+
+
+def root(square: Fraction) -> float:
+    """The square root, also where the square is no float."""
+    if square == 0:
+        return 0.0
+    exponent = (square.numerator.bit_length() - square.denominator.bit_length()) // 2
+    scale = Fraction(2) ** exponent
+    found = math.sqrt(square / scale**2)
+    try:
+        return float(Fraction(found) * scale)
+    except OverflowError:
+        return 1.7976931348623157e308
+
+
+@given(st.lists(numbers, max_size=40))
+def test_summaries_are_exact(values: list[float]) -> None:
+    found = summary(tensor_of(values))
+    finite = [Fraction(value) for value in values if math.isfinite(value)]
+    assert (found.count, found.finite) == (len(values), len(finite))
+    assert found.nan == sum(map(math.isnan, values))
+    if not finite:
+        assert (found.minimum, found.maximum, found.mean, found.std) == (None, None, None, None)
+        return
+    assert (found.minimum, found.maximum) == (float(min(finite)), float(max(finite)))
+    assert found.mean is not None
+    mean = sum(finite) / len(finite)
+    # Sums in float64 err by their largest part.
+    margin = 1e-13 * float(max(map(abs, finite))) + 5e-324
+    assert abs(found.mean - float(mean)) <= margin
+    if len(finite) == 1:
+        assert found.std is None
+        return
+    assert found.std is not None
+    std = root(sum((value - mean) ** 2 for value in finite) / (len(finite) - 1))
+    assert math.isfinite(found.std)
+    assert abs(found.std - std) <= 1e-12 * std + 4 * margin
+
+
+@given(st.lists(numbers, max_size=40))
+def test_norms_are_exact(values: list[float]) -> None:
+    squares = sum(Fraction(value) ** 2 for value in values if math.isfinite(value))
+    assert norm_of(tensor_of(values)) == pytest.approx(root(Fraction(squares)), rel=1e-12, abs=1e-322)
+
+
+@given(st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), min_size=2, max_size=50))
+def test_summaries_are_those_of_torch(values: list[float]) -> None:
+    tensor = torch.tensor(values, dtype=torch.float16)
+    found, doubles = summary(tensor), tensor.double()
+    assert found.mean == pytest.approx(float(doubles.mean()), rel=1e-12, abs=1e-10)
+    assert found.std == pytest.approx(float(doubles.std()), rel=1e-9, abs=1e-9)
+
+
+def test_half_precision_is_summed_up_in_double() -> None:
+    tensor = torch.full((5000,), 60000.0, dtype=torch.float16)
+    assert summary(tensor).mean == 60000 - 60000 % 32
+    assert summary(tensor).std == 0
+
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_has_statistics(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    found = statistics_of(tensor, readable(tensor))
+    assert found["dtype"] == str(dtype).removeprefix("torch.")
+    assert (found["shape"], found["device"], found["count"]) == ([2, 3], "cpu", 6)
+    assert (found["min"], found["max"], found["nan"], found["infinite"]) == (0, 1, 0, 0)
+    assert found["mean"] == pytest.approx(4 / 6)
+    assert found["std"] == pytest.approx(float(torch.tensor([0, 1, 1, 1, 0, 1.0]).std()))
+    assert all(type(found[key]) is float for key in ("mean", "std", "min", "max"))
+
+
+@pytest.mark.parametrize(("number", "dtype", "value"), [(True, "bool", 1), (7, "int", 7), (2.5, "float", 2.5)])
+def test_numbers_have_statistics(number: Any, dtype: str, value: float) -> None:
+    found = statistics_of(number, readable(number))
+    assert (found["shape"], found["dtype"], found["device"], found["count"]) == ([], dtype, "cpu", 1)
+    assert (found["mean"], found["min"], found["max"], found["std"]) == (value, value, value, None)
+
+
+def test_of_complex_numbers_it_is_the_magnitudes() -> None:
+    tensor = torch.tensor([[3 + 4j, 0], [0, -5j]])
+    for one in (tensor, tensor.conj(), tensor.T, tensor.to_sparse()):
+        found = readable(one)
+        assert found.tensor is not None
+        assert sorted(found.tensor.flatten().tolist()) == [0, 0, 5, 5]
+        assert str(found.remark).startswith("magnitudes of complex numbers")
+    assert readable(3 + 4j).tensor == 5
+
+
+def test_other_layouts_are_made_dense() -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    for sparse in (dense.to_sparse(), dense.to_sparse_csr()):
+        found = readable(sparse)
+        assert found.tensor is not None
+        assert torch.equal(found.tensor, dense)
+        assert statistics_of(sparse, found)["mean"] == 1.25
+    quantized = torch.quantize_per_tensor(dense, 0.5, 3, torch.quint8)
+    found = readable(quantized)
+    assert (found.remark, found.tensor is not None and found.tensor.tolist()) == (
+        "dequantized from quint8", dense.tolist()
+    )  # fmt: skip
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+    found = readable(nested)
+    assert found.tensor is not None
+    assert (found.tensor.tolist(), statistics_of(nested, found)["shape"]) == ([1, 1, 0, 0, 0], [])
+    assert found.remark == "the values of 2 nested tensors in a row"
+
+
+def test_what_has_no_numbers_says_why() -> None:
+    for value, why in (
+        (torch.empty(2, 3, device="meta"), "device meta"),
+        ("text", "an object of type str"),
+        (10**400, "so many digits"),
+    ):
+        found = readable(value)
+        assert found.tensor is None
+        assert why in str(found.remark)
+        assert statistics_of(value, found)["mean"] is None
+    assert statistics_of(torch.empty(2, 3, device="meta"), readable(torch.empty(2, 3, device="meta")))["count"] == 6
+
+
+def test_views_and_tensors_with_gradients_are_read() -> None:
+    base = torch.arange(24.0).reshape(2, 3, 4).requires_grad_()
+    for view in (base.transpose(0, 2), base[:, 1], base.expand(5, 2, 3, 4), base._neg_view()):
+        found = readable(view)
+        assert found.tensor is not None
+        assert not found.tensor.requires_grad
+        assert summary(found.tensor).mean == pytest.approx(float(view.double().mean()))
+
+
+def test_nothing_has_no_mean() -> None:
+    found = statistics_of(torch.ones(0, 3), readable(torch.ones(0, 3)))
+    assert (found["count"], found["mean"], found["min"], found["shape"]) == (0, None, None, [0, 3])

@@ -1,0 +1,225 @@
+"""Tables hold what comes from anywhere, and show it as text: in a pipe, a terminal of any width, and HTML."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+from IPython.lib.pretty import pretty
+from rich.console import Console
+
+from graphpatch_notebook.inspection.tree_texts import CSS_STYLES
+from graphpatch_notebook.notebook.display.labels import visible
+from graphpatch_notebook.notebook.display.tables import Column, Table
+from graphpatch_notebook.notebook.export.source_code import as_html
+from graphpatch_notebook.notebook.search.search import find
+from tests.notebook.hostile import KEYS, hostile_graph
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def table(cells: list[list[str]], **options: object) -> Table[list[str]]:
+    columns = [Column("first"), Column("second", "tensor"), Column("third", "note", is_cut=True)]
+    return Table(columns, cells, lambda row: row, **options)  # type: ignore[arg-type]
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    return monkeypatch
+
+
+def shown_at(stdout: StringIO, value: object) -> str:
+    """What IPython writes of a value where its output goes to `stdout`."""
+    with contextlib.redirect_stdout(stdout):
+        return pretty(value)
+
+
+class Elements(HTMLParser):
+    """The tags of a piece of HTML, with the names of their attributes, and the text of each table cell."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.cells: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cells:
+            self.cells[-1] += data
+
+
+def test_plain_text_is_aligned_whole_and_without_colours() -> None:
+    shown = repr(table([["a", "名前", "c" * 200], ["abcdef", "x", ""]], title="Title", notes=["note"]))
+    title, head, first, second, note = shown.split("\n")
+    assert (title, note) == ("Title", "note")
+    assert head == "first   second  third"
+    assert first == "a       名前    " + "c" * 200  # these two letters are two columns wide each
+    assert second == "abcdef  x"
+    assert str(table([["a", "b", "c"]])) == repr(table([["a", "b", "c"]]))
+
+
+def test_a_table_without_rows_says_so() -> None:
+    empty = table([], title="Title", empty="no patches chosen")
+    assert repr(empty) == "Title\nno patches chosen"
+    assert "no patches chosen" in empty._repr_html_()
+    assert "<table" not in empty._repr_html_()
+
+
+def test_it_is_the_sequence_of_all_its_rows() -> None:
+    rows = [[str(number), "", ""] for number in range(60)]
+    long = table(rows, how_to_narrow="look elsewhere")
+    assert list(long) == rows
+    assert len(long) == 60
+    assert long[-1] == rows[-1]
+    assert long[2:4] == rows[2:4]
+    assert repr(long).endswith("\n… 10 more: look elsewhere")
+    assert repr(long).count("\n") == 51
+    assert Elements(long._repr_html_()).cells[-3].startswith("49")
+
+
+def found_at(width: int, terminal: pytest.MonkeyPatch, paths: list[str]) -> list[str]:
+    """The lines that `find` shows of these paths in a terminal."""
+    columns = [
+        Column("path", is_whole=True),
+        Column("op", "graph", is_cut=True),
+        Column("value", "tensor"),
+        Column("source", "note", is_cut=True, is_optional=True),
+    ]
+    rows = [[path, "scaled_dot_product_attention", "[1, 128, 8192] f16", "x = " + "f(" * 60] for path in paths]
+    terminal.setenv("COLUMNS", str(width))
+    return ANSI.sub("", shown_at(Terminal(), Table(columns, rows, lambda row: row))).split("\n")
+
+
+def test_paths_stay_whole_and_sources_make_room_first(terminal: pytest.MonkeyPatch) -> None:
+    paths = ["model.layers_17.self_attn.hidden_states_2", "model.norm"]
+    wide, less, narrow, narrowest = (found_at(width, terminal, paths) for width in (120, 80, 78, 30))
+    assert all(path in line for shown in (wide, less, narrow) for path, line in zip(paths, shown[1:], strict=False))
+    assert all(any(path in line for line in narrowest) for path in paths)
+    assert all(len(shown) == 3 for shown in (wide, less, narrow))
+    assert wide[0].split() == ["path", "op", "value", "source"]
+    assert wide[1].endswith("…")
+    assert less[0].split() == narrow[0].split() == ["path", "op", "value"]
+    assert max(map(len, less)) <= 80
+    assert "scaled_dot_" in narrow[1]
+    assert "[1, 128, 8192] f16" in narrow[1]
+    assert len(found_at(400, terminal, paths)[1].split("f(")) == 61
+
+
+def test_long_sources_are_not_lost_in_html() -> None:
+    html = table([["a", "b", "c" * 200]])._repr_html_()
+    (cell,) = re.findall(r'<td style="([^"]*)">c', html)
+    assert cell.endswith("white-space:pre-wrap;overflow-wrap:anywhere;min-width:16ch")
+    assert "pre-wrap" not in html.partition(">a<")[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Colours
+
+
+def luminance(colour: list[float]) -> float:
+    """The relative luminance of WCAG 2.1, of a colour of parts from 0 to 1."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(style: str, text: float, page: float) -> float:
+    """How well text of this style can be read on a page: both grey, and the page's own text colour, too."""
+    mixed = re.search(r"color-mix\(in srgb,#(\w{6}) (\d+)%,currentColor\)", style)
+    assert mixed is not None
+    part = int(mixed[2]) / 100
+    colour = [int(mixed[1][i : i + 2], 16) / 255 * part + text * (1 - part) for i in (0, 2, 4)]
+    light, dark = sorted([luminance(colour) + 0.05, luminance([page] * 3) + 0.05], reverse=True)
+    return light / dark
+
+
+# What JupyterLab has: its text is not wholly black on white (.87), and wholly white on #111.
+@pytest.mark.parametrize(("text", "page"), [(0.13, 1.0), (1.0, 0x11 / 255), (0.0, 1.0), (0.8, 0.0)])
+def test_colours_can_be_read_on_light_and_dark_pages(text: float, page: float) -> None:
+    styles = [style for style in CSS_STYLES.values() if "color:" in style]
+    styles += re.findall(r'style="(color:[^"]*)"', as_html("import x  # y\ndef f(): return 'a' + str(1)"))
+    assert len(set(styles)) >= 6
+    assert min(contrast(style, text, page) for style in styles) >= 4.5
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_in_a_terminal_it_fits_the_width_and_loses_no_path(terminal: pytest.MonkeyPatch, width: int) -> None:
+    terminal.setenv("COLUMNS", str(width))
+    path = "model.layers_17.self_attn.q_proj.linear_with_a_very_long_name"
+    shown = shown_at(Terminal(), table([[path, "[1, 2] f32", "x = " + "f(" * 60]]))
+    assert "\x1b[32m" in shown
+    lines = ANSI.sub("", shown).split("\n")
+    assert max(map(len, lines)) <= width
+    body = lines[next(i for i, line in enumerate(lines) if line.startswith("m")) :]  # below the head
+    first_column = max(len(line.split()[0]) for line in body)
+    assert "".join(line[:first_column].strip() for line in body) == path
+    if width == 200:
+        assert len(lines) == 2
+
+
+def test_colours_only_where_somebody_sees_them(terminal: pytest.MonkeyPatch) -> None:
+    one = table([["a", "b", "c"]])
+    assert "\x1b[" in shown_at(Terminal(), one)
+    assert shown_at(Terminal(), [one]) == "[<Table of 1 rows>]"
+    assert shown_at(StringIO(), one) == repr(one)
+    terminal.setenv("NO_COLOR", "1")
+    assert shown_at(Terminal(), one) == repr(one)
+    terminal.delenv("NO_COLOR")
+    terminal.setenv("TERM", "dumb")
+    assert shown_at(Terminal(), one) == repr(one)
+
+
+def test_rich_prints_it_too() -> None:
+    console = Console(file=StringIO(), width=60)
+    console.print(table([["[red]a[/red]", "b", ":smile:"]], title="[bold]t"))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.rstrip() for line in shown.rstrip().split("\n")] == [
+        "[bold]t",
+        "first         second  third",
+        "[red]a[/red]  b       :smile:",
+    ]
+
+
+@pytest.mark.parametrize("text", [*KEYS, "\u202eright to left", "\x9b31m", "\ud800", "\r", "tab\t", "\u2028"])
+def test_hostile_text_is_shown_as_text(terminal: pytest.MonkeyPatch, text: str) -> None:
+    hostile = table([[text] * 3], title=text, notes=[text])
+    terminal.setenv("COLUMNS", "200")
+    for shown in (repr(hostile), ANSI.sub("", shown_at(Terminal(), hostile))):
+        assert shown.replace("\n", "").isprintable()
+        assert shown.count("\n") == 3
+        assert shown.count(visible(text)) == 5
+    html = Elements(hostile._repr_html_())
+    assert html.tags <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
+    assert html.attributes == {"style"}
+    assert html.cells[0] == visible(text)
+
+
+def test_hostile_names_of_a_model_are_found_and_shown() -> None:
+    found = find(hostile_graph(), "output")
+    html = Elements(found._repr_html_())
+    assert html.tags <= {"div", "table", "thead", "tbody", "tr", "th", "td"}
+    assert repr(found).replace("\n", "").isprintable()
+    assert all(path in repr(found) for path in found.paths if path.isprintable())
+    assert "color:" in found._repr_html_()
+
+
+def test_endless_text_is_cut() -> None:
+    assert len(repr(table([["x" * 100_000, "", ""]]))) < 1000

@@ -1,0 +1,92 @@
+"""How exported code shows itself: in a terminal, in a notebook, in a pipe."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from graphpatch_notebook.notebook.export.source_code import SourceCode
+
+TEXT = 'from graphpatch import ZeroPatch\n\n# <script>alert("&")</script>\nx = {"a": 1.5}\nif x:\n    print(f\'{x}\')\n'
+CODE = SourceCode(TEXT)
+SHOW = f"from graphpatch_notebook.notebook.export.source_code import SourceCode as S; display(S({TEXT!r}))"
+
+
+def test_it_is_a_text() -> None:
+    assert CODE == TEXT
+    assert repr(CODE) == TEXT.rstrip("\n")
+    assert isinstance(CODE + "", str)
+    compile(CODE, "<exported>", "exec")
+
+
+def test_it_is_saved_as_utf8(tmp_path: Path) -> None:
+    file = SourceCode("x = 'ä'\n").save(tmp_path / "code.py")
+    assert file.read_bytes() == b"x = '\xc3\xa4'\n"
+
+
+def test_html_shows_the_code_and_nothing_else() -> None:
+    shown = CODE._repr_html_()
+
+    assert html.unescape(re.sub(r"<[^>]*>", "", shown)) == TEXT.rstrip("\n")
+    assert "<script" not in shown
+    assert re.search(r'<span style="color:#2c7fb8;[^"]*">from</span>', shown)
+
+
+def test_ipython_formats() -> None:
+    shell = InteractiveShell.instance()
+    data, _ = shell.display_formatter.format(CODE)
+    assert set(data) == {"text/plain", "text/html"}
+    assert data["text/plain"] == TEXT.rstrip("\n")
+
+
+def ipython(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", command],
+        capture_output=True, text=True, check=True, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_it_is_plain_in_a_pipe() -> None:
+    assert ipython(SHOW).stdout == TEXT
+
+
+TERMINALS = [({}, True), ({"NO_COLOR": "1"}, False)]
+
+
+@pytest.mark.parametrize(("settings", "has_colours"), TERMINALS)
+def test_it_is_coloured_in_a_terminal(settings: dict[str, str], has_colours: bool) -> None:
+    master, slave = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm-256color", **settings}
+    command = [sys.executable, "-m", "IPython", "--no-banner", "-c", SHOW]
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        shown = b""
+        try:
+            while chunk := os.read(master, 4096):
+                shown += chunk
+        except OSError:  # the other end is closed
+            pass
+        process.wait(30)
+    os.close(master)
+    text = shown.decode()
+    assert bool(re.search(r"\x1b\[[0-9;]+m", text)) == has_colours
+    escapes = r"\x1b(\][^\x07]*\x07|\[[?0-9;]*[a-zA-Z])"
+    assert re.sub(escapes, "", text).replace("\r\n", "\n").rstrip("\n") == TEXT.rstrip("\n")
+
+
+def test_rich_shows_it() -> None:
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(CODE.__rich__())
+    assert [line.rstrip() for line in console.export_text().splitlines()] == TEXT.splitlines()

@@ -1,0 +1,261 @@
+"""What a run has changed at its probes, beside what plain hooks of torch see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook import ExtractionOptions, PatchableGraph
+from graphpatch_notebook.notebook.run.probe_changes import probe_change
+from graphpatch_notebook.notebook.run.run_report import Taken
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session
+from tests.notebook.shells import Mlp
+
+X = torch.arange(12.0).reshape(3, 4) / 10
+
+
+def patch(path: str, kind: str, **fields: Any) -> ChosenPatch:
+    return ChosenPatch(path, kind, **fields)  # type: ignore[arg-type]
+
+
+def run(pg: PatchableGraph, *patches: ChosenPatch, **variables: Any) -> tuple[Runs, dict[str, Any]]:
+    session = Session(pg, Origin("pg", "model", "x"))
+    session.extend(patches)
+    runs = Runs(session, lambda: variables)
+    number = runs.start(None)
+    runs.wait(number, 20)
+    status = runs.status(number)[0]
+    assert status["state"] == "done", status
+    return runs, status["report"]
+
+
+def change_at(pg: PatchableGraph, *patches: ChosenPatch, **variables: Any) -> Any:
+    """What the report says of the only probe."""
+    (probe,) = run(pg, *patches, **variables)[1]["probes"]
+    return probe["change"]
+
+
+def seen(model: nn.Module, at: nn.Module, edit: Callable[[Tensor], Tensor] | None = None, of: Any = None) -> Tensor:
+    """What comes out of `at`, by a plain hook, when `edit` is applied to what comes out of `of`."""
+    kept: list[Tensor] = []
+    handles = []
+    if edit is not None:
+        handles.append((of or at).register_forward_hook(lambda *call: edit(call[2])))
+    handles.append(at.register_forward_hook(lambda *call: kept.append(call[2].clone())))
+    with torch.no_grad():
+        model(X)
+    for handle in handles:
+        handle.remove()
+    (value,) = kept
+    return value.double()
+
+
+def without_first_row(value: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(value[:1]), value[1:]])
+
+
+@pytest.mark.parametrize("slice_", [None, ":, :2"])
+def test_norms_at_a_probe_are_those_that_hooks_see(slice_: str | None) -> None:
+    model = Mlp().eval()
+    pg = PatchableGraph(model, X.clone())
+    zero = patch("up.linear", "zero", slice="0")
+    runs, report = run(pg, zero, patch("down.linear", "probe", name="h", slice=slice_))
+    before, after = seen(model, model.down), seen(model, model.down, without_first_row, model.up)
+    if slice_ is not None:
+        before, after = before[:, :2], after[:, :2]
+    change = report["probes"][0]["change"]
+    assert change["norm_before"] == pytest.approx(float(before.norm()), rel=1e-12)
+    assert change["norm_after"] == pytest.approx(float(after.norm()), rel=1e-12)
+    assert change["norm_difference"] == pytest.approx(float((after - before).norm()), rel=1e-12)
+    assert change["norm_difference"] > 0
+    assert change["note"] is None
+    assert runs.last is not None
+    assert torch.equal(runs.last.activations["h"].double(), after)
+    with torch.no_grad():
+        assert torch.equal(runs.last.unpatched_output, model(X))
+
+
+def test_a_probe_before_the_patch_sees_no_change() -> None:
+    pg = PatchableGraph(Mlp().eval(), X.clone())
+    change = change_at(pg, patch("x", "probe", name="h"), patch("up.linear", "zero"))
+    assert change["norm_before"] == change["norm_after"] == pytest.approx(float(X.double().norm()), rel=1e-12)
+    assert change["norm_difference"] == 0
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls.append(x)
+        hidden = torch.relu(self.up(x))
+        return hidden * 2
+
+
+calls: list[Tensor] = []
+
+
+@pytest.mark.parametrize(
+    ("patches", "expected"),
+    [
+        ([], 1),
+        ([patch("hidden", "probe", name="h")], 2),
+        ([patch("hidden", "record", name="h")], 2),
+        ([patch("hidden", "zero")], 2),
+        ([patch("hidden", "zero"), patch("hidden", "probe", name="h")], 2),
+    ],
+)
+def test_probes_cost_no_further_call(patches: list[ChosenPatch], expected: int) -> None:
+    pg = PatchableGraph(Counts().eval(), X.clone())
+    calls.clear()
+    _, report = run(pg, *patches)
+    assert len(calls) == expected
+    if len(patches) < 2:  # nothing is changed, so that there is nothing to say
+        assert [probe["change"] for probe in report["probes"]] == [None] * len(report["probes"])
+
+
+def test_what_is_fused_without_probes_runs_so_for_the_output_without_patches() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    pg = PatchableGraph(model, x)
+    with torch.no_grad():
+        expected = model(x)
+    runs, report = run(pg, patch("linear1.linear", "add", value="1.0"), patch("linear2.linear", "probe", name="h"))
+    assert runs.last is not None
+    assert torch.equal(runs.last.unpatched_output, expected)
+    assert report["probes"][0]["change"]["norm_difference"] > 0.01
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.inner(x)
+        return nn.functional.scaled_dot_product_attention(q, x, x)
+
+
+def test_what_is_opened_for_probes_is_not_for_the_output_without_patches() -> None:
+    torch.manual_seed(0)
+    model, x = Attends().eval(), torch.randn(2, 2, 33, 16)
+    pg = PatchableGraph(model, ExtractionOptions(decompose=["scaled_dot_product_attention"]), x)
+    with torch.no_grad():
+        expected = model(x)
+    runs, report = run(pg, patch("attn_pattern", "probe", name="h"), patch("inner.linear", "zero"))
+    assert runs.last is not None
+    assert torch.equal(runs.last.unpatched_output, expected)
+    assert report["probes"][0]["change"]["norm_difference"] > 0.1
+
+
+class Loops(nn.Module):
+    """How often it goes round goes by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x + 0
+        for _ in range(int(start.sum()) + 1):
+            x = self.a(x)
+        return x * 2
+
+
+def loops() -> PatchableGraph:
+    torch.manual_seed(0)
+    return PatchableGraph(Loops().eval(), torch.zeros(1, 4))
+
+
+def test_records_are_summed() -> None:
+    record = patch("a.linear", "record", name="every")
+    first, second = [torch.tensor([3.0, 4.0]), 5.0], [torch.tensor([3.0, 5.0]), 3.0]
+    assert probe_change(Taken(record, first), Taken(record, second)) == {
+        "norm_before": 10.0,
+        "norm_after": pytest.approx(math.sqrt(34) + 3, rel=1e-12),
+        "norm_difference": 3.0,
+        "note": "sums of the norms of 2 recorded values",
+    }
+    found = probe_change(Taken(record, first), Taken(record, second[:1]))
+    assert found is not None
+    assert found["note"] == "not compared: 2 values were recorded without the patches, 1 with them"
+    assert found["norm_before"] is found["norm_after"] is found["norm_difference"] is None
+
+
+def test_what_has_no_numbers_and_what_was_not_kept_has_no_change() -> None:
+    probe, record = patch("a.linear", "probe", name="h"), patch("a.linear", "record", name="every")
+    assert probe_change(Taken(probe, ("a",)), Taken(probe, ("b",))) is None
+    assert probe_change(Taken(probe, None), Taken(probe, None)) is None
+    assert probe_change(Taken(record, []), Taken(record, [])) is None
+    assert probe_change(Taken(probe, 1.0), Taken(probe, None, "written into")) is None
+    found = probe_change(Taken(probe, None, "written into"), Taken(probe, 1.0))
+    assert found is not None
+    assert found["note"] == "not compared: without the patches, written into"
+
+
+def test_what_comes_up_in_one_of_the_calls_only_is_told() -> None:
+    nothing = {"norm_before": None, "norm_after": None, "norm_difference": None}
+    assert change_at(loops(), patch("start", "add", value="-1"), patch("a.linear", "probe", name="h")) == {
+        **nothing,
+        "note": "not compared: it fired only without the patches",
+    }
+
+
+def test_other_shapes_are_told() -> None:
+    pg = PatchableGraph(Counts().eval(), X.clone())
+    custom = patch("x", "custom", value="half")
+    change = change_at(pg, custom, patch("hidden", "probe", name="h", any_shape=True), half=lambda value: value[:2])
+    assert change["norm_difference"] is None
+    assert min(change["norm_before"], change["norm_after"]) > 0
+    assert change["note"] == "not compared: shape [3, 4] without the patches, [2, 4] with them"
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    pg = PatchableGraph(Counts().eval(), X.clone())
+    change = change_at(
+        pg, patch("x", "replace", slice="0, 0", value="math.inf"), patch("x", "probe", name="h"), math=math
+    )
+    assert change["norm_difference"] == 0
+    assert change["norm_after"] == pytest.approx(float(X.double().norm()), rel=1e-12)  # what is replaced was zero
+    assert change["note"].startswith("with the patches 1 infinite of 12")
+
+
+scratch = torch.zeros(3, 4)
+
+
+class Reuses(nn.Module):
+    """Writes each time into the same tensor, which is none of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * 2
+        torch.mul(scaled, 3, out=scratch)
+        hidden = scratch.view(3, 4)
+        return hidden + 1
+
+
+def test_a_value_that_the_next_call_writes_into_is_kept_apart() -> None:
+    pg = PatchableGraph(Reuses(), X.clone())
+    change = change_at(pg, patch("scaled", "zero"), patch("hidden", "probe", name="h"))
+    assert change["norm_before"] == pytest.approx(float((X * 2 * 3).double().norm()), rel=1e-6)
+    assert (change["norm_after"], change["norm_difference"]) == (0, change["norm_before"])
+
+
+def test_a_heatmap_of_one_value_says_so() -> None:
+    pg = PatchableGraph(Counts().eval(), X.clone())
+    _, report = run(
+        pg, patch("hidden", "zero"), *[patch(path, "probe", name=f"{path}_seen") for path in ("hidden", "x")]
+    )
+    assert [probe["plot"]["constant"] for probe in report["probes"]] == [0, None]
+    _, report = run(pg, patch("hidden", "zero"), patch("hidden", "replace", slice="0, 0", value="float('nan')"),
+                    patch("hidden", "probe", name="h"))  # fmt: skip
+    assert report["probes"][0]["plot"]["constant"] is None

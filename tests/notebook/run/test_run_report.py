@@ -1,0 +1,290 @@
+"""What a run has changed: every kind of output, beside what plain torch computes; and the next tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphpatch_notebook.notebook.display import statistics
+from graphpatch_notebook.notebook.display.tokens import TokenInputs, next_tokens, token_text
+from graphpatch_notebook.notebook.run.run_report import changes
+from graphpatch_notebook.notebook.session.slices import parse_slice
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_PIECE", 5)
+
+
+def change(before: Any, after: Any) -> dict[str, Any]:
+    found = changes(before, after)
+    assert found.remarks == []
+    (only,) = found.listed
+    return only
+
+
+def doubles(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+floats = st.lists(st.floats(-1e6, 1e6), min_size=12, max_size=12)
+
+
+@given(floats, floats)
+def test_norms_and_the_largest_differences(first: list[float], second: list[float]) -> None:
+    before, after = doubles(*first).reshape(3, 4), doubles(*second).reshape(3, 4)
+    found = change(before, after)
+    assert (found["path"], found["shape"], found["dtype"], found["note"]) == ("output", [3, 4], "float64", None)
+    for key, tensor in (("norm_before", before), ("norm_after", after), ("norm_difference", after - before)):
+        assert found[key] == pytest.approx(float(tensor.norm()), rel=1e-12)
+    differences = (after - before).abs()
+    assert len(found["largest"]) == min(5, int((differences > 0).sum()))
+    expected = differences.flatten().sort(descending=True).values[: len(found["largest"])].tolist()
+    assert [float(differences[tuple(entry["index"])]) for entry in found["largest"]] == expected
+    for entry in found["largest"]:
+        assert entry["before"] == float(before[tuple(entry["index"])])
+        assert entry["after"] == float(after[tuple(entry["index"])])
+
+
+def test_entries_that_are_not_finite_are_told_and_left_out() -> None:
+    found = change(doubles(1, math.nan, math.inf, 4), doubles(2, 2, 3, -math.inf))
+    assert found["norm_difference"] == 1
+    assert found["largest"] == [{"index": [0], "before": 1.0, "after": 2.0}]
+    assert found["norm_before"] == pytest.approx(math.sqrt(17))
+    assert found["note"] == (
+        "without the patches 1 NaN and 1 infinite of 4; with the patches 1 infinite of 4; "
+        "differences are those of entries that are finite in both"
+    )
+
+
+def test_no_number_of_a_report_is_infinite() -> None:
+    found = change(doubles(1.7e308, 1.7e308), doubles(-1.7e308, -1.7e308))
+    assert all(math.isfinite(found[key]) for key in ("norm_before", "norm_after", "norm_difference"))
+
+
+def test_other_shapes_and_kinds_are_told() -> None:
+    found = change(torch.ones(2, 3), torch.ones(2, 5))
+    assert found["note"] == "not compared: shape [2, 3] without the patches, [2, 5] with them"
+    assert (found["norm_difference"], found["largest"]) == (0, [])
+    assert found["norm_after"] == pytest.approx(math.sqrt(10))
+    assert "not compared: float32 without the patches, int with them" in change(torch.ones(2), 3)["note"]
+    found = change((torch.ones(2), None), (torch.ones(2), None))
+    assert found["path"] == "output|sub_0"
+    listed = changes((torch.ones(2), None), (torch.ones(2), torch.ones(1))).listed
+    assert (listed[1]["path"], listed[1]["note"]) == ("output|sub_1", "only there with the patches")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
+    before, after = torch.tensor([1, 0, 1]).to(dtype), torch.tensor([0, 0, 1]).to(dtype)
+    found = change(before, after)
+    assert (found["norm_before"], found["norm_difference"]) == (pytest.approx(math.sqrt(2)), 1)
+    assert found["largest"] == [{"index": [0], "before": 1.0, "after": 0.0}]
+
+
+def test_complex_numbers_of_equal_magnitudes_differ() -> None:
+    found = change(torch.tensor([3 + 4j, 1j]), torch.tensor([4 + 3j, 1j]))
+    assert found["norm_difference"] == pytest.approx(math.sqrt(2))
+    assert [entry["index"] for entry in found["largest"]] == [[0, 0], [0, 1]]
+    assert "0 for a real part, 1 for an imaginary one" in found["note"]
+    assert change(1j, 1 + 0j)["norm_difference"] == pytest.approx(math.sqrt(2))
+
+
+def test_large_integers_are_told() -> None:
+    found = change(torch.tensor([2**60]), torch.tensor([2**60 + 1]))
+    assert "integers beyond 2**53 are rounded" in found["note"]
+
+
+def test_other_layouts() -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    found = change(dense.to_sparse(), (dense * 2).to_sparse())
+    assert found["norm_difference"] == pytest.approx(float(dense.norm()))
+    found = change(torch.empty(2, device="meta"), torch.empty(2, device="meta"))
+    assert "no numbers" in found["note"]
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    logits: Tensor
+    parts: dict[str, Any]
+
+
+Pair = namedtuple("Pair", "a b")  # as they are met
+
+
+def test_containers_are_gone_through_logits_first() -> None:
+    def make(shift: float) -> Output:
+        return Output(torch.ones(2) + shift, torch.zeros(3) + shift, {"n": 2 + int(shift), "pair": Pair(True, "x")})
+
+    listed = changes(make(0), make(1)).listed
+    assert [one["path"] for one in listed] == [
+        "output|logits", "output|hidden", "output|parts.n", "output|parts.pair.sub_0"
+    ]  # fmt: skip
+    assert [one["norm_difference"] for one in listed] == [pytest.approx(3**0.5), pytest.approx(2**0.5), 1, 0]
+    assert listed[2]["shape"] == []
+    assert (listed[2]["dtype"], listed[3]["dtype"]) == ("int", "bool")
+
+
+def test_bulky_outputs_are_capped_and_that_is_told() -> None:
+    output = {"hidden": tuple(torch.ones(2) for _ in range(20)), "logits": torch.ones(3)}
+    found = changes(output, output)
+    assert len(found.listed) == 8
+    assert found.listed[0]["path"] == "output|logits"
+    assert found.remarks == [
+        "13 more parts of the output are not compared: output|hidden.sub_7 to output|hidden.sub_19"
+    ]  # fmt: skip
+
+
+def test_of_keys_that_differ_in_their_type_only_the_first_is_compared_and_that_is_told() -> None:
+    found = changes({1: 1.0, "1": 10.0}, {1: 2.0, "1": 10.0})
+    (only,) = found.listed
+    assert (only["path"], only["norm_before"], only["norm_after"]) == ("output|1", 1, 2)
+    assert found.remarks == ["several parts of the output have the same path, only the first is compared: output|1"]
+
+
+def test_an_output_that_holds_itself_is_gone_through_once() -> None:
+    output: dict[str, Any] = {"x": doubles(1.0), "inside": {}}
+    output["inside"]["again"] = output
+    output["inside"]["y"] = doubles(2.0)
+    found = changes(output, output)
+    assert [one["path"] for one in found.listed] == ["output|x", "output|inside.y"]
+    assert found.remarks == []
+
+
+def test_paths_show_no_control_codes_and_are_cut() -> None:
+    turned, long = "\u202eabc\x1b", "x" * 1_000
+    found = changes({turned: 1.0}, {turned: 1.0})
+    assert found.listed[0]["path"] == r"output|\u202eabc\x1b"
+    found = changes({long: {str(i): 1.0 for i in range(20)}}, {})
+    assert all(len(one["path"]) < 400 for one in found.listed)
+    assert len(found.remarks[0]) < 800
+
+
+def test_outputs_without_numbers_are_told() -> None:
+    assert changes(None, None).remarks == ["there is no tensor or number in the output, an object of type NoneType"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+class Words:
+    def __init__(self, size: int = 20) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def decode(self, ids: list[int]) -> str:
+        (number,) = ids
+        return f" w{number}"
+
+
+class Pieces:
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"##{number}" for number in ids]
+
+
+class Broken:
+    def decode(self, ids: list[int]) -> str:
+        raise IndexError(ids)
+
+
+def test_texts_of_tokens() -> None:
+    assert token_text(Words(), 3) == " w3"
+    assert token_text(Pieces(), 3) == "##3"
+    assert token_text(Broken(), 3) == "#3"
+    assert token_text(object(), 3) == "#3"
+
+
+def logits(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"logits": t}, lambda t: (t, None)])
+def test_the_most_probable_next_tokens(wrap: Any) -> None:
+    before, after = logits(1, 4, 20), logits(1, 4, 20, seed=1)
+    found = next_tokens(wrap(before), wrap(after), Words(), TokenInputs([1, 2, 3, 4], None, 1))
+    assert found is not None
+    assert found["position"] == 3
+    for tokens, expected in ((found["before"], before), (found["after"], after)):
+        probabilities = expected[0, -1].softmax(-1)
+        best = probabilities.argsort(descending=True)[:10].tolist()
+        assert [text for text, _ in tokens] == [f" w{number}" for number in best]
+        assert [p for _, p in tokens] == pytest.approx([float(probabilities[number]) for number in best])
+
+
+@pytest.mark.parametrize(
+    ("mask", "position"),
+    [(None, 3), ([1, 1, 1, 1], 3), ([1, 1, 0, 0], 1), ([0, 0, 1, 1], 3), ([1, 1, 1, 1, 1, 0], 2), ([1], 3)],
+)
+def test_the_last_position_is_no_padding(mask: list[int] | None, position: int) -> None:
+    found = next_tokens(logits(1, 4, 20), logits(1, 4, 20), Words(), TokenInputs([1, 2, 3, 4], mask, 1))
+    assert found is not None
+    assert found["position"] == position
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tokenizer", "ids"),
+    [
+        (logits(1, 4, 20), logits(1, 4, 20), None, [1]),
+        (logits(1, 4, 20), logits(1, 5, 20), Words(), [1]),
+        (logits(1, 4, 20), logits(1, 4, 20), Words(5000), [1]),  # not about tokens
+        (logits(1, 4, 20), logits(1, 4, 20), Words(), None),
+        (logits(4, 20), logits(4, 20), Words(), [1]),
+        (logits(1, 4, 20).long(), logits(1, 4, 20).long(), Words(), [1]),
+        (logits(1, 4, 20), logits(1, 4, 20) * math.nan, Words(), [1]),
+        (None, None, Words(), [1]),
+    ],
+)
+def test_without_logits_there_are_no_next_tokens(before: Any, after: Any, tokenizer: Any, ids: Any) -> None:
+    assert next_tokens(before, after, tokenizer, TokenInputs(ids, None, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "expected"),
+    [
+        ((2, 3, 5), "0, :, :", ("abc", None)),
+        ((2, 3, 5), "1, :, :", ("def", None)),
+        ((2, 3, 5), "-1, [2, 0], 1:", ("fd", None)),
+        ((2, 3, 5), "1, ::2, :", ("df", None)),
+        ((2, 3, 5), ":, :, 0", (None, None)),  # the rows of the batch have tokens of their own
+        ((2, 3, 5), ":, 1, :", (None, None)),
+        ((2, 3, 3), "0, :, :", (None, None)),
+        ((3, 2, 3), "0, :, :", (None, None)),
+        ((3, 5), ":, :", (None, None)),
+        ((2, 4, 3, 5), "1, 0, :, :", ("def", None)),
+        ((2, 3, 4, 5), "0, :, 0, :", (None, None)),
+        ((2, 4, 3, 3), "1, 0, :, :", (None, None)),  # queries, say
+        ((2, 3, 3, 3), "0, 0, :, :", (None, None)),
+    ],
+)
+def test_axes_have_the_tokens_of_their_row_or_none(shape: tuple[int, ...], index: str, expected: Any) -> None:
+    ids = TokenInputs([0, 1, 2], None, 2, [[0, 1, 2], [3, 4, 5]])
+    labels = ids.labels(Letters())
+    assert labels is not None
+    found = labels.of_axes(logits(*shape), parse_slice(index).index({}))
+    assert found == tuple(None if texts is None else list(texts) for texts in expected)
+
+
+def test_attention_patterns_have_tokens_on_both_axes() -> None:
+    labels = TokenInputs([0, 1, 2], None, 1, [[0, 1, 2]]).labels(Letters())
+    assert labels is not None
+    pattern = logits(1, 4, 3, 3).softmax(-1)
+    for index, expected in (("0, 0", ("abc", "abc")), ("0, 2, :, 1:", ("abc", "bc")), ("0, :, 1, :", (None, "abc"))):
+        found = labels.of_axes(pattern, parse_slice(index).index({}))
+        assert found == tuple(None if texts is None else list(texts) for texts in expected)
+
+
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "abcdef"[ids[0]]

@@ -1,0 +1,230 @@
+"""What runs start from and leave as it was: random generators of all kinds, tensors in attributes, settings."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Beta, Dirichlet, Gamma
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.notebook.run.run_state import RunState
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.session import Session
+from tests.notebook.run.test_runs import done, session_of
+
+X = torch.ones(2, 3)
+GENERATOR, NUMPYS, PYTHONS = torch.Generator(), np.random.default_rng(0), random.Random(0)
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(3, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+def with_probe(function: Callable[[Tensor], Tensor]) -> tuple[PatchableGraph, Runs]:
+    torch.manual_seed(0)
+    pg = PatchableGraph(Applied(function).eval(), X)
+    session = session_of(pg, ChosenPatch("linear.output", "probe", name="seen"))
+    return pg, Runs(session, dict)
+
+
+def by_helper(h: Tensor) -> Tensor:
+    return h * random.random()
+
+
+DRAWING: dict[str, Callable[[Tensor], Tensor]] = {
+    "binomial": lambda h: h + torch.binomial(torch.full_like(h, 10.0), torch.full_like(h, 0.5)),
+    "gamma": lambda h: h + Gamma(1.0, 1.0).sample(h.shape),
+    "beta": lambda h: h * Beta(torch.ones(3), torch.ones(3)).sample(),
+    "dirichlet": lambda h: h * Dirichlet(torch.ones(3)).sample(),
+    "an own generator": lambda h: h + torch.rand(3, generator=GENERATOR),
+    "Python's": lambda h: h * random.random(),
+    "Python's in a helper": lambda h: by_helper(h),
+    "numpy's": lambda h: h * float(np.random.rand()),
+    "an own one of Python": lambda h: h * PYTHONS.random(),
+    "an own one of numpy": lambda h: h * float(NUMPYS.random()),
+}
+
+
+def states() -> list[Any]:
+    return [
+        torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), PYTHONS.getstate(),
+        GENERATOR.get_state().tolist(), NUMPYS.bit_generator.state,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_both_calls_draw_the_same_random_numbers_and_leave_the_generators(kind: str) -> None:
+    pg, runs = with_probe(DRAWING[kind])
+    before = states()
+    report = done(runs)
+    assert report["changes"][0]["norm_difference"] == 0
+    assert report["warnings"] == []
+    assert states() == before
+    assert pg is not None
+
+
+def test_random_numbers_that_were_not_drawn_at_capture_are_told() -> None:
+    draws: list[bool] = []
+    _pg, runs = with_probe(lambda h: h * (random.random() if draws else 1.0))
+    draws.append(True)
+    report = done(runs)
+    assert report["changes"][0]["norm_difference"] > 0
+    assert any("random numbers of Python were drawn" in warning for warning in report["warnings"])
+
+
+def test_numbers_that_a_cell_draws_during_a_run_of_a_drawing_model_are_told() -> None:
+    is_slow, inside, may_go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def drop(h: Tensor) -> Tensor:
+        if is_slow.is_set() and not inside.is_set():
+            inside.set()
+            may_go_on.wait(10)
+        return nn.functional.dropout(h, 0.5, True)
+
+    _pg, runs = with_probe(drop)
+    is_slow.set()
+    number = runs.start(None)
+    inside.wait(10)
+    torch.rand(5)
+    may_go_on.set()
+    runs.wait(number)
+    (warning,) = runs.status(number)[0]["report"]["warnings"]
+    assert "another amount of random numbers (of torch)" in warning
+
+
+def test_a_language_model_in_eval_mode_draws_nothing() -> None:
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=16)
+    model = GPT2LMHeadModel(config).eval()
+    pg = PatchableGraph(model, torch.arange(4)[None])
+    assert not RunState(pg)._draws
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.total = torch.zeros(2, 3)
+
+
+class Accumulates(nn.Module):
+    """Adds to tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.total = torch.zeros(2, 3)
+        self.listed, self.queued, self.keeper = [torch.zeros(2, 3)], deque([torch.zeros(2, 3)]), Keeper()
+
+    def kept(self) -> list[Tensor]:
+        return [self.total, self.listed[0], self.queued[0], self.keeper.total]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).detach()
+        for tensor in self.kept():
+            tensor.add_(h)
+        return torch.stack(self.kept()) + 0
+
+
+def test_tensors_in_attributes_are_put_back() -> None:
+    torch.manual_seed(0)
+    model = Accumulates().eval()
+    pg = PatchableGraph(model, X)
+    for number, tensor in enumerate(model.kept()):
+        tensor.fill_(number)
+    expected = torch.stack([model.linear(X).detach() + number for number in range(4)])
+    runs = Runs(session_of(pg, ChosenPatch("linear.output", "probe", name="seen")), dict)
+    report = done(runs)
+    assert runs.last is not None
+    assert torch.equal(runs.last.output, expected)
+    assert torch.equal(runs.last.unpatched_output, expected)
+    assert report["warnings"] == []
+    assert [tensor.unique().tolist() for tensor in model.kept()] == [[0], [1], [2], [3]]
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.queue: deque[Tensor] = deque(maxlen=4)
+        self.calls = 0
+        self.spread = torch.zeros(1).expand(2, 3)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.queue.append(self.linear(x).detach())
+        if self.writes:
+            self.spread[:, :1].unsqueeze(0)[0, 0].add_(1)
+        return self.linear(x) * self.calls + len(self.queue)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_attributes_are_put_back_and_what_cannot_be_is_told(writes: bool) -> None:
+    model = Remembers().eval()
+    pg = PatchableGraph(model, X)
+    model.writes = writes
+    before = list(model.queue)
+    runs = Runs(session_of(pg, ChosenPatch("output", "add", value="1")), dict)
+    warnings = done(runs)["warnings"]
+    assert len(warnings) == writes
+    assert all("'spread' while it runs, which stays so" in warning for warning in warnings)
+    assert model.calls == len(model.queue) == 1
+    assert model.queue[0] is before[0]
+    assert runs.last is not None
+    assert torch.equal(runs.last.unpatched_output + 1, runs.last.output)
+
+
+def test_autocast_of_the_thread_that_asks_holds_in_the_run() -> None:
+    pg = PatchableGraph(nn.Linear(3, 3).eval(), X)
+    runs = Runs(Session(pg), dict)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = pg(X)
+        report = done(runs)
+    assert runs.last is not None
+    assert runs.last.output.dtype == expected.dtype == torch.bfloat16
+    assert report["warnings"] == []
+    done(runs)
+    assert runs.last.output.dtype == torch.float32
+
+
+def test_autocast_as_it_was_is_told_where_another_thread_asks() -> None:
+    pg = PatchableGraph(nn.Linear(3, 3).eval(), X)
+    with torch.autocast("cpu", torch.bfloat16):
+        runs = Runs(Session(pg), dict)
+    reports: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: reports.append(done(runs)))
+    thread.start()
+    thread.join(20)
+    assert runs.last is not None
+    assert runs.last.output.dtype == torch.bfloat16
+    assert any("autocast was on for cpu (torch.bfloat16)" in warning for warning in reports[0]["warnings"])
+
+
+class Cyclic(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = {"out": x * 2}
+        found["self"] = found
+        return found
+
+
+def test_an_output_that_holds_itself_is_kept_apart() -> None:
+    pg = PatchableGraph(Cyclic(), X)
+    assert not any("cannot be copied" in warning for warning in done(Runs(session_of(pg), dict))["warnings"])
+    runs = Runs(session_of(pg, ChosenPatch("x", "zero")), dict)
+    assert not any("cannot be copied" in warning for warning in done(runs)["warnings"])
+    assert runs.last is not None
+    assert (runs.last.unpatched_output["out"] == 2).all()
+    assert (runs.last.output["out"] == 0).all()

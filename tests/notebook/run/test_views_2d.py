@@ -1,0 +1,242 @@
+"""Planes: which part of a value is drawn, how it is reduced, and what the front end gets; oracles in plain numpy."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphpatch_notebook.errors import ChosenPatchError
+from graphpatch_notebook.notebook.display.statistics import readable
+from graphpatch_notebook.notebook.run import views_2d
+from graphpatch_notebook.notebook.run.views_2d import Picture, check_plane, parse_plane, picture
+
+SIDE = 10
+
+
+@pytest.fixture(autouse=True)
+def small_heatmaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert views_2d.SIDE == 256
+    monkeypatch.setattr(views_2d, "SIDE", SIDE)
+
+
+def drawn(value: Any, plane: str | None = None, **names: Any) -> Picture:
+    return picture(readable(value), None if plane is None else parse_plane(plane), names)
+
+
+def values_of(found: Picture) -> np.ndarray:
+    assert found.plot["type"] == "heatmap", found.plot
+    assert found.values is not None
+    return np.frombuffer(found.values, dtype="<f4").reshape(found.plot["rows"], found.plot["columns"])
+
+
+VALUE = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5) - 50
+
+
+@pytest.mark.parametrize(
+    ("plane", "expected", "text"),
+    [
+        (None, VALUE[0, 0], "0, 0, :, :"),
+        ("1, 2", VALUE[1, 2], "1, 2"),
+        ("1,:,-1 , :", VALUE[1, :, -1, :], "1, :, -1, :"),
+        ("..., 0, 1:3", VALUE[0, :, 0, 1:3], None),
+        (":, 1, 2, ::2", VALUE[:, 1, 2, ::2], ":, 1, 2, ::2"),
+        ("[0, 1], 1, 2", VALUE[[0, 1], 1, 2], "[0, 1], 1, 2"),
+        ("head, 0", VALUE[1, 0], "head, 0"),
+    ],
+)
+def test_a_plane_is_what_the_slice_takes(plane: str | None, expected: Tensor, text: str | None) -> None:
+    if plane == "..., 0, 1:3":
+        plane, text = "0, ..., 0, 1:3", "0, ..., 0, 1:3"
+    found = drawn(VALUE, plane, head=1)
+    assert np.array_equal(values_of(found), expected.numpy())
+    assert found.plot["slice"] == text
+    assert found.plot["full"] == [found.plot["rows"], found.plot["columns"]] == list(expected.shape)
+    assert found.plot["reduced"] is None
+    assert (found.plot["minimum"], found.plot["maximum"]) == (float(expected.min()), float(expected.max()))
+    assert torch.equal(VALUE[found.index], expected)
+
+
+@pytest.mark.parametrize(
+    ("plane", "match"),
+    [
+        ("0", r"leaves 3 dimensions, \[3, 4, 5\]; a heatmap shows two: .*, as in 0, 0, :, :"),
+        ("0, 0, 0, 0, 0", r"there is no \[0, 0, 0, 0, 0\] in a value of shape \[2, 3, 4, 5\]"),
+        ("2, 0", "there is no"),
+        ("missing, 0", "name 'missing' is not defined"),
+        ("1 +", "is no slice"),
+        ("f(0)", "is not possible"),
+        ("::-1", "steps are 1 or more"),
+    ],
+)
+def test_planes_that_a_value_has_not_are_refused(plane: str, match: str) -> None:
+    with pytest.raises(ChosenPatchError, match=match) as caught:
+        drawn(VALUE, plane)
+    assert caught.value.field == "plane"
+    with pytest.raises(ChosenPatchError, match=match):
+        check_plane(parse_plane(plane), VALUE.shape, {})
+
+
+def test_planes_can_be_checked_without_a_value() -> None:
+    check_plane(parse_plane("1, head"), (2, 3, 4, 5), {"head": 2})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reduced
+
+
+def blocks_of(array: np.ndarray, rows: int, columns: int) -> list[list[np.ndarray]]:
+    block = math.ceil(array.shape[0] / SIDE), math.ceil(array.shape[1] / SIDE)
+    return [
+        [
+            array[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]].astype(np.float64)
+            for j in range(columns)
+        ]
+        for i in range(rows)
+    ]
+
+
+sizes = st.integers(2, 3 * SIDE + 5)
+
+
+@given(sizes, sizes, st.integers(0, 5))
+def test_large_planes_are_reduced_to_means(rows: int, columns: int, seed: int) -> None:
+    value = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    value[0, 0] = math.nan
+    found = drawn(value)
+    shown = values_of(found)
+    assert max(shown.shape) <= SIDE
+    expected = [[np.nanmean(b) if np.isfinite(b).any() else np.nan for b in row] for row in blocks_of(
+        value.numpy(), *shown.shape
+    )]  # fmt: skip
+    assert np.allclose(shown, np.array(expected), rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert found.plot["full"] == [rows, columns]
+    if max(rows, columns) <= SIDE:
+        assert found.plot["reduced"] is None
+        return
+    assert found.index is None
+    high, wide = math.ceil(rows / SIDE), math.ceil(columns / SIDE)
+    assert found.plot["reduced"] == f"each cell is the mean of {high} x {wide} of {rows} x {columns} values"
+
+
+@given(sizes.map(lambda n: n + SIDE), st.integers(0, 5))
+def test_attention_patterns_keep_their_peaks(size: int, seed: int) -> None:
+    scores = torch.randn(size, size, generator=torch.Generator().manual_seed(seed)) * 6
+    pattern = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -math.inf).softmax(-1)
+    found = drawn(pattern.reshape(1, 1, size, size))
+    shown = values_of(found)
+    expected = [[b.max() for b in row] for row in blocks_of(pattern.numpy(), *shown.shape)]
+    assert np.array_equal(shown, np.array(expected, dtype=np.float32))
+    assert "greatest value" in found.plot["reduced"]
+    assert found.plot["maximum"] == float(pattern.max())
+
+
+def test_fill_values_of_a_mask_do_not_spoil_what_is_beside_them() -> None:
+    least = torch.finfo(torch.float32).min
+    value = torch.ones(SIDE * 2, SIDE * 2)
+    value[:, ::2] = least
+    value[:2] = least
+    shown = values_of(drawn(value))
+    assert (shown[1:] == 1).all()
+    assert (shown[0] == least).all()
+
+
+def test_numbers_that_are_not_finite_are_sent_as_they_are() -> None:
+    value = torch.tensor([[1.0, math.nan], [math.inf, -2.0]])
+    found = drawn(value)
+    assert np.array_equal(values_of(found), value.numpy(), equal_nan=True)
+    assert (found.plot["minimum"], found.plot["maximum"]) == (-2, 1)
+    nothing = drawn(torch.full((2, 2), math.nan))
+    assert nothing.plot == {"type": "none", "why": "no number in it is finite: 4 NaN, 0 infinite"}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8], ids=str
+)
+def test_every_dtype_is_sent_as_float32(dtype: torch.dtype) -> None:
+    value = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    assert np.array_equal(values_of(drawn(value)), value.to(torch.float32).numpy())
+
+
+def test_magnitudes_are_told() -> None:
+    found = drawn(torch.tensor([[3 + 4j, 0], [1j, 1]]))
+    assert values_of(found).tolist() == [[5, 0], [1, 1]]
+    assert found.plot["reduced"] == "magnitudes of complex numbers"
+
+
+def test_doubles_beyond_float32_are_told() -> None:
+    found = drawn(torch.full((2, 2), 1e300, dtype=torch.float64))
+    assert found.plot == {"type": "none", "why": "no number in it can be shown in float32"}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Histograms
+
+
+@given(st.lists(st.one_of(st.floats(width=32), st.floats(), st.integers(-30, 30).map(float)), min_size=1, max_size=80))
+def test_histograms_count_every_finite_number(values: list[float]) -> None:
+    found = drawn(torch.tensor(values, dtype=torch.float64))
+    finite = np.array([value for value in values if math.isfinite(value)])
+    if not len(finite):
+        assert found.plot["type"] == "none"
+        return
+    plot = found.plot
+    edges = np.array(plot["edges"])
+    assert plot["type"] == "histogram"
+    assert len(edges) == len(plot["counts"]) + 1
+    assert np.isfinite(edges).all()
+    assert (np.diff(edges) >= 0).all()
+    assert sum(plot["counts"]) == len(finite)
+    assert edges[0] <= finite.min()
+    assert finite.max() <= edges[-1]
+    if (np.diff(edges) > 0).all():
+        assert plot["counts"] == np.histogram(finite, bins=edges)[0].tolist()
+
+
+def test_few_whole_numbers_have_a_bin_each() -> None:
+    plot = drawn(torch.tensor([3, 3, 5, 4, 3])).plot
+    assert plot == {"type": "histogram", "counts": [3, 1, 1], "edges": [2.5, 3.5, 4.5, 5.5], "slice": None}
+    assert drawn(torch.tensor([True, False, True])).plot["counts"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "plane", "text"),
+    [
+        (torch.arange(6.0), None, None),
+        (torch.arange(6.0).reshape(1, 6), None, ":, :"),
+        (torch.arange(6.0).reshape(2, 3, 1), None, "0, :, :"),
+        (torch.arange(6.0).reshape(2, 3), "0", "0"),
+        (torch.arange(6.0).reshape(2, 3), "0:1", "0:1"),
+    ],
+)
+def test_what_has_one_row_or_dimension_is_a_histogram(value: Tensor, plane: str | None, text: str | None) -> None:
+    found = drawn(value, plane)
+    assert (found.plot["type"], found.plot["slice"], found.values) == ("histogram", text, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (torch.tensor(0.5), "one number: 0.5"),
+        (7, "one number: 7"),
+        (torch.ones(0, 3), r"there is nothing in it: its shape is \[0, 3\]"),
+        (torch.ones(2, 0, 3), r"there is nothing in it: its shape is \[2, 0, 3\]"),
+        (torch.empty(2, 3, device="meta"), "on the device meta"),
+        (None, "an object of type NoneType"),
+    ],
+)
+def test_what_cannot_be_drawn_says_why(value: Any, why: str) -> None:
+    found = drawn(value)
+    assert found.plot["type"] == "none"
+    assert re.search(why, found.plot["why"])
+
+
+def test_a_single_number_of_a_tensor_is_one_bin() -> None:
+    assert sum(drawn(torch.ones(2, 3), "0, 0").plot["counts"]) == 1

@@ -1,0 +1,244 @@
+"""`find` against a plain reading of the grammar over `pg.nodes`, one node and one term at a time."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from graphpatch_notebook import NodeMeta, PatchableGraph
+from graphpatch_notebook.notebook.search.search import find, index_of
+from graphpatch_notebook.paths import parse_path
+from tests.notebook.hostile import hostile_graph
+
+graph = cache(hostile_graph)
+PATCHED = ["blocks_1.linear", 'output|"a.b"', "output | no path"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A term as somebody writes it, and what it means."""
+
+    text: str
+    means: Callable[[NodeMeta], bool]
+    asks_for_plumbing: bool = False
+
+
+def segments(meta: NodeMeta) -> list[str]:
+    parsed = parse_path(meta.path)
+    return [*parsed.names, *parsed.dig]
+
+
+def has_run(meta: NodeMeta, names: list[str]) -> bool:
+    own = segments(meta)
+    return any(own[i : i + len(names)] == names for i in range(len(own)))
+
+
+def size_term(size: int) -> Written:
+    return Written(f"shape:{size}", lambda meta: meta.shape is not None and size in meta.shape)
+
+
+def shape_term(sizes: list[int | None], brackets: str) -> Written:
+    texts = ["*" if size is None else str(size) for size in sizes]
+
+    def means(meta: NodeMeta) -> bool:
+        shape = meta.shape
+        if shape is None or len(shape) != len(sizes):
+            return False
+        return all(a in (None, b) for a, b in zip(sizes, shape, strict=True))
+
+    return Written(f"shape:{brackets[0]}{', '.join(texts)}{brackets[1]}", means)
+
+
+def is_opaque(meta: NodeMeta) -> bool:
+    return meta.frame_path == "skipped"
+
+
+IS: dict[str, Callable[[NodeMeta], bool]] = {
+    "patched": lambda meta: meta.path in PATCHED,
+    "opaque": is_opaque,
+    "plumbing": lambda meta: meta.is_plumbing,
+    "tensor": lambda meta: meta.shape is not None,
+    "number": lambda meta: meta.shape is None,
+    **{kind: lambda meta, kind=kind: meta.kind == kind for kind in ("input", "parameter", "buffer", "op", "output")},
+}
+
+texts = st.sampled_from(["b", "LINEAR", "rel", "blocks_1", ".", "ß", "名", "output|", "zzz", "s_1.w", "ö"]).map(
+    lambda text: Written(
+        text, lambda meta: text.lower() in meta.path.lower() or (meta.kind == "op" and text.lower() in meta.op.lower())
+    )
+)
+quoted = st.sampled_from(
+    ["blocks_1", "blocks", "linear", "a.b", "blocks_1.linear", "it's", "名前", "two words", "a"]
+).map(lambda text: Written(f'"{text}"', lambda meta: text in segments(meta) or has_run(meta, text.split("."))))
+globs = st.sampled_from(["blocks_*.linear", "B*S_1", "*e*", "output*a.b", "*", "blocks_1*relu", "s*zzz"]).map(
+    lambda glob: Written(
+        glob,
+        lambda meta: (
+            re.search(
+                ".*".join(map(re.escape, glob.lower().split("*"))),
+                f"{meta.path}\n{meta.op if meta.kind == 'op' else ''}".lower(),
+                re.DOTALL,
+            )
+            is not None
+        ),
+    )
+)
+ops = st.sampled_from(["linear", "RELU", "re*", "*", "add", "nothing", "*a*d*", "batch_norm"]).map(
+    lambda name: Written(
+        f"op:{name}",
+        lambda meta: meta.kind == "op" and re.fullmatch(name.lower().replace("*", ".*"), meta.op.lower()) is not None,
+    )
+)
+dtypes = st.sampled_from([("f32", torch.float32), ("float32", torch.float32), ("i64", torch.int64)]).map(
+    lambda pair: Written(f"dtype:{pair[0]}", lambda meta: meta.dtype == pair[1])
+)
+modules = st.sampled_from(["Linear", "hostile", "Lin*"]).map(
+    lambda name: Written(
+        f"module:{name}",
+        lambda meta: re.fullmatch(name.replace("*", ".*"), meta.module_class, re.IGNORECASE) is not None,
+    )
+)
+shapes = st.builds(
+    shape_term, st.lists(st.sampled_from([2, 3, 4, None]), max_size=3), st.sampled_from(["[]", "()"])
+) | st.sampled_from([2, 3, 4, 9]).map(size_term)
+states = st.sampled_from(sorted(IS)).map(lambda word: Written(f"is:{word}", IS[word], word == "plumbing"))
+terms = texts | quoted | ops | dtypes | modules | shapes | states | globs
+queries = st.lists(st.tuples(terms, st.booleans()), max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(queries, st.sampled_from([" ", "  ", "\t"]))
+def test_find_is_the_plain_reading_of_the_grammar(query: list[tuple[Written, bool]], space: str) -> None:
+    pg = graph()
+    text = space.join(("-" if is_excluded else "") + term.text for term, is_excluded in query)
+    shows_plumbing = any(term.asks_for_plumbing and not is_excluded for term, is_excluded in query)
+    expected = [
+        path
+        for path, meta in pg.nodes.items()
+        if (shows_plumbing or not meta.is_plumbing) and all(term.means(meta) is not out for term, out in query)
+    ]
+    found = find(pg, text, PATCHED)
+    assert found.paths == expected
+    assert [meta.path for meta in found] == expected
+    assert list(found) == [pg.nodes[path] for path in expected]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("-\"'/[](),*:. abopshei\\1") | st.characters(), max_size=12))
+def test_any_text_is_a_query_or_a_clear_error(text: str) -> None:
+    problem: str | None = None
+    try:
+        found = find(graph(), text)
+    except ValueError as error:
+        problem = str(error)
+    if problem is None:
+        assert set(found.paths) <= set(graph().nodes)
+    else:
+        assert len(problem) > 10
+        assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("/h_[0-4]/", r"regular expressions are not searched: write words and \*, as in h_\*.attn"),
+        ('"abc', r'the quote does not end: "abc; write "name"'),
+        ("opp:mul", r"unknown search key 'opp:'; nearest: op:; for the text itself write \*opp:mul"),
+        ("is:patchd", "unknown search word 'is:patchd'; nearest: is:patched"),
+        ("kind:inputs", "unknown 'kind:inputs'; nearest: kind:input;"),
+        ("shape:4x", r"not a shape: 4x; write shape:64 for a size, shape:\[1,\*,64\]"),
+        ("shape:[1,b]", r"not a shape: \[1,b\]"),
+        ("shape:", r"nothing after 'shape:'; write shape:64"),
+        ("attn - mul", "nothing after '-'"),
+    ],
+)
+def test_what_is_no_query_is_an_error_that_names_the_repair(query: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find(graph(), query)
+
+
+def test_shapes_with_any_number_of_sizes() -> None:
+    pg = PatchableGraph(nn.Linear(4, 5), torch.ones(2, 3, 4))
+    assert find(pg, "shape:...,4").paths == ["input", "weight"]
+    assert find(pg, "shape:[2, ..., 5]").paths == ["linear", "output"]
+    assert find(pg, "shape:2,3,...,3,5").paths == []
+    assert find(pg, "shape:...").paths == ["input", "weight", "bias", "linear", "output"]
+    assert find(pg, "shape:5,").paths == ["bias"]
+    assert find(pg, "shape:*").paths == ["input", "weight", "bias", "linear", "output"]
+
+
+def test_where_nothing_is_found_a_hint_says_why() -> None:
+    pg = graph()
+    assert "is:plumbing" in repr(find(pg, "size_"))
+    assert "nearest: relu" in repr(find(pg, "op:rely"))
+    assert "nearest: blocks_0.linear" in repr(find(pg, "blocks_0.linaer"))
+    assert repr(find(pg, "zzz")).endswith("no path and no op has zzz in it")
+    assert "nearest: relu" in repr(find(pg, "rely"))
+    assert "nearest: relu" in repr(find(pg, "rely_77"))
+    assert "nothing found" in find(pg, "zzz")._repr_html_()
+
+
+def test_what_a_fused_function_hides_is_told() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    found = find(PatchableGraph(Attention(), torch.ones(1, 2, 3, 4)), "softmax")
+    assert 'inside of scaled_dot_product_attention, which ExtractionOptions(decompose=["scaled' in repr(found)
+    assert "decompose" not in repr(find(graph(), "softmax"))
+
+
+def test_the_table_names_path_op_value_and_source_line() -> None:
+    table = repr(find(graph(), '"relu"'))
+    assert re.search(
+        r"^relu +relu +\[4, 2\] f32 +hostile\.py:\d+  x = torch\.relu\(block\(x\)\) \* scale$", table, re.MULTILINE
+    )
+    assert re.search(
+        r"^blocks_0\.weight +parameter +\[2, 2\] f32 +of Linear$", repr(find(graph(), "0.weight")), re.MULTILINE
+    )
+
+
+def test_a_long_result_is_cut_where_it_shows_and_nowhere_else() -> None:
+    class Long(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(80):
+                x = x * 2
+            return x
+
+    found = find(PatchableGraph(Long(), torch.ones(1)), "op:mul")
+    assert len(found) == len(found.paths) == len(list(found)) == 80
+    assert repr(found).endswith("… 30 more: narrow the query")
+    assert found[-1].path == "x_80"
+    assert [meta.path for meta in found[:2]] == ["x_1", "x_2"]
+
+
+def test_the_index_lives_as_long_as_the_graph_and_sees_edits() -> None:
+    pg = PatchableGraph(nn.ReLU(), torch.ones(2))
+    index = index_of(pg)
+    assert index_of(pg) is index
+    graph_of = pg._graph_module.graph
+    relu = next(node for node in graph_of.nodes if node.name == "relu")
+    with graph_of.inserting_after(relu):
+        graph_of.call_function(torch.neg, (relu,))
+    pg._graph_module.recompile()
+    assert "neg" in find(pg, "op:neg").paths
+    ended = weakref.ref(pg)
+    del pg, graph_of, relu, index
+    gc.collect()
+    assert ended() is None
+
+
+def test_names_with_many_stars_are_looked_for_at_once() -> None:
+    assert find(graph(), f"op:{'*' * 40}a{'*a' * 40}!").paths == []
+    assert find(graph(), f"{'*' * 40}a{'*a' * 40}!").paths == []
+    assert find(graph(), "op:*i*ea*").paths == find(graph(), "op:linear").paths != []

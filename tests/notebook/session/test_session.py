@@ -1,0 +1,484 @@
+"""The session: every edit makes a new version or changes nothing; undo and redo; threads; what it gives `pg.patch`."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor, nn
+
+from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.session import Session, session_of
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, scale: float = 2.0, bias: Tensor | None = None) -> dict[str, Any]:
+        hidden = torch.relu(self.linear(x)) * scale
+        return {"hidden": hidden, "sum": hidden.sum()}
+
+
+X = torch.ones(2, 4)
+
+
+@pytest.fixture(scope="module")
+def pg() -> PatchableGraph:
+    torch.manual_seed(0)
+    return PatchableGraph(Pair(), X)
+
+
+@pytest.fixture
+def session(pg: PatchableGraph) -> Session:
+    return Session(pg, Origin("pg", "model", "x"))
+
+
+def zero(path: str = "linear.linear", **fields: Any) -> ChosenPatch:
+    return ChosenPatch(path, "zero", **fields)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Edits
+
+paths = st.sampled_from(["linear.linear", "relu", "hidden", "output|hidden", "linear.weight"])
+
+
+class Edits(RuleBasedStateMachine):
+    """Compares a session with the plainest model of one: a list of all states there were, and a position in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = PatchableGraph(Pair(), X)
+        self.session = Session(self.graph)
+        self.states: list[list[str]] = [[]]
+        self.at = 0
+        self.versions = [0]
+        self.session.listen(lambda chosen: self.versions.append(chosen.version))
+
+    def now(self) -> list[str]:
+        return self.states[self.at]
+
+    def reach(self, state: list[str]) -> None:
+        if state != self.now():
+            self.states[self.at + 1 :] = [state]
+            self.at += 1
+
+    @rule(path=paths)
+    def add(self, path: str) -> None:
+        self.session.add(zero(path))
+        self.reach([*self.now(), path])
+
+    @rule(several=st.lists(paths, max_size=3))
+    def extend(self, several: list[str]) -> None:
+        self.session.extend(map(zero, several))
+        self.reach([*self.now(), *several])
+
+    @rule(several=st.lists(paths, max_size=3))
+    def replace_all(self, several: list[str]) -> None:
+        before = [patch.path for patch in self.session.chosen.patches]
+        self.session.replace_all(map(zero, several))
+        if before or several:
+            self.states[self.at + 1 :] = [several]
+            self.at += 1
+
+    @precondition(lambda self: self.now())
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        position = data.draw(st.integers(0, len(self.now()) - 1))
+        self.session.remove([self.session.chosen.patches[position].number])
+        self.reach([path for i, path in enumerate(self.now()) if i != position])
+
+    @precondition(lambda self: self.now())
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        before, after = (data.draw(st.integers(0, len(self.now()) - 1)) for _ in range(2))
+        self.session.move(self.session.chosen.patches[before].number, after)
+        if before != after:
+            state = self.now().copy()
+            state.insert(after, state.pop(before))
+            self.states[self.at + 1 :] = [state]
+            self.at += 1
+
+    @rule()
+    def clear(self) -> None:
+        self.session.clear()
+        self.reach([])
+
+    @rule()
+    def undo(self) -> None:
+        assert self.session.undo() == (self.at > 0)
+        self.at = max(0, self.at - 1)
+
+    @rule()
+    def redo(self) -> None:
+        is_last = self.at == len(self.states) - 1
+        assert self.session.redo() == (not is_last)
+        self.at += not is_last
+
+    @rule(path=st.sampled_from(["linear.linaer", "linear", "output", "linear.linear.x", "|", ""]))
+    def refused(self, path: str) -> None:
+        before = self.session.chosen
+        with pytest.raises(ChosenPatchError):
+            self.session.extend([zero(), zero(path)])
+        assert self.session.chosen is before
+
+    @rule(behind=st.integers(1, 3))
+    def stale(self, behind: int) -> None:
+        before = self.session.chosen
+        with pytest.raises(StaleEditError, match="were changed since"):
+            self.session.add(zero(), based_on=before.version - behind)
+        assert self.session.chosen is before
+
+    @invariant()
+    def agrees(self) -> None:
+        patches = self.session.chosen.patches
+        assert [patch.path for patch in patches] == self.now()
+        assert len({patch.number for patch in patches}) == len(patches)
+        assert self.versions == list(range(self.session.chosen.version + 1))
+        assert (self.session.can_undo, self.session.can_redo) == (self.at > 0, self.at < len(self.states) - 1)
+
+
+TestEdits = Edits.TestCase
+
+
+def test_a_changed_patch_keeps_its_number_and_place(session: Session) -> None:
+    session.extend([zero("relu"), zero("hidden"), zero()])
+    session.change(2, slice=":, 0", is_enabled=False)
+    assert [(p.number, p.path, p.slice, p.is_enabled) for p in session.chosen.patches] == [
+        (1, "relu", None, True),
+        (2, "hidden", ":, 0", False),
+        (3, "linear.linear", None, True),
+    ]
+    assert [p.path for p in session.chosen.enabled] == ["relu", "linear.linear"]
+    with pytest.raises(ChosenPatchError, match="has 3 dimensions"):
+        session.change(2, slice=":, :, 0")
+    assert session.chosen.find(2).slice == ":, 0"
+
+
+def test_a_number_stays_that_of_its_patch_when_others_go(session: Session) -> None:
+    session.extend([zero("relu"), zero("hidden"), zero()])
+    session.remove([1])
+    assert session.chosen.find(3).path == "linear.linear"
+    with pytest.raises(SessionError, match="there is no patch #1; chosen: #2, #3"):
+        session.remove([2, 1])
+    assert len(session.chosen.patches) == 2
+
+
+def test_a_number_never_means_another_patch(session: Session) -> None:
+    session.extend([zero("relu"), zero("hidden"), zero()])
+    session.remove([3])
+    assert session.add(zero("relu")).number == 4
+    session.clear()
+    assert session.add(zero()).number == 5
+    assert [patch.number for patch in session.replace_all([zero(), zero("relu")])] == [6, 7]
+    while session.undo():
+        pass
+    assert session.add(zero()).number == 8
+
+
+def test_patches_of_another_session_keep_their_numbers(pg: PatchableGraph, session: Session) -> None:
+    session.extend([zero("relu"), zero("hidden"), zero()])
+    session.remove([2])
+    other = Session(pg)
+    other.adopt(session.chosen.patches)
+    assert [(patch.number, patch.path) for patch in other.chosen.patches] == [(1, "relu"), (3, "linear.linear")]
+    assert other.add(zero("hidden")).number == 4
+
+
+def test_a_listener_is_told_until_it_is_stopped(session: Session) -> None:
+    told: list[ChosenPatches] = []
+    stop = session.listen(told.append)
+    session.add(zero())
+    stop()
+    session.clear()
+    assert [len(chosen.patches) for chosen in told] == [1]
+
+
+def test_a_listener_that_raises_breaks_no_edit_and_keeps_nobody_from_being_told(session: Session) -> None:
+    told: list[int] = []
+
+    def raises(chosen: ChosenPatches) -> None:
+        raise ValueError(f"version {chosen.version}")
+
+    session.listen(raises)
+    session.listen(lambda chosen: told.append(chosen.version))
+    with pytest.warns(ListenerWarning, match="ValueError: version 1; the edit was made"):
+        added = session.add(zero())
+    assert session.chosen.patches == (added,)
+    with pytest.warns(ListenerWarning, match="version 2"):
+        assert session.undo()
+    assert told == [1, 2]
+
+
+def test_a_listener_may_edit_and_all_are_told_of_the_versions_in_order(session: Session) -> None:
+    told: dict[str, list[int]] = {"first": [], "second": []}
+
+    def edits(chosen: ChosenPatches) -> None:
+        told["first"].append(chosen.version)
+        if len(chosen.patches) < 3:
+            session.add(zero("relu"))
+
+    session.listen(edits)
+    session.listen(lambda chosen: told["second"].append(chosen.version))
+    session.add(zero())
+    assert told == {"first": [1, 2, 3], "second": [1, 2, 3]}
+
+
+def test_the_same_listener_may_be_told_twice(session: Session) -> None:
+    told: list[ChosenPatches] = []
+    stop = session.listen(told.append)
+    session.listen(told.append)
+    stop()
+    session.add(zero())
+    assert len(told) == 1
+
+
+def test_what_was_chosen_before_is_not_changed_by_edits(session: Session) -> None:
+    session.add(zero())
+    snapshot = session.chosen
+    session.clear()
+    assert [patch.path for patch in snapshot.patches] == ["linear.linear"]
+
+
+def test_eight_threads_lose_no_edit_and_tell_versions_in_order(session: Session) -> None:
+    versions: list[int] = []
+    session.listen(lambda chosen: versions.append(chosen.version))
+
+    def edit() -> None:
+        for _ in range(25):
+            number = session.add(zero()).number
+            session.change(number, slice="0")
+            if number % 2:
+                session.remove([number])
+
+    run_in_threads(edit, 8)
+    assert versions == sorted(versions)
+    assert versions[-1] == session.chosen.version
+    numbers = [patch.number for patch in session.chosen.patches]
+    assert len(set(numbers)) == len(numbers)
+    assert all(number % 2 == 0 for number in numbers)
+    while session.undo():
+        pass
+    assert session.chosen.patches == ()
+
+
+def run_in_threads(function: Callable[[], None], count: int) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("patch", "field", "message"),
+    [
+        (zero("linear.linaer"), "path", "no node 'linaer' in linear; nearest: 'linear.linear'"),
+        (zero("output"), "path", r"'output' is a dict\(2\); say which value: 'output\|hidden'"),
+        (zero("output|hiden"), "path", "no 'hiden' in 'output'"),
+        (zero("relu", slice=":, :, 0"), "slice", r"'relu': slice \[:, :, 0\] has 3 dimensions.*shape \(2, 3\)"),
+        (zero("relu", slice=":, 3:6"), "slice", r"'relu': slice \[:, 3:6\] selects nothing: .* allow_empty=True"),
+        (zero("scale", slice="0"), "slice", r"'scale' is a number .*: it has no slice; drop the brackets"),
+        (ChosenPatch("relu", "probe", name="pg"), "name", "'pg' is what the graph is made from"),
+        (ChosenPatch("relu", "probe", name="x"), "name", "'x' is what the graph is made from"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_applied_is_refused(session: Session, patch: ChosenPatch, field: str, message: str) -> None:
+    with pytest.raises(ChosenPatchError, match=message) as caught:
+        session.add(patch)
+    assert caught.value.field == field
+    assert session.chosen == ChosenPatches()
+
+
+def test_a_check_tells_shapes_and_warns(session: Session) -> None:
+    check = session.check(zero("relu", slice="7"))
+    assert (check.shape, check.sliced) == (torch.Size([2, 3]), (3,))
+    assert "slice [7] is out of range: dimension 0 of the value recorded here" in str(check.warning)
+    assert session.check(zero("scale")).shape is None
+    assert session.check(zero("bias", slice="0")).sliced is None  # the example did not have it
+    assert session.chosen.version == 0
+
+
+def test_a_path_is_kept_in_its_usual_spelling(session: Session) -> None:
+    assert session.add(zero('output|"hidden"')).path == "output|hidden"
+
+
+def test_two_probes_cannot_share_a_variable(session: Session) -> None:
+    session.add(ChosenPatch("relu", "probe", name="kept"))
+    with pytest.raises(ChosenPatchError, match="#1 puts 'relu' in 'kept': choose another variable"):
+        session.add(ChosenPatch("hidden", "record", name="kept"))
+    session.change(1, slice="0")  # its own name is no obstacle
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        ChosenPatch("relu", "add", value="0.5 * kept"),
+        ChosenPatch("relu", "custom", value="lambda t: t + kept"),
+        ChosenPatch("relu", "zero", slice="kept, 0"),
+        ChosenPatch("relu", "probe", slice="kept:", name="other"),
+        ChosenPatch("relu", "add", value="\uff4bept"),  # as Python reads names
+    ],
+)
+def test_a_probe_overwrites_nothing_that_an_earlier_patch_uses(session: Session, user: ChosenPatch) -> None:
+    probe = ChosenPatch("hidden", "probe", name="kept")
+    message = (
+        r"#1 \(.*\) uses 'kept', so that the second run would use what the first one kept: choose another variable"
+    )
+    session.add(user)
+    with pytest.raises(ChosenPatchError, match=message):
+        session.add(probe)
+    with pytest.raises(ChosenPatchError, match=message):
+        session.extend([zero(), probe])
+    session.change(1, is_enabled=False)
+    number = session.add(probe).number
+    with pytest.raises(ChosenPatchError, match=rf"#{number} \(probe hidden kept\) puts what it keeps in 'kept'"):
+        session.change(1, is_enabled=True)
+
+    session.remove([number])  # what it kept is the user's now
+    session.change(1, is_enabled=True)
+    with pytest.raises(ChosenPatchError, match="so that the second run"):
+        session.replace_all([user, probe])
+
+
+def test_a_patch_may_use_what_an_earlier_probe_keeps_and_that_is_told(session: Session) -> None:
+    session.add(ChosenPatch("hidden", "probe", name="kept"))
+    user = ChosenPatch("relu", "add", value="kept.mean()")
+    assert session.check(user).warning == "'kept' is what #1 keeps: each run uses what the run before it kept"
+    session.add(user)
+    session.change(1, slice="0")
+    session.change(1, is_enabled=False)
+    session.change(1, is_enabled=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("transformer.h_3.mlp.act.mul_3", "h_3_mlp_act_mul_3"),
+        ("transformer.h_11.output|sub_0", "h_11_output_sub_0"),
+        ("encoder.norm.weight", "norm_weight"),
+        ("x", "x_1"),
+        ('a."b c".output', "b_c_output"),
+        ("lambda", "lambda_1"),
+        ("0", "node_0"),
+    ],
+)
+def test_a_free_name_tells_layers_apart(session: Session, path: str, name: str) -> None:
+    assert session.free_name(path) == name
+
+
+def test_a_free_name_is_free(session: Session) -> None:
+    assert session.free_name("linear.linear") == "linear_linear"
+    session.add(ChosenPatch("relu", "probe", name="relu"))
+    assert session.free_name("relu") == "relu_1"
+    assert session.free_name("relu", taken={"relu_1", "relu_2"}) == "relu_3"
+    assert session.free_name('output|"0 $"').isidentifier()
+    assert session.free_name("print") == "print_1"
+    assert session.free_name("x") == "x_1"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Use
+
+
+def test_several_on_one_node_run_in_order(pg: PatchableGraph, session: Session) -> None:
+    session.extend(
+        [
+            ChosenPatch("hidden", "replace", value="first"),
+            ChosenPatch("hidden", "add", slice=":, column", value="torch.tensor([1.0, 2.0])"),
+            ChosenPatch("hidden", "probe", name="kept", slice="0"),
+            ChosenPatch("hidden", "custom", value="lambda t: t * 10", slice="1"),
+            ChosenPatch("hidden", "record", name="all_kept"),
+        ]
+    )
+    session.change(4, is_enabled=False)
+    namespace = {"first": 3, "column": -1, "torch": torch}
+    resolved = session.resolve(namespace)
+    with pg.patch(resolved.patch_map):
+        output = pg(X)["hidden"]
+    assert output.tolist() == [[3, 3, 4], [3, 3, 5]]
+    results = resolved.results(namespace)
+    assert results["kept"].tolist() == [3, 3, 4]
+    assert [t.tolist() for t in results["all_kept"]] == [output.tolist()]
+    assert session.resolve(namespace).patch_map["hidden"][0] is not resolved.patch_map["hidden"][0]
+
+
+def test_values_are_looked_up_when_it_is_used(session: Session) -> None:
+    session.add(ChosenPatch("relu", "add", value="shift"))
+    assert session.resolve({"shift": 1.0}).patch_map["relu"][0].value == 1.0  # type: ignore[attr-defined]
+    assert session.resolve({"shift": 2.0}).patch_map["relu"][0].value == 2.0  # type: ignore[attr-defined]
+
+
+def test_all_values_that_cannot_be_had_are_named_at_once(session: Session) -> None:
+    session.extend([ChosenPatch("relu", "add", value="missing"), ChosenPatch("hidden", "replace", value="1 / 0")])
+    session.add(zero(slice="tok"))
+    expected = (
+        r"#1 \(add relu missing\): NameError: .*'missing'.*; #2 \(.*\): ZeroDivisionError: .*; #3 \(.*\): NameError"
+    )
+    with pytest.raises(SessionError, match=expected):
+        session.resolve({})
+
+
+def test_a_snapshot_is_used_as_it_was(session: Session) -> None:
+    session.add(zero())
+    snapshot = session.chosen
+    session.replace_all([zero("hidden"), zero("relu")])
+    assert list(session.resolve({}, snapshot).patch_map) == ["linear.linear"]
+    assert list(session.resolve({}, session.chosen.only([3])).patch_map) == ["relu"]
+
+
+def test_everybody_gets_the_same_session_and_it_keeps_no_graph_alive() -> None:
+    pg = PatchableGraph(nn.ReLU(), X)
+    session = session_of(pg)
+    assert session_of(pg) is session
+    assert session_of(PatchableGraph(nn.ReLU(), X)) is not session
+    del pg
+    gc.collect()
+    with pytest.raises(SessionError, match="is gone"):
+        session.add(zero("relu"))
+
+
+@pytest.mark.parametrize(
+    ("origin", "names"),
+    [
+        (Origin("g"), {"g"}),
+        (Origin("pg", "models['a']", "ids, **tokens, mask=m"), {"pg", "models", "ids", "tokens", "m"}),
+    ],
+)
+def test_an_origin_names_what_it_is_made_from(origin: Origin, names: set[str]) -> None:
+    assert origin.names == names
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [("a b",), ("pg", "(", None), ("pg", "model", "x) + f("), ("pg", "model", "x)(y"), ("pg", "a)(b", None)],
+    ids=str,
+)
+def test_an_origin_is_python(texts: tuple[Any, ...]) -> None:
+    with pytest.raises(SessionError):
+        Origin(*texts)

@@ -1,0 +1,77 @@
+"""Selections: what users write for `steps` and `positions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphpatch_notebook.patches.selections import selection
+
+
+@pytest.mark.parametrize(
+    ("given", "below_twelve"),
+    [
+        (3, [3]),
+        (range(2, 9, 3), [2, 5, 8]),
+        (range(9, 2, -3), [3, 6, 9]),
+        (slice(9, None), [9, 10, 11]),
+        (slice(None, 3), [0, 1, 2]),
+        (slice(1, 8, 3), [1, 4, 7]),
+        ([4, 1], [1, 4]),
+        ({5}, [5]),
+        (torch.tensor([1, 2]), [1, 2]),
+        (torch.tensor(3), [3]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("what", ["steps", "positions"])
+def test_numbers(given: Any, below_twelve: list[int], what: str) -> None:
+    chosen = selection(given, what)
+    assert chosen.within(0, 12) == below_twelve
+    assert chosen.within(2, 8) == [number for number in below_twelve if 2 <= number < 8]
+    assert [number for number in range(12) if number in chosen] == below_twelve
+    is_short = isinstance(given, (int, range, slice))
+    assert str(chosen) == (repr(given) if is_short else ", ".join(map(str, below_twelve)))
+
+
+def test_names_of_steps() -> None:
+    assert selection("prefill", "steps").within(0, 4) == [0]
+    assert selection("decoding", "steps").within(0, 4) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "given", ["foo", 1.5, [1.5], True, [True], torch.tensor([True]), {1: 2}, b"1", slice(1.5), [[1]]], ids=str
+)
+@pytest.mark.parametrize("what", ["steps", "positions"])
+def test_what_is_no_number(given: Any, what: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^{what} must be .*a whole number, a range, a slice or a collection of these"
+    ):
+        selection(given, what)
+
+
+def test_positions_have_no_names() -> None:
+    with pytest.raises(ValueError, match="positions must be a whole number"):
+        selection("prefill", "positions")
+
+
+@pytest.mark.parametrize("given", [-1, [1, -2], range(-2, 3), slice(-2, None), slice(None, -1)], ids=str)
+def test_numbers_from_the_end(given: Any) -> None:
+    with pytest.raises(ValueError, match="counts from the end, which is not known before a generation is over"):
+        selection(given, "steps")
+    with pytest.raises(ValueError, match=r"counts from the end, .* slice=\(slice\(None\), -1\)"):
+        selection(given, "positions")
+
+
+@pytest.mark.parametrize("given", [[], range(0), slice(3, 3), slice(0, 0)], ids=str)
+def test_nothing(given: Any) -> None:
+    with pytest.raises(ValueError, match="selects nothing"):
+        selection(given, "steps")
+
+
+@pytest.mark.parametrize("given", [slice(0, 4, 0), slice(4, 0, -1)], ids=str)
+def test_slices_that_do_not_go_upwards(given: Any) -> None:
+    with pytest.raises(ValueError, match="must go upwards"):
+        selection(given, "steps")

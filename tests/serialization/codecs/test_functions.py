@@ -1,0 +1,170 @@
+"""Which functions, classes and values files may name."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.overrides import get_overridable_functions
+
+from graphpatch_notebook.errors import SerializationError
+from graphpatch_notebook.graphs.targets import Container, NamedFunction
+from graphpatch_notebook.serialization.codecs.functions import (
+    check_method,
+    decoded_function,
+    encoded_function,
+    functions,
+)
+from graphpatch_notebook.serialization.codecs.names import Allowed
+from graphpatch_notebook.serialization.codecs.reading import Item, parsed
+from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
+from graphpatch_notebook.torch_compat import native_namespaces, overload_path, set_grad_enabled
+from graphpatch_notebook.values import children, dict_key, plain_dict_key, take
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+def back(function: Any, *allow: str) -> Any:
+    return decoded_function(Item(encoded_function(function), "function"), Allowed(allow))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.relu, torch.nn.functional.gelu, torch.arange, torch.einsum, torch.linalg.norm, torch.fft.fft,
+        torch.special.erf, torch.lstm, torch.softmax, Tensor.add, Tensor.__rsub__, Tensor.__getitem__, Tensor.__bool__,
+        torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.linear, torch.Size, len, getattr, take,
+        set_grad_enabled, torch.tensor, torch.zeros, torch.randn, torch.ops.aten.add.Tensor, torch.ops.aten.relu,
+    ],
+)  # fmt: skip
+def test_functions_of_torch_come_back(function: Any) -> None:
+    assert back(function) is function or back(function) == function
+
+
+def test_functions_of_the_caller_come_back_if_allowed() -> None:
+    assert back(Double.apply, "tests") == NamedFunction(Double.apply)
+    assert back(NamedFunction(os.path.basename), "posixpath") == NamedFunction(os.path.basename)
+    assert back(Container(Pair, (0, 1)), "tests.serialization") == Container(Pair, (0, 1))
+    assert back(Container(collections.OrderedDict, ("a",))) == Container(collections.OrderedDict, ("a",))
+    allowed = Allowed()
+    decoded_function(Item(encoded_function(Double.apply), "function"), allowed)
+    with pytest.raises(SerializationError, match=r"allow=\['.*test_functions.Double'\]"):
+        allowed.check("file")
+
+
+def test_outputs_of_transformers_are_allowed() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+    from transformers.models.clip.modeling_clip import CLIPOutput
+
+    for cls in (BaseModelOutput, CLIPOutput):
+        assert back(Container(cls, ("logits",))) == Container(cls, ("logits",))
+    item = Item({"make": "transformers.modeling_outputs:torch", "keys": []}, "function")
+    with pytest.raises(SerializationError, match="is no class of containers"):
+        decoded_function(item, Allowed())
+
+
+@pytest.mark.parametrize(
+    "function", [eval, exec, open, torch.load, torch.save, torch.hub.load, os.system, torch.from_file, torch.jit.load]
+)
+def test_other_functions_have_no_name(function: Any) -> None:
+    try:
+        found = encoded_function(function)
+    except UnstorableError:
+        return
+    with pytest.raises(SerializationError):
+        decoded_and_checked(found)
+
+
+def decoded_and_checked(found: Any) -> None:
+    allowed = Allowed()
+    decoded_function(Item(found, "function"), allowed)
+    allowed.check("file")
+
+
+def test_no_table_has_anything_that_reads_or_runs() -> None:
+    words = (
+        "load",
+        "save",
+        "file",
+        "pickle",
+        "library",
+        "hub.",
+        "exec",
+        "eval",
+        "import",
+        "hook",
+        "compile",
+        "data_ptr",
+    )
+    assert not [name for name in functions() if any(word in name.lower() for word in words)]
+    for name in ("apply_", "register_hook", "__reduce_ex__", "numpy", "set_", "backward", "map_"):
+        with pytest.raises(UnstorableError):
+            check_method(name)
+
+
+def test_private_names_of_torch() -> None:
+    native = native_namespaces()
+    assert native["torch"].relu is torch.relu
+    assert native["torch._C._nn"].gelu is torch.nn.functional.gelu
+    assert overload_path(torch.ops.aten.add.Tensor) == "aten.add.Tensor"
+    assert overload_path(torch.ops.aten.add) == "aten.add"
+    assert overload_path(torch.add) is None
+    missing = [
+        function
+        for function in get_overridable_functions()[torch.nn.functional]
+        if function not in functions().values()
+    ]
+    assert not missing
+    set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    set_grad_enabled(True)
+
+
+PLAIN = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(), st.text(), st.binary(), st.just(Ellipsis),
+        st.complex_numbers(), st.sampled_from([torch.float16, torch.strided, torch.channels_last, torch.device("cpu")]),
+        st.builds(range, st.integers(0, 9), st.integers(0, 9), st.integers(1, 3)),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner), st.lists(inner).map(tuple), st.dictionaries(st.text(), inner),
+        st.builds(slice, inner, inner, inner), st.lists(st.integers(0, 99)).map(torch.Size),
+    ),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(PLAIN)
+def test_values_come_back(value: Any) -> None:
+    text = json.dumps(encoded(value), allow_nan=False)
+    found = decoded(parsed(text, "value"))
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("value", [object(), nn.ReLU(), 2**70, {1, 2}, torch.Generator(), Pair(1, 2)])
+def test_values_that_cannot_be_written(value: Any) -> None:
+    with pytest.raises(UnstorableError):
+        encoded(value)
+
+
+def test_keys_of_dicts() -> None:
+    value = {1: "a", "b": 2}
+    keys = [key for key, _ in children(value)]
+    assert [plain_dict_key(key) for key in keys] == [1, "b"]
+    assert [dict_key(key) for key in value] == keys
