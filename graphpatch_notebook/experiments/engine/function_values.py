@@ -25,6 +25,7 @@ _DEEPEST = 6
 _MOST = 5000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
+_LIBRARIES = ("torch.", "graphpatch_notebook.")
 _CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type)
 
 
@@ -104,6 +105,8 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
+        if (value.__module__ or "").startswith(_LIBRARIES):
+            return []
         return [
             *(part for _, part in referred(value)),
             *_named_outside(value),

@@ -24,7 +24,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _MOST_SHOWN = 10
-_EACH = 64
+_EACH = 8
 """After so many cells, what metrics refer to is looked at after some only: a look takes as long as to make a patch."""
 
 
