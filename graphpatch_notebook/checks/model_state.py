@@ -40,6 +40,7 @@ from graphpatch_notebook.capture.identity import memory_of
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.outer_values import outer_objects, plain_outer_values
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
 
@@ -516,7 +517,7 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
 
 def _are_shards(saved: Any, name: str) -> bool:
     """Whether these are parameters of which FSDP puts the whole in place of the shards, and keeps account of it."""
-    return name == "_parameters" and "DTensor" in [type(value).__name__ for value in saved.values()]
+    return name == "_parameters" and any(map(is_distributed, saved.values()))
 
 
 def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:
