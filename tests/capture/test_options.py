@@ -22,6 +22,8 @@ from graphpatch_notebook import (
     UnusedModule,
     ZeroPatch,
 )
+from graphpatch_notebook.patchable_graph import captured
+from tests.laws.captures import capture_of
 from tests.zoo import TRANSFORMERS, Case
 
 
@@ -64,7 +66,7 @@ def test_a_skipped_class_is_opaque_and_its_boundary_and_children_can_be_patched(
 
 def test_skipping_everything_leaves_every_boundary() -> None:
     pg = PatchableGraph(Outer().eval(), ExtractionOptions(skip_compilation=True), X)
-    assert all(frame.opaque_reason for frame in pg._root_frame.walk())
+    assert all(frame.opaque_reason for frame in captured(pg).root.walk())
     assert not any(node.kind == "op" for node in pg.nodes.values())
     with pg.patch({"inner.output": ZeroPatch()}):
         assert torch.equal(pg(X), torch.zeros(2, 3))
@@ -255,10 +257,8 @@ def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was(
 
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
-    call = case.example()
-    options = ExtractionOptions(error_on_compilation_failure=True, allow_unused_submodules=True)
-    pg = PatchableGraph(case.build(), options, *call.args, **call.kwargs)
-    assert [frame.path for frame in pg._root_frame.walk() if frame.opaque_reason] == []
+    frames = captured(capture_of(case).pg).root.walk()
+    assert [frame.path for frame in frames if frame.opaque_reason] == []
 
 
 def test_things_that_are_no_module_are_refused() -> None:
