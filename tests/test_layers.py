@@ -254,6 +254,20 @@ def test_calls_and_runs_are_compared_in_checks_only() -> None:
     assert comparing <= COMPARE_TENSORS
 
 
+SHARDED = ("DTensor", "torch.distributed.tensor", "torch.distributed._tensor")
+
+
+def test_whether_a_tensor_is_sharded_is_decided_in_one_place() -> None:
+    asking = set()
+    for file in FILES:
+        nodes = list(ast.walk(parse(file)))
+        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} | imported_names(nodes, file)
+        if any(name in SHARDED or name.startswith(SHARDED[1:]) for name in named):
+            asking.add(name_of(file))
+    assert asking == {"checks/sharding.py"}
+
+
 def test_texts_of_doubts_are_made_in_one_place() -> None:
     beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
     texts = {

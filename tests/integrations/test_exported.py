@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, unflatten
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    AliasedPatchWarning,
+    CustomPatch,
+    PatchableGraph,
+    ProbePatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 from tests.zoo import installed
 
 pytestmark = [
@@ -341,6 +349,24 @@ def test_inputs_are_written_into_as_the_program_does() -> None:
     with pg.patch({"mul": ZeroPatch()}, strict=True):
         assert torch.equal(pg(ours)[0], torch.zeros(3, 4))
     assert torch.equal(ours, X + 1 + 1)
+
+
+class Filled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        filled = torch.zeros_like(x)
+        filled[:, 0] = x[:, 1] * 2
+        return filled.add_(1).mul_(2)
+
+
+def test_a_view_that_is_filled_later_is_warned_of() -> None:
+    x = tensor(2, 4)
+    program = export(Filled(), (x,))
+    pg = PatchableGraph.from_exported(program)
+    views = [path for path, node in pg.nodes.items() if node.is_view_filled_later]
+    assert views == [node.args[0].name for node in program.graph.nodes if "copy_" in str(node.target)]
+    message = "a view into another tensor that the model fills in through it later"
+    with pytest.warns(AliasedPatchWarning, match=message), pg.patch({views[0]: AddPatch(value=0.0)}):
+        pg(x)
 
 
 def test_shapes_of_programs_with_dynamic_shapes_are_those_of_the_example() -> None:

@@ -24,6 +24,8 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _MOST_SHOWN = 10
+_EACH = 8
+"""After so many cells, what metrics refer to is looked at after some only: a look takes as long as to make a patch."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,15 @@ def planned(
     model, random_state = ModuleState(pg._module, is_look=True), SharedRandomState()
     referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
     made: list[Cell] = []
+    is_metric_same = is_given_same = True
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
+        if _is_looked_at(len(made), count):  # what is changed now and then may be as it was at the end
+            is_metric_same = is_metric_same and referred == ReferredValues(metric)
+            is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
         if cell.number == 0 and reason is None and not is_all:
-            if referred != ReferredValues(metric):
-                reason = "make_patches changes what the metric refers to"
+            if not is_metric_same:
+                reason = "make_patches changes what the metric refers to, or that holds an iterator"
             elif random_state.differing(SharedRandomState()) and _draws(pg, inputs):
                 reason = "make_patches and the model draw random numbers in turn"
         try:
@@ -97,8 +103,8 @@ def planned(
     copies.check_given()
     what = [
         *(["the model"] if _is_changed(pg, model) else []),
-        *(["what the model runs on"] if given != ReferredValues(inputs.args, inputs.kwargs) else []),
-        *(["what the metric refers to"] if referred != ReferredValues(metric) else []),
+        *(["what the model runs on"] if not is_given_same else []),
+        *(["what the metric refers to"] if not is_metric_same else []),
     ]
     if what and isinstance(made[0].patches, PurePatches):
         raise ExperimentError(
@@ -106,6 +112,10 @@ def planned(
             "that to the patches, or write the loop: with pg.patch(make_patches(...)): ..."
         )
     return Plan(made, range(len(made), count), why, _entries(pg, made))
+
+
+def _is_looked_at(number: int, count: int) -> bool:
+    return number < _EACH or number & (number + 1) == 0 or number == count - 1
 
 
 def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:

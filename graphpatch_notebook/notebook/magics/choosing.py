@@ -9,7 +9,7 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook.magics.command_line import Place, arguments, split_options, without_comment
+from graphpatch_notebook.notebook.magics.command_line import Place, arguments, one_line, split_options, without_comment
 from graphpatch_notebook.notebook.magics.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.session.chosen_patch import (
     FLAGS,
@@ -59,7 +59,7 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
     added = session.add(wanted)
     print(f"#{added.number} {described(added)}{_shape_note(check.sliced, added)}{_name_note(workspace, added)}")
     if check.warning:
-        print(f"warning: {check.warning}")
+        print(f"warning: {one_line(check.warning)}")
     names = sorted(names_used([added]))
     unknown = [name for name in names if name not in workspace.namespace and not hasattr(builtins, name)]
     if unknown:

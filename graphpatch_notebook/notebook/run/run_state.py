@@ -10,7 +10,7 @@ from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRa
 from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
-_SHARED = ("torch", "Python", "numpy")
+_RANDOM = ("torch", "Python", "numpy", "own")
 
 
 class RunState:
@@ -37,7 +37,7 @@ class RunState:
 
     def change_of_model(self) -> Change | None:
         """Returns what a run has changed in the model that cannot be put back; asked after `restore`."""
-        return self._state.change(besides=_SHARED)
+        return self._state.change(besides=_RANDOM)
 
     def separated(self, value: Any) -> Any:
         """Returns a value that stays what it is when the state is put back, or in another run."""
