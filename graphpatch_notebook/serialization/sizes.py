@@ -22,8 +22,11 @@ from graphpatch_notebook.serialization.forms import Form
 
 Step: TypeAlias = "tuple[str, Any]"
 
+_NEAR = (1, 2, 3)
+"""How far from the example's size each size is tried: a model may look at whether one is even, or divides by three."""
+
 _LARGE = (48, 307)
-"""Sizes that are tried beside those near the example's: one with many divisors, and a prime."""
+"""Other sizes that are tried: one with many divisors, and a prime."""
 
 
 def find_sizes(root: Frame, form: Form) -> None:
@@ -35,10 +38,11 @@ def find_sizes(root: Frame, form: Form) -> None:
         explorer = _Explorer(root)
         groups = [g for g in dimensions_of(root).groups if all(number < len(form.dims) for number, _ in g)]
         found = [(places, sizes) for places in groups if (sizes := explorer.sizes(places))]
-        # Two sizes may be fine one at a time, and not together.
-        largest, smallest = ({place: pick(s) for places, s in found for place in places} for pick in (max, min))
-        if explorer.is_same(largest) is False or explorer.is_same(smallest) is False:
-            found.clear()
+        # Two sizes may be fine one at a time, and not together: both large, both small, or both the same.
+        common = min((max(sizes) for _, sizes in found), default=0)
+        for pick in (max, min, lambda sizes: max(common, min(sizes))):
+            if explorer.is_same({place: pick(sizes) for places, sizes in found for place in places}) is False:
+                found.clear()
     for number, (places, sizes) in enumerate(found):
         name = f"size_{number}"
         form.ranges[name] = (min(sizes), max(sizes))
@@ -63,9 +67,11 @@ class _Explorer:
         """Returns sizes at `places` with the same steps, that of the example first; none if all others differ."""
         size = self._shapes[places[0][0]][places[0][1]]
         found, is_different = [size], False
+        larger = {*(size + step for step in _NEAR), 2 * size + 3, *_LARGE}
+        smaller = {*(size - step for step in _NEAR), size // 2, 1}
         for others in (
-            [other for other in (size + 1, 2 * size + 3, *_LARGE) if other > size],
-            [other for other in (size - 1, size // 2, 1) if 0 < other < size],
+            sorted(other for other in larger if other > size),
+            sorted((other for other in smaller if 0 < other < size), reverse=True),
         ):
             for other in others:
                 outcome = self.is_same(dict.fromkeys(places, other))
