@@ -17,7 +17,7 @@ from graphpatch_notebook.notebook import PATCH_KINDS
 from test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text("utf8")
+GUIDE = (ROOT / "docs" / "CONTRIBUTING.md").read_text("utf8")
 FENCES = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 PATCH_KIND, REGISTRATION, OPERATION, DECOMPOSITION, DECOMPOSED, PACKING, PACKED = range(7)
 
