@@ -24,6 +24,8 @@ from graphpatch_notebook.notebook.display.progress import busy, capture_progress
 from tests.notebook.hosts import environment
 from tests.zoo import case_by_name
 
+pytestmark = pytest.mark.hosts
+
 SLOW_MODEL = """
 import contextlib, sys, time
 import torch
