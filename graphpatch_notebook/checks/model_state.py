@@ -39,7 +39,8 @@ from graphpatch_notebook.capture.held_values import (
 from graphpatch_notebook.capture.identity import memory_of
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import outer_objects
+from graphpatch_notebook.checks.outer_values import outer_objects, plain_outer_values
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
 
@@ -150,6 +151,21 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
+def comparable_state(generator: Any) -> Any:
+    """Returns what equals another one if a random generator goes on alike."""
+    return _comparable(_state_of(generator))
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.tolist()
+    if isinstance(state, dict):
+        return [(name, _comparable(item)) for name, item in state.items()]
+    if isinstance(state, tuple):
+        return [*map(_comparable, state)]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
 def _put_generator_back(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
@@ -250,9 +266,9 @@ class ModuleState:
         if is_look:
             return
         self._outer = {
-            name: (value, value.copy())
-            for name, value in outer.items()
-            if type(value) in (list, dict, set, deque) and len(value) <= MANY
+            name: value.copy() if hasattr(value, "copy") else value
+            for name, value in self._outer_values().items()
+            if not hasattr(value, "copy") or len(value) <= MANY
         }
         self._random = SharedRandomState()
 
@@ -262,7 +278,7 @@ class ModuleState:
         """Returns the first change since, if there is one.
 
         Args:
-            besides: Whose shared random generators do not count: `"torch"`, `"Python"`, `"numpy"`.
+            besides: Whose random generators do not count: `"torch"`, `"Python"`, `"numpy"`, `"own"` of the model.
         """
         found = self._changes(_EVERYWHERE, has_contents=True)
         changes = itertools.chain(self._random_changes(besides), found, self._outer_changes())
@@ -294,7 +310,7 @@ class ModuleState:
         """
         changes = self._changes(_EVERYWHERE)
         with without_torch_functions():
-            change = next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch"})), None)
+            change = next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch", "own"})), None)
         if change is not None and change.kind is ChangeKind.RANDOM:
             return "it draws random numbers of Python or numpy"
         return None if change is None else str(change)
@@ -339,16 +355,26 @@ class ModuleState:
         return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
 
     def _outer_changes(self) -> Iterator[Change]:
-        for name, (container, saved) in self._outer.items():
+        now = self._outer_values()
+        for (kind, name), saved in self._outer.items():
+            value = now.get((kind, name), ABSENT)
             try:
-                is_equal = bool(container == saved)
+                is_equal = value is saved or bool(value == saved)
             except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
                 is_equal = False
             if not is_equal:
-                yield Change(ChangeKind.GLOBAL, "", type(self._root).__name__, name, saved, container)
+                yield Change(ChangeKind.GLOBAL, "", kind.__name__, name, saved, value)
+
+    def _outer_values(self) -> dict[tuple[type, str], Any]:
+        return plain_outer_values(self._walk.modules(), original_forward)
 
     def _random_changes(self, besides: Iterable[str] = ()) -> Iterator[Change]:
         drawn = [owner for owner in self._random.differing(SharedRandomState()) if owner not in besides]
+        if "own" not in besides and any(
+            _comparable(state) != comparable_state(generator)
+            for generator, state in zip(self._walk.generators, self._generators, strict=True)
+        ):
+            drawn.append("a generator of its own")
         if drawn:
             yield Change(ChangeKind.RANDOM, "", type(self._root).__name__, " and ".join(drawn))
 
@@ -491,7 +517,7 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
 
 def _are_shards(saved: Any, name: str) -> bool:
     """Whether these are parameters of which FSDP puts the whole in place of the shards, and keeps account of it."""
-    return name == "_parameters" and "DTensor" in [type(value).__name__ for value in saved.values()]
+    return name == "_parameters" and any(map(is_distributed, saved.values()))
 
 
 def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:

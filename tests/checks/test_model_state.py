@@ -121,9 +121,34 @@ def test_random_generators_are_put_back() -> None:
         return [torch.rand(1).item(), random.random(), float(np.random.rand()), *own]
 
     first = drawn()
-    assert str(state.change()) == "the model draws random numbers (of torch and Python and numpy)"
+    of_whom = "torch and Python and numpy and a generator of its own"
+    assert str(state.change()) == f"the model draws random numbers (of {of_whom})"
     state.restore()
+    assert state.change() is None
     assert drawn() == first
+    state.restore()
+    model.python.random()
+    assert str(state.change()) == "the model draws random numbers (of a generator of its own)"
+
+
+class Counted(nn.Module):
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + RUNS
+
+
+RUNS = 0
+
+
+@pytest.mark.parametrize(("name", "edit"), [
+    ("RUNS", lambda: globals().update(RUNS=RUNS + 1)), ("Counted.runs", lambda: setattr(Counted, "runs", 5)),
+])  # fmt: skip
+def test_what_code_and_classes_of_inner_modules_hold_is_looked_at(name: str, edit: Callable[[], None]) -> None:
+    state = ModuleState(nn.Sequential(nn.Linear(2, 2), Counted()))
+    assert state.change() is None
+    edit()
+    assert str(state.change()) == f"it changes the global {name!r} while it runs"
 
 
 def test_weights_are_not_copied_and_a_write_into_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
