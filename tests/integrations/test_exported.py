@@ -21,6 +21,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import installed
 
 pytestmark = [
@@ -459,7 +460,7 @@ def test_parameters_equal_an_edited_copy(case: Case) -> None:
 
 
 def _full_name(pg: PatchableGraph, path: str) -> str:
-    frame = pg._root_frame
+    frame = captured(pg).root
     *calls, last = path.split(".")
     prefix = []
     for call in calls:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.execution.apply import apply_to_rows
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.replay.frame_effects import leaves_of
-from graphpatch_notebook.execution.replay.frame_results import FrameStack, FrameTree
+from graphpatch_notebook.execution import Entry, apply_to_rows
+from graphpatch_notebook.execution.replay import FrameStack, FrameTree, leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.values import mapped, readable_children, rebuilt, with_own_containers

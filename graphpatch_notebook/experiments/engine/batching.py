@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.replay.frame_effects import PLAIN, leaves_of
-from graphpatch_notebook.execution.replay.frame_results import NEVER, FrameNode
+from graphpatch_notebook.execution import Entry
+from graphpatch_notebook.execution.replay import NEVER, PLAIN, FrameNode, leaves_of
 from graphpatch_notebook.experiments.engine.batch_rows import (
     Layout,
     Rows,
@@ -27,7 +26,7 @@ from graphpatch_notebook.experiments.engine.chunking import Work, overhead, rows
 from graphpatch_notebook.experiments.engine.clean_run import Survey, paths_read_after, watched_run
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 _UNREACHED = "the model does not reach it on these inputs"
 
@@ -138,7 +137,7 @@ def _read_after(pg: PatchableGraph, inputs: Inputs, survey: Survey, targets: Seq
     why = "the model looks at values, and may do another thing for each cell"
     if survey.last_read == NEVER:
         # Nobody took note: the capture knows.
-        has_doubts = any(frame.doubts for frame in pg._root_frame.walk())
+        has_doubts = any(frame.doubts for frame in captured(pg).root.walk())
         return dict.fromkeys(survey.marks, why) if has_doubts else {}
     if all(mark.came_up > survey.last_read for mark in survey.marks.values()):
         return {}

@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
-from graphpatch_notebook.execution.patch_map import entries_of
-from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution import Entry
 from graphpatch_notebook.experiments.engine.cells import Cell, Cells
 from graphpatch_notebook.experiments.engine.function_values import ReferredValues
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.purity import ImpureError, PrivateCopies, PurePatches
 from graphpatch_notebook.experiments.engine.random_draws import change_by
 from graphpatch_notebook.experiments.engine.shared_setup import why_plain
-from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 _MOST_SHOWN = 10
 _EACH = 8
@@ -79,7 +76,7 @@ def planned(
     count = len(cells.unmade)
     copies = PrivateCopies(keeps_gradients=backward)
     reason, why = why_plain(pg), None
-    model, random_state = ModuleState(pg._module, is_look=True), SharedRandomState()
+    model, random_state = ModuleState(captured(pg).module, is_look=True), SharedRandomState()
     referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
     made: list[Cell] = []
     is_metric_same = is_given_same = True
@@ -125,20 +122,19 @@ def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
 
 def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
     """Whether the model draws random numbers; leaves all as it was."""
-    state = ModuleState(pg._module)
+    state = ModuleState(captured(pg).module)
     with afterwards(state.restore), torch.no_grad():
         inputs.run(pg)
-        change = change_by(lambda: inputs.run(pg), pg._module, state)
+        change = change_by(lambda: inputs.run(pg), captured(pg).module, state)
     return change is not None and change.kind is ChangeKind.RANDOM
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:
     """Returns the entries of each cell, by its number; raises one error with all that is wrong with patch maps."""
-    targets = pg._current().targets
     found: dict[int, list[Entry]] = {}
     errors: list[tuple[Cell, PatchMapError]] = []
     for cell in cells:
-        entries = _entries_or_error(pg._root_frame, cell, targets)
+        entries = _entries_or_error(pg, cell)
         if isinstance(entries, PatchMapError):
             errors.append((cell, entries))
         else:
@@ -151,8 +147,8 @@ def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]
     return found
 
 
-def _entries_or_error(root: Frame, cell: Cell, targets: dict[str, Target]) -> list[Entry] | PatchMapError:
+def _entries_or_error(pg: PatchableGraph, cell: Cell) -> list[Entry] | PatchMapError:
     try:
-        return entries_of(root, cell.patches, targets)
+        return captured(pg).entries_of(cell.patches)
     except PatchMapError as error:
         return error

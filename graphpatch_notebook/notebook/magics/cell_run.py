@@ -15,7 +15,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from graphpatch_notebook.errors import PatchMapError, SessionError
-from graphpatch_notebook.execution.patch_context import PatchContext
+from graphpatch_notebook.execution import PatchContext
 from graphpatch_notebook.notebook.magics.cell_results import CellResults
 from graphpatch_notebook.notebook.magics.choosing import numbers_of
 from graphpatch_notebook.notebook.magics.command_line import arguments, one_line

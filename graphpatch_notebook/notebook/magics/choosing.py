@@ -23,6 +23,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import (
 from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest, parse_path
 
 OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
@@ -35,7 +36,7 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
         SessionError: It cannot be applied there, or is not written like that.
     """
     session = workspace.current().session
-    root = session.graph._root_frame
+    root = captured(session.graph).root
     place, options, value = _taken_apart(text, root)
     if not place.path:
         raise SessionError(f"{kind} needs the path of a node: %graphpatch {kind} PATH[slice] ...")

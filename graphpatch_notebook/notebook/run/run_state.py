@@ -8,7 +8,7 @@ from typing import Any
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRandomState
 from graphpatch_notebook.checks.outer_values import outer_objects
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 _RANDOM = ("torch", "Python", "numpy", "own")
 
@@ -25,9 +25,10 @@ class RunState:
     """
 
     def __init__(self, graph: PatchableGraph) -> None:
-        self._state = ModuleState(graph._module, _generators(graph))
-        drawn: list[str] | None = graph._drawn
-        self._draws = drawn is None or bool(drawn) or any(module.training for module in graph._module.modules())
+        self._state = ModuleState(captured(graph).module, _generators(graph))
+        model = captured(graph)
+        is_training = any(module.training for module in model.module.modules())
+        self._draws = model.drawn is None or bool(model.drawn) or is_training
         self._begin = SharedRandomState()
         self._end: SharedRandomState | None = None
 
@@ -70,7 +71,7 @@ class RunState:
 
 def _generators(graph: PatchableGraph) -> Iterator[Any]:
     """Yields what the calls and the code of the model name outside of it, some of it random generators of its own."""
-    for frame in graph._root_frame.walk():
+    for frame in captured(graph).root.walk():
         yield from outer_objects(frame.module, original_forward(frame.module)).values()
         for node in frame.nodes:
             yield from (*node.args, *node.kwargs.values())
