@@ -26,6 +26,8 @@ from tests.notebook.hostile import KEYS, hostile_graph
 from tests.notebook.shells import Shell
 from tests.zoo import case_by_name
 
+pytestmark = pytest.mark.hosts
+
 hostile = cache(hostile_graph)
 
 

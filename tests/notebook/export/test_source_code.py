@@ -16,6 +16,8 @@ import pytest
 from graphpatch_notebook.notebook.export.source_code import SourceCode
 from tests.notebook.shells import Shell
 
+pytestmark = pytest.mark.hosts
+
 TEXT = 'from graphpatch import ZeroPatch\n\n# <script>alert("&")</script>\nx = {"a": 1.5}\nif x:\n    print(f\'{x}\')\n'
 CODE = SourceCode(TEXT)
 SHOW = f"from graphpatch_notebook.notebook.export.source_code import SourceCode as S; display(S({TEXT!r}))"

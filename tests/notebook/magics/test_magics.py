@@ -21,6 +21,8 @@ from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.shells import Mlp, Shell
 
+pytestmark = pytest.mark.hosts
+
 
 def chosen(shell: Shell, name: str = "pg") -> list[str]:
     return [str(patch) for patch in session_of(shell.namespace[name]).chosen.patches]
