@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from graphpatch_notebook import GraphPatchWarning
+from tests.versions import SELECTION
 
 ROOT = Path(__file__).parents[1]
 HAVE_TESTS_OF_THEIR_OWN = {"CONTRIBUTING.md", "coming_from.md"}
@@ -66,6 +67,10 @@ def test_commands_exist(page: Path) -> None:
     settings = (ROOT / "pyproject.toml").read_text("utf8")
     for command in set(re.findall(r"hatch run (?:\w+:)?([\w-]+)", page.read_text("utf8"))):
         assert re.search(rf"^{command} = ", settings, re.MULTILINE), command
+
+
+def test_the_tests_that_run_with_other_versions_exist() -> None:
+    assert not [name for name in SELECTION if not (ROOT / "tests" / name).exists()]
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "llms.txt"], ids=lambda page: page.name)
