@@ -276,7 +276,7 @@ class PatchableGraph(ModuleDelegate):
         allow_doubts: bool = False,
         any_size: bool = False,
     ) -> fx.GraphModule:
-        """Returns the model, with the patches that are active, as nested `torch.fx.GraphModule`s.
+        """Returns the model, with the patches that are active, as a nested `torch.fx.GraphModule`.
 
         For `torch.compile(..., fullgraph=True)`, `torch.export` and other tools that work on graphs. The modules have
         the names that they have in the model and share its parameters and buffers; patches are modules in the graphs
@@ -429,7 +429,7 @@ class PatchableGraph(ModuleDelegate):
         some steps of a generation, or positions of the sequence, only: see `Patch`.
 
         Args:
-            patch_map: From node paths (strings or `NodePath`s) to a patch or a list of patches.
+            patch_map: From node paths (strings or `NodePath` objects) to a patch or a list of patches.
             strict: Whether a patch that never fires during a call is an error rather than a warning.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -28,6 +29,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # of pytest-xdist: this process starts the others
         leaving_out.begin()
         config.add_cleanup(leaving_out.end)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.scheduling import SetUpOnce
+
+    config.option.loadscopereorder = False  # the order is that of `put_slow_tests_first`
+    return SetUpOnce(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.scheduling import put_slow_tests_first
+
+        put_slow_tests_first(items)
 
 
 @pytest.hookimpl(trylast=True)

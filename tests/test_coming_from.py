@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / ".github" / "COMING_FROM.md").read_text("utf8")
+GUIDE = (ROOT / "docs" / "coming_from.md").read_text("utf8")
 SETUPS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL))
 NOT_OF_CODE = "`patching."  # needs a model from the hub's names, and clean tokens

@@ -16,7 +16,7 @@ from graphpatch_notebook.capture.quantization import packed_weights
 from test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text("utf8")
+GUIDE = (ROOT / "docs" / "CONTRIBUTING.md").read_text("utf8")
 FENCES = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 PATCH_KIND, OPERATION, DECOMPOSITION, DECOMPOSED, PACKING, PACKED = range(6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -69,11 +70,14 @@ DOORS = {
 NOTEBOOK_PACKAGES = {"IPython", "anywidget", "ipywidgets", "traitlets"}
 FILE_FOR_PRIVATE_TORCH_NAMES = "torch_compat.py"
 
-each_file = pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
 
-
+@functools.cache
 def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf8"))
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
 
 
 def layer_of(file: Path) -> str:
@@ -143,13 +147,16 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-@each_file
-def test_file_stands_in_a_layer(file: Path) -> None:
-    assert layer_of(file) in LAYERS, "give the new module its place in LAYERS"
+def test_files_stand_in_layers() -> None:
+    assert {layer_of(file) for file in FILES} <= set(LAYERS), "give the new module its place in LAYERS"
 
 
-@each_file
-def test_imports_go_down(file: Path) -> None:
+def test_imports_go_down() -> None:
+    assert {name_of(file): above for file in FILES if (above := imported_from_above(file))} == {}
+
+
+def imported_from_above(file: Path) -> set[str]:
+    """Returns the layers above that of a file that it imports, but for its doors."""
     own = layer_of(file)
     inside = set()
     for name in imported_names(ast.walk(parse(file)), file):
@@ -158,9 +165,8 @@ def test_imports_go_down(file: Path) -> None:
             layer = layer_of_name(parts)
             inside.add(layer if layer in LAYERS else parts[0])  # what is taken from the `__init__` of a package
     above = {layer for layer in inside - {own} if LAYERS.index(layer) > LAYERS.index(own)}
-    doors = {way for way, opened in DOORS.items() if opened == file.relative_to(ROOT).as_posix()}
-    above -= {layer for layer in above if (own.split("/")[0], layer.split("/")[0]) in doors}
-    assert not above, f"{own} stands below {above}"
+    doors = {way for way, opened in DOORS.items() if opened == name_of(file)}
+    return {layer for layer in above if (own.split("/")[0], layer.split("/")[0]) not in doors}
 
 
 @pytest.mark.parametrize(("own", "layer"), sorted(DOORS))
@@ -179,7 +185,7 @@ def test_doors_are_opened_by_functions(own: str, layer: str) -> None:
 
 def test_widgets_have_one_base() -> None:
     with_widgets = {
-        file.relative_to(ROOT).as_posix()
+        name_of(file)
         for file in FILES
         for name in imported_names(ast.walk(parse(file)), file)
         if name.split(".")[0] in ("anywidget", "ipywidgets")
@@ -187,19 +193,18 @@ def test_widgets_have_one_base() -> None:
     assert with_widgets == {"notebook/display/displayed_widget.py"}
 
 
-@each_file
-def test_notebook_packages_stay_in_notebook(file: Path) -> None:
-    if layer_of(file).split("/")[0] == "notebook":
-        return
-    packages = {name.split(".")[0] for name in imported_names(ast.walk(parse(file)), file)}
-    assert not packages & NOTEBOOK_PACKAGES
+def test_notebook_packages_stay_in_notebook() -> None:
+    found = {}
+    for file in FILES:
+        packages = {name.split(".")[0] for name in imported_names(ast.walk(parse(file)), file)}
+        if layer_of(file).split("/")[0] != "notebook" and packages & NOTEBOOK_PACKAGES:
+            found[name_of(file)] = packages & NOTEBOOK_PACKAGES
+    assert found == {}
 
 
-@each_file
-def test_private_torch_names_stay_in_one_file(file: Path) -> None:
-    if file == ROOT / FILE_FOR_PRIVATE_TORCH_NAMES:
-        return
-    assert not {name for name in torch_names(parse(file)) if is_private(name)}
+def test_private_torch_names_stay_in_one_file() -> None:
+    private = {(name_of(file), name) for file in FILES for name in torch_names(parse(file)) if is_private(name)}
+    assert {(file, name) for file, name in private if file != FILE_FOR_PRIVATE_TORCH_NAMES} == set()
 
 
 def test_private_torch_names_are_recognised() -> None:
@@ -234,25 +239,31 @@ COMPARE_TENSORS = {
 }
 
 
-@each_file
-def test_calls_and_runs_are_compared_in_checks_only(file: Path) -> None:
-    name = file.relative_to(ROOT).as_posix()
-    if layer_of(file).split("/")[0] in ("checks", "notebook") or name == SEES_SWITCHES:
-        return
-    tree = parse(file)
-    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imported = imported_names(ast.walk(tree), file)
-    assert not ANSWERS & (asked | {full.rpartition(".")[2] for full in imported})
-    assert f"{ROOT.name}.checks.equality.difference" not in imported or name in COMPARE_TENSORS
+def test_calls_and_runs_are_compared_in_checks_only() -> None:
+    found, comparing = {}, set()
+    for file in FILES:
+        if layer_of(file).split("/")[0] in ("checks", "notebook") or name_of(file) == SEES_SWITCHES:
+            continue
+        asked = {node.attr for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute)}
+        imported = imported_names(ast.walk(parse(file)), file)
+        if answers := ANSWERS & (asked | {full.rpartition(".")[2] for full in imported}):
+            found[name_of(file)] = answers
+        if f"{ROOT.name}.checks.equality.difference" in imported:
+            comparing.add(name_of(file))
+    assert found == {}
+    assert comparing <= COMPARE_TENSORS
 
 
-@each_file
-def test_texts_of_doubts_are_made_in_one_place(file: Path) -> None:
-    if file == ROOT / "capture/doubts.py":
-        return
+def test_texts_of_doubts_are_made_in_one_place() -> None:
     beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
-    texts = [node.value for node in ast.walk(parse(file)) if isinstance(node, ast.Constant)]
-    assert not [text for text in texts if isinstance(text, str) and text.startswith(beginnings)]
+    texts = {
+        (name_of(file), node.value)
+        for file in FILES
+        if name_of(file) != "capture/doubts.py"
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert {(name, text) for name, text in texts if text.startswith(beginnings)} == set()
 
 
 FILES_FOR_RECORDED_SIZES = ("checks/dimensions.py", "checks/meta_runs.py")
@@ -281,11 +292,10 @@ def single_sizes(tree: ast.Module) -> list[str]:
     return found
 
 
-@each_file
-def test_which_dimension_is_which_is_decided_in_one_place(file: Path) -> None:
+def test_which_dimension_is_which_is_decided_in_one_place() -> None:
     """Nobody else compares the sizes of a captured value with others to find out what its dimensions are."""
-    found = single_sizes(parse(file))
-    assert bool(found) == (file.relative_to(ROOT).as_posix() in FILES_FOR_RECORDED_SIZES), found
+    found = {name_of(file): sizes for file in FILES if (sizes := single_sizes(parse(file)))}
+    assert found.keys() == set(FILES_FOR_RECORDED_SIZES), found
 
 
 def test_looking_at_recorded_sizes_is_recognised() -> None:
@@ -323,17 +333,23 @@ MODEL_STATE = "checks/model_state.py"
 COPY_ATTRIBUTES = {"capture/held_values.py", "execution/stand_in.py"}
 
 
-@each_file
-def test_one_answer_to_whether_the_model_has_changed(file: Path) -> None:
+COPY = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
+
+
+def test_one_answer_to_whether_the_model_has_changed() -> None:
+    assert {name_of(file): found for file in FILES if (found := other_answers(file))} == {}
+
+
+def other_answers(file: Path) -> set[str]:
+    """Returns what a file defines, reads or calls that only the one answer may."""
     nodes = list(ast.walk(parse(file)))
-    name = file.relative_to(ROOT).as_posix()
-    defined = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    assert not defined & FORMER_STATES
+    name = name_of(file)
+    found = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))} & FORMER_STATES
     if name == MODEL_STATE:
-        return
+        return found
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    assert not read & {"get_rng_state", "get_rng_state_all", "getstate"}
+    found |= read & {"get_rng_state", "get_rng_state_all", "getstate"}
     if name not in COPY_ATTRIBUTES:
         calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
-        pattern = re.compile(r"dict\(([\w.]*\.__dict__|vars\(.*\))\)|[\w.]*\.__dict__\.copy")
-        assert not [text for text in calls if pattern.match(text)]
+        found |= {text for text in calls if COPY.match(text)}
+    return found

@@ -17,8 +17,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import GPT2LMHeadModel
 
 import graphpatch_notebook
 
@@ -130,40 +128,30 @@ def test_a_bundle_of_other_sources_is_out_of_date(tmp_path: Path) -> None:
     assert not hook.is_current(tmp_path)
 
 
-EXAMPLES = re.findall(r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", README.read_text("utf8"), re.DOTALL)
+EXAMPLE, PRINTED = re.findall(r"```(?:python|text)\n(.*?)```", README.read_text("utf8"), re.DOTALL)
 
 
-@pytest.mark.parametrize(("example", "printed"), EXAMPLES, ids=["any model", "transformers", "experiments"])
-def test_readme_examples_print_what_the_readme_says(example: str, printed: str, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"  # a file, since the example shows its own source
-    script.write_text(example, "utf8")
+def test_the_example_runs_as_pasted_into_a_file(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLE, "utf8")
     command = [sys.executable, "-X", "utf8", str(script)]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf8", cwd=README.parent)
-    assert shown.stdout == printed
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf8", cwd=tmp_path)
+    assert shown.stdout == PRINTED
 
 
-def test_the_patch_in_the_first_picture_of_the_readme() -> None:
-    model = GPT2LMHeadModel.from_pretrained(ROOT / "examples" / "induction_model", attn_implementation="eager").eval()
-    ids = torch.tensor([[0, *range(1, 13), 1, 2, 3, 4]])
-    patch = graphpatch_notebook.ZeroPatch
-    names = {"pg": graphpatch_notebook.PatchableGraph(model, ids), "ids": ids, "ZeroPatch": patch}
-    code = re.findall(r"```python\n(.*?)```", README.read_text("utf8"), re.DOTALL)[0]
-    exec(code, names)
-    assert model(ids).logits[0, -1].argmax() == 5
-    assert names["output"].logits[0, -1].argmax() != 5
+MAGICS = (ROOT / "docs" / "guides" / "magics.md").read_text("utf8")
+START = (ROOT / "docs" / "index.md").read_text("utf8")
+SESSION = re.search(r"```text\n(In \[1\]: .*?)```", MAGICS, re.DOTALL)
 
 
-SESSION = re.search(r"```text\n(In \[1\]: .*?)```", README.read_text("utf8"), re.DOTALL)
-
-
-def test_readme_session_shows_what_ipython_shows(tmp_path: Path) -> None:
-    """The session in the README goes on from its first example."""
+def test_the_session_of_magics_shows_what_ipython_shows(tmp_path: Path) -> None:
+    """It goes on from the example on the start page."""
     assert SESSION is not None
     cells = re.split(r"^In \[\d+\]: ", SESSION[1], flags=re.MULTILINE)[1:]
     typed = ["\n".join([cell.split("\n")[0], *re.findall(r"^ +\.\.\.: (.*)", cell, re.MULTILINE)]) for cell in cells]
     typed = [f"{cell}\n\n" if cell.startswith("%%") else cell for cell in typed]  # ends a cell magic at this prompt
     script = tmp_path / "example.py"
-    script.write_text(EXAMPLES[0][0], "utf8")
+    script.write_text(re.findall(r"```python\n(.*?)```", START, re.DOTALL)[0], "utf8")
     arguments = "-m IPython --simple-prompt --no-banner --colors=NoColor --no-confirm-exit -i".split()
     settings = {"IPYTHONDIR": str(tmp_path), "PYTHONIOENCODING": "utf8"}
     shown = subprocess.run(
@@ -176,7 +164,7 @@ def test_readme_session_shows_what_ipython_shows(tmp_path: Path) -> None:
         env={**os.environ, **settings},
         cwd=tmp_path,
     ).stdout
-    # A pipe has no echo of what is typed, and the README no `Out[3]:` and no empty lines.
+    # A pipe has no echo of what is typed, and the page no `Out[3]:` and no empty lines.
     outputs = re.split(r"^In \[\d+\]: ", shown, flags=re.MULTILINE)[1 : len(cells) + 1]
     for cell, output in zip(cells, outputs, strict=True):
         printed = re.sub(r"^( *\.\.\.: )+|Out\[\d+\]: ?\n?", "", output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zoo import CASES, Call, Case, case_by_name, seed_all
+from tests.laws.captures import some_cases
+from tests.zoo import CASES, OF_EACH_KIND, TRANSFORMERS, Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, close, copy_call, flatten, same_state, scalar_loss, snapshot
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny operations on two threads take ten times as long while something else wants the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@some_cases()
 def test_calls_are_reproducible(case: Case) -> None:
     model, other = case.build(), case.build()
     assert model.training == case.training
@@ -54,7 +45,7 @@ def _check_gradient(case: Case, name: str, loss: torch.Tensor | None) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@some_cases()
 def test_runs_change_state_as_stated(case: Case) -> None:
     model = case.build()
     if not case.mutates_state:
@@ -74,6 +65,7 @@ def test_names_are_unique() -> None:
     assert case_by_name("gpt2-eager").name == "gpt2-eager"
     with pytest.raises(KeyError):
         case_by_name("no-such-model")
+    assert {case.name for case in TRANSFORMERS} > OF_EACH_KIND
 
 
 def test_import_is_light() -> None:

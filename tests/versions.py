@@ -172,7 +172,7 @@ def chosen_pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
 def main() -> None:
     """Reads the command line, runs the tests, prints the table; leaves with 1 where a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="*", help="'torch==2.8.0,transformers<5'; all that README tells of, if none")
+    parser.add_argument("pairs", nargs="*", help="'torch==2.8.0,transformers<5'; all in docs/versions.md, if none")
     parser.add_argument("--folder", type=Path, help="where environments are made, of up to 6 GB, one at a time")
     parser.add_argument("--pytest", action="append", default=[], metavar="ARGUMENT", help="one more for pytest")
     options = parser.parse_args()

@@ -7,8 +7,8 @@
     Which of all values matter, as gradients estimate?             attribute, top_scores
 
 Metrics are functions of the model's whole output: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
-`KLDivergence`, or your own. Results are `xarray.DataArray`s: `plot_heatmap`, `plot_heads`, `plot_scores`, `save_figure`
-draw them, `show_heatmap` in a notebook, `save_result` and `load_result` keep them.
+`KLDivergence`, or your own. Results are `xarray.DataArray` objects: `plot_heatmap`, `plot_heads`, `plot_scores` and
+`save_figure` draw them, `show_heatmap` in a notebook, `save_result` and `load_result` keep them.
 """
 
 from __future__ import annotations

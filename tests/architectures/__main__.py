@@ -2,7 +2,7 @@
 
 python -m tests.architectures                       all of them: about half an hour on two cores
 python -m tests.architectures --only gpt2 vision-vit
-python -m tests.architectures --sample 12 --seed 3  the sample that CI runs
+python -m tests.architectures --sample 1 --seed 3   one of each family, as CI runs them
 python -m tests.architectures --json findings.json [--resume]
 """
 
@@ -62,7 +62,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="*", default=[], help="model types (gpt2), names (causal-gpt2) or classes")
     parser.add_argument("--family", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--sample", type=int, help="as many, chosen by the seed")
+    parser.add_argument("--sample", type=int, help="as many of each family, chosen by the seed")
     parser.add_argument("--seed", help="of the sample; by default that of CI")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=600, help="for one architecture, at most")

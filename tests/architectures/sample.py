@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Sequence
 
-from tests.architectures.families import Architecture
+from tests.architectures.families import FAMILIES, Architecture
 
 SEED = "ARCHITECTURES_SEED"
 
@@ -19,6 +19,10 @@ def seed_of_now() -> str:
 
 
 def sample(architectures: Sequence[Architecture], count: int, seed: str | None = None) -> list[Architecture]:
-    """Returns `count` of the architectures, in their order; the same ones for the same seed."""
-    chosen = random.Random(seed or seed_of_now()).sample(list(architectures), min(count, len(architectures)))
+    """Returns `count` architectures of each family, in their order; the same ones for the same seed."""
+    rng = random.Random(seed or seed_of_now())
+    chosen: list[Architecture] = []
+    for family in FAMILIES:
+        members = [each for each in architectures if each.family == family]
+        chosen += rng.sample(members, min(count, len(members)))
     return [architecture for architecture in architectures if architecture in chosen]

@@ -1,4 +1,4 @@
-"""This package next to plain hooks, nnsight, TransformerLens and pyvene: `python -m tests.benchmarks.peers [--quick]`.
+"""This package next to plain hooks and to other tools: `python -m tests.benchmarks.peers [--quick]`.
 
 Each tool is installed from PyPI in an environment of its own, with the torch that CI tests against, and runs in a
 process of its own, on one thread, on the same models with random weights. What it returns has to equal what plain
@@ -59,7 +59,7 @@ def add(comparison: Comparison, tool: str, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a measurement")
-    parser.add_argument("--markdown", action="store_true", help="print the table as the README has it")
+    parser.add_argument("--markdown", action="store_true", help="print the table as docs/benchmarks.md has it")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="only these")
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="only these")
     parser.add_argument("--environments", type=Path, default=FOLDER, help="where environments lie, 1 to 2 GB each")

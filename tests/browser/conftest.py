@@ -18,14 +18,14 @@ from tests.browser.server import CHECKOUT, Server, serving
 from tests.browser.tree_page import TreePage
 
 
-# Around all others: the marks are there before pytest leaves out by marks and pytest-xdist reads the groups, and a
-# browser is looked for only if tests that need one are left.
+# Around all others: the marks are there before pytest leaves out by marks, and a browser is looked for only if tests
+# that need one are left.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("browser")
-            item.add_marker(pytest.mark.xdist_group("browser"))
+            item.add_marker("slow")
     yield
     driving = [item for item in items if item.get_closest_marker("browser")]
     if driving and not config.getoption("all_browser_tests") and is_left_out(len(driving)):

@@ -22,6 +22,7 @@ from graphpatch_notebook import (
     UnusedModule,
     ZeroPatch,
 )
+from tests.laws.captures import capture_of
 from tests.zoo import TRANSFORMERS, Case
 
 
@@ -255,10 +256,8 @@ def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was(
 
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
-    call = case.example()
-    options = ExtractionOptions(error_on_compilation_failure=True, allow_unused_submodules=True)
-    pg = PatchableGraph(case.build(), options, *call.args, **call.kwargs)
-    assert [frame.path for frame in pg._root_frame.walk() if frame.opaque_reason] == []
+    frames = capture_of(case).pg._root_frame.walk()
+    assert [frame.path for frame in frames if frame.opaque_reason] == []
 
 
 def test_things_that_are_no_module_are_refused() -> None:

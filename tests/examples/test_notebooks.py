@@ -13,8 +13,7 @@ from nbformat import NotebookNode
 
 from tests.examples.notebooks import EXAMPLES, NOTEBOOKS, code_cells, execute, outputs, read, text
 
-# In one process, which runs each notebook once.
-pytestmark = pytest.mark.xdist_group("notebooks")
+pytestmark = pytest.mark.slow
 
 # The variables whose values the tests below look at, by notebook.
 NAMES = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,21 @@ def test_training_batches_repeat_until_the_context_is_full() -> None:
     assert torch.equal(sequences[:, 1 + length :], sequences[:, 1:-length])
 
 
-@pytest.mark.slow
-def test_training_is_seeded_and_saves_a_model(tmp_path: Path) -> None:
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_training_is_seeded_and_saves_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
-        command = [sys.executable, train_induction.__file__, "--steps", "3", "--out", str(folder)]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        assert "accuracy on the second half" in printed
+        monkeypatch.setattr(sys, "argv", ["train_induction.py", "--steps", "3", "--out", str(folder)])
+        runpy.run_path(train_induction.__file__, run_name="__main__")
+        assert "accuracy on the second half" in capsys.readouterr().out
     first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert first == second

@@ -6,31 +6,16 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, Patch, ProbePatch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.inspection.nodes import NodeMeta
 from tests.laws.captures import Capture
-from tests.zoo import CASES, Case
 
 PatchMap = dict[str, Any]
 
 UNREPEATABLE = ("tokens_per_expert", "perm", "float", "offsets")
 """Nodes that decide which memory is filled: patched, they show what was there before, as views filled later do."""
-
-
-def some_cases(applies: Callable[[Case], bool] = lambda case: True, *, every: int) -> pytest.MarkDecorator:
-    """Parametrizes a test by the cases that it applies to; all but some of each kind are `exhaustive`."""
-    cases = [case for case in CASES if applies(case)]
-    return pytest.mark.parametrize(
-        "case",
-        [
-            pytest.param(case, marks=[pytest.mark.exhaustive] if number % every else [])
-            for number, case in enumerate(cases)
-        ],
-        ids=[case.name for case in cases],
-    )
 
 
 def cells_of(capture: Capture, purpose: str, *, same_sizes: bool = True, nodes: int = 1) -> list[PatchMap]:

@@ -16,7 +16,7 @@ from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import TensorSpec
-from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone
+from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, some_cases
 from tests.zoo import Call, Case, seed_all
 from tests.zoo.values import flatten
 
@@ -108,7 +108,7 @@ def expected_scores(capture: Capture, clean: Call, other: Call, paths: dict[str,
     }
 
 
-@each_case(has_gradients)
+@some_cases(has_gradients)
 def test_module_outputs_are_scored_as_by_hooks(case: Case) -> None:
     capture = capture_of(case)
     clean, same = case.example(), case.example()

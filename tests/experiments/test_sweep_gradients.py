@@ -13,8 +13,7 @@ from graphpatch_notebook import AddPatch, PatchableGraph, ReplacePatch, ZeroPatc
 from tests.experiments.awkward_prefixes import ALIASED, STATEFUL, UNREPEATABLE, InputWrittenInto
 from tests.experiments.awkward_rows import ELSEWHERE, INTERACTING, TrainedNorm
 from tests.experiments.loops import TOLERANCE, disagreement, looped, swept
-from tests.experiments.sweep_cells import some_cases
-from tests.laws.captures import capture_of
+from tests.laws.captures import capture_of, some_cases
 from tests.zoo import Call, Case, seed_all
 from tests.zoo.case import seeded
 from tests.zoo.values import copy_call, scalar_loss

@@ -29,7 +29,7 @@ def test_wherever_an_interrupt_comes(batch: Any) -> None:
     at = 0
     while interrupted(action, at):
         assert_nothing_is_left(pg, before, unpatched)
-        at += 149
+        at += 401
     assert at > 1000
     found = swept(pg, cells(), Call.of(X), total, batch=batch)
     assert disagreement(loop, found, 0.0 if batch is None else TOLERANCE) is None

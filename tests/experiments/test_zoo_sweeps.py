@@ -24,8 +24,8 @@ from tests.experiments.loops import (
     swept,
     takes_short_cuts,
 )
-from tests.experiments.sweep_cells import cells_of, some_cases, with_probes
-from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone, run
+from tests.experiments.sweep_cells import cells_of, with_probes
+from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone, run, some_cases
 from tests.zoo import CASES, Call, Case, case_by_name, seed_all
 from tests.zoo.values import bit_equal, copy_call, same_state, snapshot
 
@@ -130,7 +130,7 @@ class Sweeps:
                 assert same_state(capture.model, before) is None
 
 
-@each_case()
+@some_cases()
 def test_sweeps_equal_loops(case: Case) -> None:
     Sweeps.of(case).check(None, "auto")
 

@@ -9,12 +9,6 @@ from pathlib import Path
 
 import pytest
 
-RUNS = {
-    "forwards by hooks": "for _ in range({n}): hooked()",
-    "forwards by patches": "for _ in range({n}): patched()",
-    "forwards in one context": "with pg.patch(PATCHES):\n    for _ in range({n}): pg(x)",
-    "constructions": "for _ in range({n}): PatchableGraph(model, x)",
-}
 SCRIPT = """
 import gc, json, pathlib
 import torch
@@ -69,34 +63,48 @@ def counts():
     objects = gc.get_objects()
     return [len(objects), sum(isinstance(o, torch.Tensor) for o in objects), resident()]
 
-def action(n):
-{body}
+def in_one_context(n):
+    with pg.patch(PATCHES):
+        for _ in range(n):
+            pg(x)
 
-action({warm})
-before = counts()
-action({n})
-after = counts()
-print(json.dumps([b - a for a, b in zip(before, after)]))
+def repeated(action):
+    def run(n):
+        for _ in range(n):
+            action()
+
+    return run
+
+ACTIONS = {
+    "forwards by hooks": (repeated(hooked), 1000),
+    "forwards by patches": (repeated(patched), 1000),
+    "forwards in one context": (in_one_context, 1000),
+    "constructions": (repeated(lambda: PatchableGraph(model, x)), 100),
+}
+growth = {}
+for name, (action, n) in ACTIONS.items():
+    action(n // 5)
+    before = counts()
+    action(n)
+    growth[name] = [after - b for after, b in zip(counts(), before)]
+print(json.dumps(growth))
 """
 
 
-def growth(what: str, count: int) -> tuple[int, int, int]:
-    """Returns by how many objects, tensors and bytes a process grows in `count` of these, in a process of its own."""
-    body = "".join(f"    {line}\n" for line in RUNS[what].format(n="n").splitlines())
-    script = SCRIPT.replace("{body}", body).replace("{warm}", str(max(10, count // 5))).replace("{n}", str(count))
+@pytest.fixture(scope="module")
+def growth() -> dict[str, list[int]]:
+    """By how many objects, tensors and bytes a process of its own grows in many runs of each kind."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    objects, tensors, size = json.loads(done.stdout.splitlines()[-1])
-    return objects, tensors, size
+    found: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-@pytest.mark.parametrize(
-    ("what", "count"), [("forwards by patches", 1000), ("forwards in one context", 1000), ("constructions", 100)]
-)
-def test_no_more_than_hooks(what: str, count: int) -> None:
-    objects, tensors, size = growth(what, count)
-    plain = growth("forwards by hooks", 1000)
+@pytest.mark.parametrize("what", ["forwards by patches", "forwards in one context", "constructions"])
+def test_no_more_than_hooks(growth: dict[str, list[int]], what: str) -> None:
+    objects, tensors, size = growth[what]
+    plain = growth["forwards by hooks"]
     assert tensors <= max(plain[1], 0)
     assert objects <= max(plain[0], 0) + 50  # nothing that grows with the runs
     assert size <= max(plain[2], 0) + 2**20

@@ -62,7 +62,8 @@ def check(case: FuzzCase) -> None:
     WAYS[case.way % len(WAYS)](case, interpreter)
 
 
-@settings(max_examples=300, derandomize=True, **COMMON)
+@pytest.mark.slow
+@settings(max_examples=100, derandomize=True, **COMMON)
 @given(cases())
 def test_some_programs(case: FuzzCase) -> None:
     check(case)

@@ -19,11 +19,11 @@ from graphpatch_notebook.inspection.resolution import resolve
 from tests.laws.captures import (
     Capture,
     capture_of,
-    each_case,
     identity,
     outcome,
     run,
     runs_the_same_code_again,
+    some_cases,
     without_recomputing,
 )
 from tests.zoo import Case
@@ -82,7 +82,7 @@ def is_given_twice(capture: Capture, path: str) -> bool:
     return target.node.kind == "input" and target.node.target in names
 
 
-@each_case(can_be_compared)
+@some_cases(can_be_compared)
 def test_woven_code_gives_what_live_runs_give(case: Case) -> None:
     live, woven = capture_of(case), with_own_graphs(case)
     assert list(live.pg.nodes) == list(woven.pg.nodes)

@@ -13,7 +13,8 @@ from graphpatch_notebook.graphs import GraphModule, build_hierarchy
 from graphpatch_notebook.graphs.interpretation import GraphInterpreter
 from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
-from tests.zoo import CASES, Case, installed, seed_all
+from tests.laws.captures import each_case, leaves_its_state_alone, some_cases
+from tests.zoo import CASES, Case, installed, is_of_a_kind_of_its_own, seed_all
 from tests.zoo.values import bit_equal
 
 pytestmark = [
@@ -38,24 +39,30 @@ def run(module: Any, case: Case, model: nn.Module, name: str) -> Any:
 def check(case: Case, names: list[str] | None) -> None:
     """Verifies the graphs on calls of these names, and runs them: what they return is what the model returns."""
     model, root = captured(case)
-    for name in case.calls(model) if names is None else names:
-        call = case.calls(model)[name]
+    verified, interpreted, expected = (case.calls(model) for _ in range(3))
+    for name in verified if names is None else names:
         seed_all(5)
-        report = verify(root, call.args, call.kwargs)
+        report = verify(root, verified[name].args, verified[name].kwargs)
         assert all(frame.reason for frame in report if frame.status in ("differing", "not comparable", "opaque"))
-        assert bit_equal(run(root, case, model, name), run(model, case, model, name)) is None, name
+        outputs = []
+        for module, calls in ((root, interpreted), (model, expected)):
+            seed_all(5)
+            outputs.append(calls[name].run(module))
+        assert bit_equal(*outputs) is None, name
 
 
-PURE = [case for case in CASES if not case.mutates_state]
+def is_stood_for(case: Case) -> bool:
+    """The cases that the test below leaves to `hatch run exhaustive`."""
+    return leaves_its_state_alone(case) and not is_of_a_kind_of_its_own(case)
 
 
-@pytest.mark.parametrize("case", PURE, ids=lambda case: case.name)
+@each_case(is_stood_for)
 def test_graphs_equal_the_model_on_the_example(case: Case) -> None:
     check(case, ["example"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PURE, ids=lambda case: case.name)
+@some_cases(leaves_its_state_alone)
 def test_graphs_equal_the_model_on_all_calls(case: Case) -> None:
     check(case, None)
 

@@ -17,7 +17,7 @@ from torch import nn
 from graphpatch_notebook import CustomPatch, GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
-from tests.zoo import CASES, Call, Case, seed_all
+from tests.zoo import CASES, Call, Case, is_of_a_kind_of_its_own, seed_all
 from tests.zoo.values import bit_equal, close
 
 
@@ -119,6 +119,22 @@ def each_case(applies: Callable[[Case], bool] = lambda case: True) -> pytest.Mar
     """Parametrizes a test by the cases that it applies to."""
     cases = [case for case in CASES if applies(case)]
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def some_cases(applies: Callable[[Case], bool] = lambda case: True, *, every: int = 1) -> pytest.MarkDecorator:
+    """Parametrizes a test by the cases that it applies to; those that others stand for are `exhaustive`.
+
+    Args:
+        applies: As of `each_case`.
+        every: Of the models of all kinds, how many one of them stands for.
+    """
+    cases = [case for case in CASES if applies(case)]
+    chosen = [case for case in cases if is_of_a_kind_of_its_own(case)][::every]
+    return pytest.mark.parametrize(
+        "case",
+        [pytest.param(case, marks=[] if case in chosen else [pytest.mark.exhaustive]) for case in cases],
+        ids=[case.name for case in cases],
+    )
 
 
 def leaves_its_state_alone(case: Case) -> bool:

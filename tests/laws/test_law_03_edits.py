@@ -15,6 +15,7 @@ from tests.laws.captures import (
     each_case,
     leaves_its_state_alone,
     runs_the_same_code_again,
+    some_cases,
     without_recomputing,
 )
 from tests.laws.edits import (
@@ -51,7 +52,7 @@ def test_inputs_and_outputs_equal_hooks(case: Case) -> None:
     _check(case, partial(boundary_edits, frame_count=8))
 
 
-@each_case(leaves_its_state_alone)
+@some_cases(leaves_its_state_alone)
 def test_inputs_and_outputs_equal_hooks_on_other_calls(case: Case) -> None:
     """Numbers in slices, which fit any shape, on calls that the example was nothing like."""
     capture = capture_of(case)
@@ -66,17 +67,17 @@ def test_inputs_and_outputs_equal_hooks_on_other_calls(case: Case) -> None:
                 assert capture.difference(expected, found) is None, f"{name}: {edit.path}, {edit.change}"
 
 
-@each_case()
+@some_cases()
 def test_parameters_equal_an_edited_copy(case: Case) -> None:
     _check(case, partial(tensor_edits, count=8))
 
 
-@each_case()
+@some_cases()
 def test_returned_ops_equal_an_edited_return(case: Case) -> None:
     _check(case, partial(returned_op_edits, count=8))
 
 
-@each_case()
+@some_cases()
 def test_ops_given_to_a_submodule_equal_its_pre_hook(case: Case) -> None:
     _check(case, partial(argument_op_edits, count=8))
 
@@ -88,7 +89,7 @@ def comes_from_known_source(case: Case) -> bool:
 
 # A patched value may make a loop of the model go on for longer.
 @pytest.mark.filterwarnings("ignore::graphpatch_notebook.RepeatedCallWarning")
-@each_case(comes_from_known_source)
+@some_cases(comes_from_known_source)
 def test_ops_equal_edited_source(case: Case) -> None:
     _check(case, partial(source_edits, count=8))
 

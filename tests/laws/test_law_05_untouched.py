@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import AddPatch, CustomPatch, Patch, PatchableGraph, PatchValueError, ReplacePatch, ZeroPatch
-from tests.laws.captures import Capture, capture_of, each_case, leaves_its_state_alone, run
+from tests.laws.captures import Capture, capture_of, leaves_its_state_alone, run, some_cases
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import bit_equal, same_state, snapshot
 
@@ -42,7 +42,7 @@ def can_be_interrupted(case: Case) -> bool:
     return leaves_its_state_alone(case) and case.name not in ("awkward-side-effects", "awkward-worker-thread")
 
 
-@each_case(can_be_interrupted)
+@some_cases(can_be_interrupted)
 def test_after_errors_and_interrupts_at_any_point(case: Case) -> None:
     capture = capture_of(case)
     paths = list(capture.pg.nodes)
@@ -61,7 +61,7 @@ def test_after_errors_and_interrupts_at_any_point(case: Case) -> None:
     assert bit_equal(expected, run(capture.pg, case.example())) is None
 
 
-@each_case(leaves_its_state_alone)
+@some_cases(leaves_its_state_alone)
 def test_after_an_error_of_capture(case: Case) -> None:
     """Interrupted in the middle: by a hook, as the user's own code would be."""
     model = case.build()

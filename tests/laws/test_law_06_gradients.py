@@ -24,7 +24,7 @@ from graphpatch_notebook import (
     SharedGradientWarning,
     ZeroPatch,
 )
-from tests.laws.captures import Capture, capture_of, each_case, raise_if_out_of_memory, run
+from tests.laws.captures import Capture, capture_of, raise_if_out_of_memory, run, some_cases
 from tests.laws.edits import Edit, boundary_edits, input_edits, returned_op_edits
 from tests.zoo import Case, case_by_name
 from tests.zoo.values import scalar_loss
@@ -84,7 +84,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
-@each_case(has_gradients)
+@some_cases(has_gradients)
 def test_gradients_equal_those_of_hooks(case: Case) -> None:
     capture = capture_of(case)
     edits = [*boundary_edits(capture, frame_count=4), *returned_op_edits(capture, count=3)]
@@ -164,7 +164,7 @@ def _gradient_by_a_probe(capture: Capture, path: str) -> Tensor | None:
         return _gradient_of(probe.activation, output)
 
 
-@each_case(has_gradients)
+@some_cases(has_gradients)
 def test_a_probed_input_has_the_gradient_of_what_the_module_does_with_it(case: Case) -> None:
     """Whatever else becomes of the same tensor: as if a hook gave the module an alias of it."""
     capture = capture_of(case)

@@ -78,7 +78,7 @@ class Comparison:
         return table
 
     def markdown(self) -> str:
-        """The table as a README has it."""
+        """The table as Markdown."""
         lines = [line(self.headers()), line(["---"] * len(self.headers()))]
         for heading, rows in self.rows():
             lines += [line([f"**{heading}**", *([""] * len(self.tools))]), *(line(row) for row in rows)]

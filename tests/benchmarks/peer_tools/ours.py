@@ -1,4 +1,4 @@
-"""This package, as its README says: a graph made once, a patch context entered for each call."""
+"""This package, as its documentation says: a graph made once, a patch context entered for each call."""
 
 from __future__ import annotations
 

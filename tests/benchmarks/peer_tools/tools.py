@@ -43,4 +43,5 @@ TOOLS: Mapping[str, Installed] = {
         "TransformerLens 3", "lens_hooked", "Hooked", ("transformer-lens==3.9.0", "transformers==5.23.0")
     ),
     "pyvene": Installed("pyvene", "pyvene_interventions", "Interventions", ("pyvene==0.1.8", "transformers==5.23.0")),
+    "torchlens": Installed("torchlens", "torchlens_runs", "Runs", ("torchlens==2.36.1", "transformers==5.23.0")),
 }

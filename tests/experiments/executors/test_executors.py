@@ -25,7 +25,7 @@ import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import LogitDifference, Noise, SweepInterrupted, ablate, causal_trace
-from graphpatch_notebook.experiments.executors.executors import cluster as cluster_module
+from graphpatch_notebook.experiments.executors import cluster as cluster_module
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
 
 WIDTH = 128

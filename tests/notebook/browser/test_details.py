@@ -16,8 +16,8 @@ from graphpatch_notebook import ExtractionOptions, PatchableGraph
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+from tests.laws.captures import some_cases
 from tests.notebook.hostile import hostile_graph
-from tests.zoo import CASES
 from tests.zoo.case import Case, seed_all
 
 
@@ -179,7 +179,7 @@ def check_laws(pg: PatchableGraph) -> None:
     assert used == {(b, a) for a, b in links["users"] if a in ops and b in ops}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if len(case.name) % 3 == 0], ids=repr)
+@some_cases(every=3)
 def test_zoo_details_of_every_row(case: Case) -> None:
     seed_all()
     call = case.example()

@@ -29,8 +29,8 @@ from graphpatch_notebook.notebook.browser.skeleton import (
 )
 from graphpatch_notebook.notebook.display.labels import spec_label
 from tests.frames import FrameBuilder, layered_frame, tensor
+from tests.laws.captures import some_cases
 from tests.notebook.hostile import hostile_graph
-from tests.zoo import CASES
 from tests.zoo.case import Case, seed_all
 
 
@@ -96,7 +96,7 @@ def check_laws(pg: PatchableGraph) -> None:
             assert {skeleton.name(c) for c in called if not skeleton.flags(c) & (HIDDEN | PLUMBING)} == shown
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@some_cases()
 def test_zoo_rows_and_paths_are_one_to_one(case: Case) -> None:
     seed_all()
     call = case.example()
