@@ -17,26 +17,21 @@ from graphpatch_notebook.capture import capture
 from graphpatch_notebook.capture.example_inputs import ExampleInputs
 from graphpatch_notebook.capture.inputs import signature_of
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.delegation import ModuleDelegate
 from graphpatch_notebook.errors import GraphError, SerializationError, add_note
-from graphpatch_notebook.execution import context as contexts
-from graphpatch_notebook.execution.context import ActiveContext, Prepared
-from graphpatch_notebook.execution.derived import Derived
-from graphpatch_notebook.execution.generation_config import NAME as GENERATION_CONFIG
-from graphpatch_notebook.execution.generation_config import compiling_nothing, copied_config, generating_with
-from graphpatch_notebook.execution.patch_context import PatchContext
-from graphpatch_notebook.execution.patch_map import Snapshot, entries_of
-from graphpatch_notebook.execution.plain_fx import verified_fx_module
-from graphpatch_notebook.graphs import (
-    CompiledGraphModule,
-    GraphInterpreter,
-    GraphModule,
-    build_hierarchy,
-    own_graphs,
+from graphpatch_notebook.execution import (
+    GENERATION_CONFIG,
+    CapturedModel,
+    PatchContext,
+    call_patched,
+    compiling_nothing,
+    copied_config,
+    generating_with,
+    innermost,
+    verified_fx_module,
 )
-from graphpatch_notebook.graphs.copies import copied_frame
+from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
 from graphpatch_notebook.graphs.postprocessing import postprocess
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -49,8 +44,7 @@ if TYPE_CHECKING:
 
     from graphpatch_notebook.notebook.browser.widget import Browser
 
-_OWN = set("_module _root_frame _options _hierarchy _derived _called _unstored _examples".split())
-_OWN |= {"_has_custom_graphs", "_generation_config", "_drawn"}
+_OWN = {"_module", "_captured", "_generation_config"}
 
 
 class PatchableGraph(ModuleDelegate):
@@ -86,6 +80,8 @@ class PatchableGraph(ModuleDelegate):
         [[0.0, 0.0, 0.0]]
     """
 
+    _captured: CapturedModel
+
     def __init__(self, module: Module, *example_args: Any, **example_kwargs: Any) -> None:
         given: Any = module
         if not isinstance(given, Module):
@@ -103,18 +99,21 @@ class PatchableGraph(ModuleDelegate):
             if not example_args and not example_kwargs:
                 add_note(error, "the model ran without inputs; give some: PatchableGraph(model, *example_inputs)")
             raise
-        self._set_up(module, root_frame, options)
-        self.__dict__["_examples"] = examples
-        self.__dict__["_drawn"] = before.differing(SharedRandomState())
+        drawn = before.differing(SharedRandomState())
+        self._set_up(CapturedModel(module, root_frame, options, examples=examples, drawn=drawn))
         if options.postprocessing_function is not None:
             postprocess(self._graph_module, options.postprocessing_function)
 
     @classmethod
     def _of(cls, module: Module, root_frame: Frame, options: ExtractionOptions) -> PatchableGraph:
         """Returns a `PatchableGraph` over records that are there already, without a run of `module`."""
+        return cls._around(CapturedModel(module, root_frame, options))
+
+    @classmethod
+    def _around(cls, captured: CapturedModel) -> PatchableGraph:
         result = object.__new__(cls)
         Module.__init__(result)
-        result._set_up(module, root_frame, options)
+        result._set_up(captured)
         return result
 
     @classmethod
@@ -149,19 +148,11 @@ class PatchableGraph(ModuleDelegate):
 
         return cls._of(*unflattened_program(program, flat_args_adapter), ExtractionOptions())
 
-    def _set_up(self, module: Module, root_frame: Frame, options: ExtractionOptions) -> None:
+    def _set_up(self, captured: CapturedModel) -> None:
+        copies_config = captured.options.copy_transformers_generation_config
         state = self.__dict__
-        state["_module"] = module
-        state["_options"] = options
-        state["_root_frame"] = root_frame
-        state["_hierarchy"] = state["_derived"] = None
-        state["_generation_config"] = copied_config(module) if options.copy_transformers_generation_config else None
-        state["_unstored"] = {}
-        state["_examples"] = state["_drawn"] = None  # random generators that the model draws from: nobody knows
-        state["_has_custom_graphs"] = any(frame.custom_graph is not None for frame in root_frame.walk())
-        # Where all graphs are the program's, what they call is looked up by name: somebody may put a module there.
-        is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root_frame.walk())
-        state["_called"] = CalledModules(root_frame) if is_program else None
+        state["_captured"], state["_module"] = captured, captured.module
+        state["_generation_config"] = copied_config(captured.module) if copies_config else None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -177,8 +168,8 @@ class PatchableGraph(ModuleDelegate):
             ├─relu: Tensor(2)
             └─output: Tensor(2)
         """
-        self._notice_replaced_modules()
-        return NodePath(self._root_frame, self._code_of)
+        self._captured.update_called_modules()
+        return NodePath(self._captured.root, self._code_of)
 
     def browse(self, path: str | NodePath = "", *, inputs: Any = None, tokenizer: Any = None) -> Browser:
         """Returns the tree of the graph as a widget: look at nodes and their code, choose patches by click, run.
@@ -220,15 +211,12 @@ class PatchableGraph(ModuleDelegate):
             >>> {path: node.kind for path, node in pg.nodes.items()}
             {'input': 'input', 'weight': 'parameter', 'bias': 'parameter', 'linear': 'op', 'output': 'output'}
         """
-        return self._current().nodes
+        return self._captured.nodes
 
     @property
     def _graph_module(self) -> GraphModule:
         """The hierarchy of graph modules, callable like the model."""
-        self._notice_replaced_modules()
-        if self.__dict__["_hierarchy"] is None:
-            self.__dict__["_hierarchy"] = build_hierarchy(self._root_frame)
-        return self.__dict__["_hierarchy"]  # type: ignore[no-any-return]
+        return self._captured.hierarchy
 
     def verify(self, *args: Any, **kwargs: Any) -> VerificationReport:
         """Compares the graph of every frame with the model's own code on these inputs, bit for bit.
@@ -265,7 +253,7 @@ class PatchableGraph(ModuleDelegate):
         return GraphInterpreter(self._graph_module, on_node, self._refuse_patches)
 
     def _refuse_patches(self) -> None:
-        if contexts.innermost(self) is not None:
+        if innermost(self._captured) is not None:
             raise GraphError("graphs are interpreted without patches: call run() of the interpreter outside of patch()")
 
     def to_fx(
@@ -313,7 +301,7 @@ class PatchableGraph(ModuleDelegate):
             raise TypeError(
                 "to_fx takes inputs as a tuple, and those by name as a dict: pg.to_fx((x,), {'mask': mask})"
             )
-        context = contexts.innermost(self)
+        context = innermost(self._captured)
         entries = context.prepared.entries if context is not None else ()
         return verified_fx_module(
             self._graph_module, entries, self, args, dict(kwargs or {}), allow_doubts=allow_doubts, any_size=any_size
@@ -361,7 +349,8 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook import serialization
 
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        serialization.save(serialization.Source(self._graph_module, self._options, unpatched, self._of), file, check)
+        source = serialization.Source(self._graph_module, self._captured.options, unpatched, self._of)
+        serialization.save(source, file, check)
 
     @classmethod
     def load(
@@ -401,9 +390,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook import serialization
 
         loaded = serialization.load(file, model, allow)
-        result = cls._of(loaded.module, loaded.root, loaded.options)
-        result.__dict__["_unstored"] = loaded.unstored
-        return result
+        return cls._around(CapturedModel(loaded.module, loaded.root, loaded.options, unstored=loaded.unstored))
 
     @property
     def unstored(self) -> dict[str, str]:
@@ -414,7 +401,7 @@ class PatchableGraph(ModuleDelegate):
             >>> PatchableGraph(torch.nn.ReLU(), torch.ones(2)).unstored
             {}
         """
-        return dict(self._unstored)
+        return dict(self._captured.unstored)
 
     # -- patching ------------------------------------------------------------------------------------------------------
 
@@ -446,18 +433,7 @@ class PatchableGraph(ModuleDelegate):
             >>> probe.activation
             tensor([2., 2.])
         """
-        known: list[tuple[Snapshot, Derived, Prepared]] = []
-
-        def activate(origin: PatchContext) -> ActiveContext:
-            __tracebackhide__ = True
-            # The user may have changed the patch map, or edited a graph, since the context was entered last.
-            derived = self._current()
-            if not known or known[0][1] is not derived or not known[0][0].is_current(patch_map):
-                entries = entries_of(self._root_frame, patch_map, derived.targets)
-                known[:] = [(Snapshot(patch_map), derived, derived.prepare(entries))]
-            return self._enter(known[0][2], strict, origin)
-
-        return PatchContext(activate)
+        return PatchContext(self._captured, patch_map, is_strict=strict)
 
     def sweep(
         self,
@@ -519,35 +495,6 @@ class PatchableGraph(ModuleDelegate):
             backward=backward, checkpoint=checkpoint, checkpoint_key=checkpoint_key, executor=executor, recipe=recipe,
         )  # fmt: skip
 
-    def _notice_replaced_modules(self) -> None:
-        called: CalledModules | None = self.__dict__["_called"]
-        if called is not None and called.notice_others():
-            self.__dict__["_hierarchy"] = self.__dict__["_derived"] = None
-
-    def _current(self) -> Derived:
-        """Returns what is derived from the records as they are now."""
-        self._notice_replaced_modules()
-        derived: Derived | None = self.__dict__["_derived"]
-        edits = self._graph_module.edits if self._has_own_graphs() else 0
-        if derived is None or derived.edits != edits:
-            graphs = own_graphs(self._graph_module) if self._has_own_graphs() else ()
-            derived = self.__dict__["_derived"] = Derived(self._root_frame, edits, graphs)
-        return derived
-
-    def _has_own_graphs(self) -> bool:
-        """Whether there are graphs that are their module: a call without patches runs these, too."""
-        hierarchy: GraphModule | None = self.__dict__["_hierarchy"]
-        return self._has_custom_graphs or (hierarchy is not None and hierarchy.calls_own_graphs)
-
-    def _enter(self, prepared: Prepared, is_strict: bool = False, origin: object = None) -> ActiveContext:
-        derived = self._current()
-        return contexts.enter(
-            self, self._module, self._root_frame, prepared, derived.callers, derived.own_graphs, is_strict, origin
-        )
-
-    def _enter_without_patches(self, origin: PatchContext) -> ActiveContext:
-        return self._enter(self._current().without_patches, origin=origin)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model, with the active patches if there are any."""
         __tracebackhide__ = True
@@ -555,12 +502,12 @@ class PatchableGraph(ModuleDelegate):
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        context = contexts.innermost(self)
+        context = innermost(self._captured)
         if context is not None:
-            return contexts.call(context, function, args, kwargs)
-        if not self._has_own_graphs():
+            return call_patched(context, function, args, kwargs)
+        if not self._captured.runs_own_graphs:
             return function(*args, **kwargs)
-        with PatchContext(self._enter_without_patches).quiet():
+        with PatchContext(self._captured, {}).quiet():
             return self._call(function, args, kwargs)
 
     # -- being the model -----------------------------------------------------------------------------------------------
@@ -577,7 +524,7 @@ class PatchableGraph(ModuleDelegate):
 
             @functools.wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
-                if name == "generate" and contexts.innermost(self) is not None:
+                if name == "generate" and innermost(self._captured) is not None:
                     kwargs |= compiling_nothing(self._module)
                 return self._call(function, args, kwargs)
 
@@ -595,22 +542,12 @@ class PatchableGraph(ModuleDelegate):
             setattr(self._module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchableGraph:
-        # The model first: the records of the capture refer to it, not the other way round.
-        module = copy.deepcopy(self._module, memo)
-        result = memo[id(self)] = self._of(module, copied_frame(self._root_frame, memo), self._options)
-        result.__dict__["_unstored"] = dict(self._unstored)
-        result.__dict__.update(_examples=self._examples, _drawn=self._drawn)
-        # Graphs that the user edited are the user's work; those that nobody edited are built again in no time.
-        for name in ("_hierarchy", "_generation_config"):
-            result.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        result = memo[id(self)] = self._around(copy.deepcopy(self._captured, memo))
+        result.__dict__["_generation_config"] = copy.deepcopy(self.__dict__["_generation_config"], memo)
         return result
 
     def __copy__(self) -> PatchableGraph:
-        result = self._of(self._module, self._root_frame, self._options)
-        result.__dict__["_unstored"] = dict(self._unstored)
-        result.__dict__.update(_examples=self._examples, _drawn=self._drawn)
-        result.__dict__["_hierarchy"] = self._graph_module
-        return result
+        return self._around(self._captured.with_same_graphs())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SerializationError(
@@ -621,3 +558,11 @@ class PatchableGraph(ModuleDelegate):
     def __repr__(self) -> str:
         inside = repr(self._graph_module).replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_graph_module): {inside}\n)"
+
+
+def captured(pg: PatchableGraph) -> CapturedModel:
+    """Returns what a `PatchableGraph` consists of: for the rest of this package, not for users.
+
+    A function, since an attribute would hide one of the model's.
+    """
+    return pg.__dict__["_captured"]  # type: ignore[no-any-return]

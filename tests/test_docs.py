@@ -76,5 +76,13 @@ def test_linked_files_exist(page: Path) -> None:
     assert not missing
 
 
+def test_llms_txt_lists_all_pages() -> None:
+    docs = ROOT / "docs"
+    listed = set(re.findall(r"\]\(([^)]+\.md)\)", (docs / "llms.txt").read_text("utf8")))
+    pages = {page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)}
+    lists_of_pages = {"notebooks.md", "guides/index.md", "concepts/index.md"}
+    assert listed - {"../CHANGELOG.md"} == pages - lists_of_pages
+
+
 def test_readme_is_one_short_page() -> None:
     assert len((ROOT / "README.md").read_text("utf8").splitlines()) <= 150

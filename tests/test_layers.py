@@ -254,6 +254,20 @@ def test_calls_and_runs_are_compared_in_checks_only() -> None:
     assert comparing <= COMPARE_TENSORS
 
 
+SHARDED = ("DTensor", "torch.distributed.tensor", "torch.distributed._tensor")
+
+
+def test_whether_a_tensor_is_sharded_is_decided_in_one_place() -> None:
+    asking = set()
+    for file in FILES:
+        nodes = list(ast.walk(parse(file)))
+        named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} | imported_names(nodes, file)
+        if any(name in SHARDED or name.startswith(SHARDED[1:]) for name in named):
+            asking.add(name_of(file))
+    assert asking == {"checks/sharding.py"}
+
+
 def test_texts_of_doubts_are_made_in_one_place() -> None:
     beginnings = tuple(reason.value.partition("{")[0].rstrip(" (") for reason in Reason)
     texts = {
@@ -353,3 +367,104 @@ def other_answers(file: Path) -> set[str]:
         calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
         found |= {text for text in calls if COPY.match(text)}
     return found
+
+
+# Packages of which others import only what their `__init__` offers, and what they still reach into. These sets shrink:
+# nothing is added to them.
+CLOSED = ("capture", "execution", "execution/replay")
+REACHED_INTO: dict[str, set[str]] = {
+    "capture": set(
+        (
+            "autograd_functions call_sites containers custom_graphs data_loops decompositions doubts "
+            "example_inputs forward_swap frame_count functions held_values identity inputs naming quantization "
+            "recorder records replaced_modules tensor_sources value_sizes"
+        ).split()
+    ),
+    "execution": set(),
+    "execution/replay": set(),
+}
+
+
+def test_packages_are_imported_through_what_they_offer() -> None:
+    found: dict[str, set[str]] = {package: set() for package in CLOSED}
+    for file in FILES:
+        folders = {folder.relative_to(ROOT).as_posix() for folder in file.parents if folder.is_relative_to(ROOT)}
+        for name in imported_names(ast.walk(parse(file)), file):
+            for package in set(CLOSED) - folders:
+                full = f"{ROOT.name}.{package.replace('/', '.')}"
+                inside = name.removeprefix(f"{full}.")
+                is_of_inner = any(f"{full}.{inside}".startswith(f"{inner}.") for inner in inner_packages(package))
+                if name.startswith(f"{full}.") and not is_of_inner and inside not in offered(package):
+                    found[package].add(inside.partition(".")[0])
+    assert found == REACHED_INTO
+
+
+def inner_packages(package: str) -> set[str]:
+    """Returns the full names of the closed packages inside one."""
+    return {f"{ROOT.name}.{inner.replace('/', '.')}" for inner in CLOSED if inner.startswith(f"{package}/")}
+
+
+@functools.cache
+def offered(package: str) -> set[str]:
+    """Returns the names in `__all__` of a package."""
+    for node in parse(ROOT / package / "__init__.py").body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+# Private names of others that may be read: what `torch.nn.Module` keeps where it offers no public way to it, and of
+# `sys`, `inspect`, IPython and the random generators.
+READABLE = set(
+    "_parameters _buffers _modules _non_persistent_buffers_set _version _is_view _getframe _current_frames _apply "
+    "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _ParameterKind _repr_pretty_ "
+    "_repr_mimebundle_ _inst _rand".split()
+)
+# What still reads the private attributes of objects of other files. This set shrinks, too.
+READ_PRIVATE = {
+    "experiments/executors/cluster.py": {"_client"},  # of a Dask executor, which has no public name for it
+    "graphs/compiled_module.py": {"_frame", "_original_module", "_callees"},
+    "graphs/hierarchy.py": {"_frame", "_original_module", "_callees"},
+    "graphs/modules.py": {"_original_module"},
+    "notebook/magics/cell_results.py": {"_since", "_kept"},
+    "notebook/magics/views.py": {"_code", "_shape"},
+}
+
+
+def test_private_attributes_are_read_where_they_are_defined() -> None:
+    found = {
+        name_of(file): names
+        for file in FILES
+        if name_of(file) != FILE_FOR_PRIVATE_TORCH_NAMES
+        if (names := private_attributes_of_others(parse(file)) - READABLE)
+    }
+    assert found == READ_PRIVATE
+
+
+def private_attributes_of_others(tree: ast.Module) -> set[str]:
+    """Returns the private attributes that a file reads of other objects than `self`, and defines nowhere itself."""
+    own, read = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            body = [*node.body]
+            own |= {item.name for item in body if isinstance(item, ast.FunctionDef)}
+            own |= {ast.unparse(item.target) for item in body if isinstance(item, ast.AnnAssign)}
+            own |= {ast.unparse(target) for item in body if isinstance(item, ast.Assign) for target in item.targets}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            is_self = ast.unparse(node.value) in ("self", "cls", "super()")
+            if is_self and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+            elif not is_self:
+                read.add(node.attr)
+    return read - own
+
+
+def test_private_attributes_of_others_are_recognised() -> None:
+    source = """
+class A:
+    _x: int
+    def __init__(self, other):
+        self._y = other._x + other._z + self._w
+    def _f(self): return type(self)._f, sys.modules["a"].b._c
+"""
+    assert private_attributes_of_others(ast.parse(source)) == {"_z", "_c"}

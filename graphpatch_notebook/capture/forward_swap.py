@@ -10,7 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch.nn import Module
 
@@ -30,12 +30,8 @@ class Observer(Protocol):
 observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", default=None)
 
 
-def _nobody(_module: Module) -> Observer | None:
-    return None
-
-
-unobserved: Callable[[Module], Observer | None] = _nobody
-"""Asked when a swapped `forward` runs that nobody observes; patched runs put their answer to recomputation here."""
+OfUnobserved: TypeAlias = "Callable[[Module], Observer | None]"
+"""Called when a swapped `forward` runs that nobody observes; returns what observes it then, if anything."""
 
 _lock = threading.RLock()
 _swaps: dict[int, _Swap] = {}
@@ -47,6 +43,7 @@ class _SwappedForward:
 
     def __init__(self, module: Module, original: Callable[..., Any]) -> None:
         self.__wrapped__ = original  # whoever asks for the signature gets that of the original
+        self.of_unobserved: OfUnobserved | None = None
         self._module = module
         self._original = original
 
@@ -59,7 +56,7 @@ class _SwappedForward:
         __tracebackhide__ = True
         watching = observer.get()
         if watching is None:
-            watching = unobserved(self._module)
+            watching = self.of_unobserved(self._module) if self.of_unobserved is not None else None
             if watching is None:
                 return self._original(*args, **kwargs)
             with holding(observer, watching):
@@ -117,10 +114,14 @@ class Swaps:
 
     An interrupt may come between any two instructions. So what is to be taken back is noted before it is done, and
     `let_go` can be called again where it did not come to its end.
+
+    Args:
+        of_unobserved: Called when one of the swapped `forward`s runs and nobody observes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_unobserved: OfUnobserved | None = None) -> None:
         self._modules: list[Module] = []
+        self._of_unobserved = of_unobserved
 
     def hold(self, modules: Iterable[Module]) -> None:
         """Swaps `forward` of each module, until `let_go`."""
@@ -131,6 +132,7 @@ class Swaps:
                 if known is None:
                     known = _swaps[id(module)] = _Swap(module)
                 known.holders.add(self)
+                known.forward.of_unobserved = known.forward.of_unobserved or self._of_unobserved
                 known.install()
 
     def let_go(self) -> None:

@@ -39,7 +39,8 @@ from graphpatch_notebook.capture.held_values import (
 from graphpatch_notebook.capture.identity import memory_of
 from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.checks.equality import difference
-from graphpatch_notebook.checks.outer_values import outer_objects
+from graphpatch_notebook.checks.outer_values import outer_objects, plain_outer_values
+from graphpatch_notebook.checks.sharding import is_distributed
 from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.values import ABSENT, children
 
@@ -145,12 +146,31 @@ class SharedRandomState:
 
 
 def _state_of(generator: Any) -> Any:
+    if isinstance(generator, Iterator):
+        return object()  # what is next in it cannot be seen: it may be another one each time
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
+def comparable_state(generator: Any) -> Any:
+    """Returns what equals another one if a random generator goes on alike."""
+    return _comparable(_state_of(generator))
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.tolist()
+    if isinstance(state, dict):
+        return [(name, _comparable(item)) for name, item in state.items()]
+    if isinstance(state, tuple):
+        return [*map(_comparable, state)]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
 def _put_generator_back(generator: Any, state: Any) -> None:
+    if isinstance(generator, Iterator):
+        return
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "set_state"):
@@ -250,9 +270,9 @@ class ModuleState:
         if is_look:
             return
         self._outer = {
-            name: (value, value.copy())
-            for name, value in outer.items()
-            if type(value) in (list, dict, set, deque) and len(value) <= MANY
+            name: value.copy() if hasattr(value, "copy") else value
+            for name, value in self._outer_values().items()
+            if not hasattr(value, "copy") or len(value) <= MANY
         }
         self._random = SharedRandomState()
 
@@ -262,7 +282,7 @@ class ModuleState:
         """Returns the first change since, if there is one.
 
         Args:
-            besides: Whose shared random generators do not count: `"torch"`, `"Python"`, `"numpy"`.
+            besides: Whose random generators do not count: `"torch"`, `"Python"`, `"numpy"`, `"own"` of the model.
         """
         found = self._changes(_EVERYWHERE, has_contents=True)
         changes = itertools.chain(self._random_changes(besides), found, self._outer_changes())
@@ -294,7 +314,7 @@ class ModuleState:
         """
         changes = self._changes(_EVERYWHERE)
         with without_torch_functions():
-            change = next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch"})), None)
+            change = next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch", "own"})), None)
         if change is not None and change.kind is ChangeKind.RANDOM:
             return "it draws random numbers of Python or numpy"
         return None if change is None else str(change)
@@ -312,6 +332,10 @@ class ModuleState:
             if not _holds_the_same(container, saved, is_module=not name):
                 for key, before, after in _changed_items(container, saved):
                     yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
+        for owner, saved, module, name in self._walk.slotted:
+            for key, before in saved.items():
+                if not is_same(before, after := getattr(owner, key, ABSENT)):
+                    yield self._change_of(module, f"{name}.{key}", before, after)
         filled = [container for container in self._walk.empty[empty] if container]
         if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
@@ -339,16 +363,26 @@ class ModuleState:
         return Change(kind, path, type(module).__name__, inner if registry in REGISTRIES else name, before, after)
 
     def _outer_changes(self) -> Iterator[Change]:
-        for name, (container, saved) in self._outer.items():
+        now = self._outer_values()
+        for (kind, name), saved in self._outer.items():
+            value = now.get((kind, name), ABSENT)
             try:
-                is_equal = bool(container == saved)
+                is_equal = value is saved or bool(value == saved)
             except (RuntimeError, ValueError):  # tensors and arrays have no one truth value
                 is_equal = False
             if not is_equal:
-                yield Change(ChangeKind.GLOBAL, "", type(self._root).__name__, name, saved, container)
+                yield Change(ChangeKind.GLOBAL, "", kind.__name__, name, saved, value)
+
+    def _outer_values(self) -> dict[tuple[type, str], Any]:
+        return plain_outer_values(self._walk.modules(), original_forward)
 
     def _random_changes(self, besides: Iterable[str] = ()) -> Iterator[Change]:
         drawn = [owner for owner in self._random.differing(SharedRandomState()) if owner not in besides]
+        if "own" not in besides and any(
+            _comparable(state) != comparable_state(generator)
+            for generator, state in zip(self._walk.generators, self._generators, strict=True)
+        ):
+            drawn.append("a generator or iterator of its own")
         if drawn:
             yield Change(ChangeKind.RANDOM, "", type(self._root).__name__, " and ".join(drawn))
 
@@ -388,6 +422,10 @@ class ModuleState:
                     _put_back(container, saved, is_module=not name)
             for container in filter(None, self._walk.empty):
                 container.clear()
+            for owner, saved, _, _ in self._walk.slotted:
+                for key, value in saved.items():
+                    if getattr(owner, key, ABSENT) is not value:
+                        object.__setattr__(owner, key, value)
             for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
                 if content is not None and not _is_equal(tensor, content):
                     _write(tensor, content, counts_writes)
@@ -425,6 +463,9 @@ class Fingerprint:
                 held += saved
             if not name:
                 held += (module.__class__, *map(container.get, NOT_STATE))
+        for _, saved, _, _ in walk.slotted:
+            self._names += saved
+            held += saved.values()
         self._ids = list(map(id, held))
         # Another object may get the id of one that is gone. So what is small stays, and the tensors are asked.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]
@@ -491,7 +532,7 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
 
 def _are_shards(saved: Any, name: str) -> bool:
     """Whether these are parameters of which FSDP puts the whole in place of the shards, and keeps account of it."""
-    return name == "_parameters" and "DTensor" in [type(value).__name__ for value in saved.values()]
+    return name == "_parameters" and any(map(is_distributed, saved.values()))
 
 
 def _put_back(container: Any, saved: Any, *, is_module: bool) -> None:

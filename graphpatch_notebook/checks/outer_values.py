@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.nn import Module
 
 from graphpatch_notebook.values import ABSENT
+
+_COMPARED = frozenset({bool, int, float, str, list, dict, set, deque})
 
 
 def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]:
@@ -19,6 +22,23 @@ def outer_objects(module: Module, forward: Callable[..., Any]) -> dict[str, Any]
             found[name] = function.__globals__.get(name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             found[name] = _content(cell)
+    return found
+
+
+def plain_outer_values(modules: Iterable[Module], forward_of: Callable[[Module], Any]) -> dict[tuple[type, str], Any]:
+    """Returns what classes of modules hold, and their functions name outside, as far as it is plain data or containers.
+
+    Args:
+        modules: The modules; one of each class is looked at.
+        forward_of: What a module's forward is.
+    """
+    found: dict[tuple[type, str], Any] = {}
+    for kind, module in {type(module): module for module in modules}.items():
+        own = [base for base in kind.__mro__ if issubclass(base, Module) and base is not Module]
+        held = {f"{base.__name__}.{name}": value for base in own for name, value in vars(base).items()}
+        for name, value in {**held, **outer_objects(module, forward_of(module))}.items():
+            if type(value) in _COMPARED and "__" not in name:
+                found[kind, name] = value
     return found
 
 

@@ -18,6 +18,8 @@ from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import TensorSpec, leaves
 
+_DISTRIBUTED = "DTensor"
+
 
 def sharding(root: Frame) -> str | None:
     """Returns in words over what the model of a capture is sharded; `None` where each process holds whole values.
@@ -48,7 +50,12 @@ def _is_parallel(model: Module) -> bool:
 
 def _is_distributed(node: Node) -> bool:
     specs = [node.spec] if type(node.spec) is TensorSpec else [leaf for _, leaf in leaves(node.spec)]
-    return any(isinstance(spec, TensorSpec) and spec.type_name == "DTensor" for spec in specs)
+    return any(isinstance(spec, TensorSpec) and spec.type_name == _DISTRIBUTED for spec in specs)
+
+
+def is_distributed(value: object) -> bool:
+    """Whether a value is a `DTensor`, of which each process holds a part."""
+    return type(value).__name__ == _DISTRIBUTED
 
 
 def sharding_problem(node: Node, patch: Patch[object]) -> str | None:

@@ -7,20 +7,17 @@ patched; without a run of the `PatchableGraph` in this very context, both do not
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture import forward_swap
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
-from graphpatch_notebook.capture.records import Frame, SourceLine
+from graphpatch_notebook.capture.records import SourceLine
 from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,
@@ -29,17 +26,17 @@ from graphpatch_notebook.errors import (
     PatchNotFiredWarning,
     SharedGradientWarning,
 )
+from graphpatch_notebook.execution.captured_model import CapturedModel
+from graphpatch_notebook.execution.frame_watch import new_run
 from graphpatch_notebook.execution.live import Run
-from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
-from graphpatch_notebook.execution.plan import Callers, Entry, FramePlan, make_plan
+from graphpatch_notebook.execution.module_hooks import ModuleHooks
+from graphpatch_notebook.execution.plan import Entry, Prepared
 from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
-from graphpatch_notebook.execution.repetitions import Repetitions, paths_by_data_loop
-from graphpatch_notebook.execution.replay.frame_results import new_run
+from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.unfired import unfired_entries
 from graphpatch_notebook.execution.with_blocks import WithBlock
-from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.torch_compat import (
     EagerCode,
     function_mode_depth,
@@ -51,52 +48,14 @@ from graphpatch_notebook.torch_compat import (
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What entering a context needs: made once, and used each time that it is entered.
-
-    Attributes:
-        entries: The patches.
-        plan: The same, laid out by frame.
-        watched: The modules whose calls must be seen.
-        watched_ids: Their ids.
-        with_patched_inputs: The modules of which inputs are patched.
-        with_other_boundaries: The other modules of which the output is, or an input is probed.
-    """
-
-    entries: Sequence[Entry]
-    plan: FramePlan
-    watched: Sequence[Module]
-    watched_ids: set[int]
-    with_patched_inputs: list[Module]
-    with_other_boundaries: list[Module]
-
-    @functools.cached_property
-    def data_loops(self) -> dict[SourceLine, list[str]]:
-        """The paths that mean turns of loops over data, by the head of the loop."""
-        return paths_by_data_loop(self.entries)
-
-
-def prepare(
-    frame: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule]
-) -> Prepared:
-    """Returns what it takes to activate `entries`."""
-    plan = make_plan(frame, entries, callers, own_graphs)
-    plans = [p for p in plan.walk() if takes_hooks(p.frame.module)]
-    with_inputs = [p.frame.module for p in plans if p.inputs]
-    with_others = [p.frame.module for p in plans if (p.output or p.probed_inputs) and not p.inputs]
-    return Prepared(entries, plan, plan.watched, set(map(id, plan.watched)), with_inputs, with_others)
-
-
 class ActiveContext:
     """A patch context that was entered, with the plan of everything active in it (its own patches come last)."""
 
     def __init__(
         self,
-        owner: object,
+        owner: CapturedModel,
         root: Module,
         prepared: Prepared,
-        callers: Callers,
         is_strict: bool,
         own: Sequence[Entry],
         step_count: StepCount,
@@ -106,16 +65,16 @@ class ActiveContext:
         self.root = root
         self.prepared = prepared
         self.plan = prepared.plan
-        self.callers = callers
+        self.callers = prepared.callers
         self.is_strict = is_strict
-        self.swaps = Swaps()
+        self.swaps = Swaps(_recomputing)
         self.own = own
         self.step_count = step_count
         self.hooks = ModuleHooks()
         self.has_runs = False
         self.has_direct_calls = False
         self.is_used = False
-        self.has_compiled_parts = callers.has_compiled_parts
+        self.has_compiled_parts = prepared.callers.has_compiled_parts
         self.called_itself: Module | None = None
         self.block: WithBlock | None = None
         self.awaits_backward = False
@@ -134,8 +93,8 @@ _lock = threading.RLock()
 _entered: list[ActiveContext] = []
 
 
-def innermost(owner: object) -> ActiveContext | None:
-    """Returns the innermost active context of `owner` in this thread or task."""
+def innermost(owner: CapturedModel) -> ActiveContext | None:
+    """Returns the innermost active context of a captured model in this thread or task."""
     return next((context for context in reversed(_entered_here()) if context.owner is owner), None)
 
 
@@ -166,27 +125,22 @@ def entered_by(origin: object) -> tuple[ActiveContext, ...]:
     return tuple(context for context in _active.get() if context.origin is origin)
 
 
-def enter(
-    owner: object,
-    root: Module,
-    frame: Frame,
-    prepared: Prepared,
-    callers: Callers,
-    own_graphs: Sequence[CompiledGraphModule] = (),
-    is_strict: bool = False,
-    origin: object = None,
-) -> ActiveContext:
-    """Activates what is `prepared`, after the patches of the contexts of `owner` that are active already.
+def enter(captured: CapturedModel, prepared: Prepared, *, is_strict: bool, origin: object) -> ActiveContext:
+    """Activates what is `prepared`, after the patches of the active contexts of the same captured model.
 
-    `origin` tells the context from others.
+    Args:
+        captured: The model.
+        prepared: The patches.
+        is_strict: Whether patches that never fire are errors.
+        origin: Tells the context from others.
     """
-    outer = innermost(owner)
+    outer = innermost(captured)
     own, data_loops = prepared.entries, prepared.data_loops
     if outer is not None:
-        prepared = prepare(frame, [*outer.prepared.entries, *own], callers, own_graphs)
+        prepared = outer.prepared.with_more(own)
         is_strict |= outer.is_strict
     step_count = outer.step_count if outer is not None else StepCount()
-    context = ActiveContext(owner, root, prepared, callers, is_strict, own, step_count, origin)
+    context = ActiveContext(captured, captured.module, prepared, is_strict, own, step_count, origin)
     context.data_loops = data_loops
     if outer is not None:
         context.after_call = outer.after_call
@@ -255,7 +209,9 @@ def _let_go(context: ActiveContext) -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def call(context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_patched(
+    context: ActiveContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
     __tracebackhide__ = True
     plan, is_direct = context.plan, function is context.root
@@ -411,6 +367,3 @@ def _note_direct_call(module: Module) -> None:
         if id(module) in context.prepared.watched_ids:
             context.called_itself = context.called_itself or module
             context.has_direct_calls |= torch.is_grad_enabled()
-
-
-forward_swap.unobserved = _recomputing

@@ -11,14 +11,14 @@ from torch.nn import Module
 from graphpatch_notebook.execution.stand_in import StandIn
 from graphpatch_notebook.torch_compat import EagerCode
 
-NAME = "generation_config"
+GENERATION_CONFIG = "generation_config"
 # Bound to the object that `generate` runs on: a model must not keep those of a stand-in.
 _BOUND = ("_compiled_call", "_last_compile_config")
 
 
 def copied_config(module: Module) -> Any:
     """Returns a copy of a model's generation config; `None` where the model has none, or cannot generate."""
-    config = module.__dict__.get(NAME)
+    config = module.__dict__.get(GENERATION_CONFIG)
     return copy.deepcopy(config) if callable(getattr(module, "generate", None)) else None
 
 
@@ -30,9 +30,9 @@ def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., 
 
     def generate_with(*args: Any, **kwargs: Any) -> Any:
         module: Module = generate.__self__  # type: ignore[attr-defined]  # a bound method
-        if _are_equal(config, module.__dict__.get(NAME)):
+        if _are_equal(config, module.__dict__.get(GENERATION_CONFIG)):
             return generate(*args, **kwargs)
-        stand_in = StandIn(module, {}, {NAME: config})
+        stand_in = StandIn(module, {}, {GENERATION_CONFIG: config})
         try:
             return stand_in.bind(generate)(*args, **kwargs)
         finally:
@@ -47,7 +47,7 @@ def compiling_nothing(module: Module) -> dict[str, Any]:
     They are for patched runs, and empty where this torch can be asked to run what is compiled as it was written: with
     an older one, patches of operations would be lost in all but the first step.
     """
-    is_known = hasattr(getattr(module, NAME, None), "disable_compile")
+    is_known = hasattr(getattr(module, GENERATION_CONFIG, None), "disable_compile")
     return {"disable_compile": True} if is_known and not EagerCode.is_possible else {}
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 from graphpatch_notebook.capture.call_sites import is_own
 from graphpatch_notebook.errors import PatchNotFiredWarning
-from graphpatch_notebook.execution.context import ActiveContext, entered_by, leave, report_idle, take_back
+from graphpatch_notebook.execution.captured_model import CapturedModel
+from graphpatch_notebook.execution.context import ActiveContext, enter, entered_by, leave, report_idle, take_back
+from graphpatch_notebook.execution.patch_map import Snapshot
+from graphpatch_notebook.execution.plan import Prepared
 from graphpatch_notebook.execution.repetitions import warn_of_data_loops
 from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
 from graphpatch_notebook.warning_places import warn_each_time
@@ -27,8 +31,11 @@ class PatchContext:
     is_quiet = False
     _was_entered = False
 
-    def __init__(self, activate: Callable[[PatchContext], ActiveContext]) -> None:
-        self._activate = activate
+    def __init__(self, captured: CapturedModel, patch_map: Mapping[Any, Any], *, is_strict: bool = False) -> None:
+        self._captured = captured
+        self._patch_map = patch_map
+        self._is_strict = is_strict
+        self._known: tuple[Snapshot, Prepared] | None = None
 
     def quiet(self) -> PatchContext:
         """Returns this context, which will not report patches that never fire."""
@@ -40,7 +47,7 @@ class PatchContext:
         self._was_entered = True
         before = entered_by(self)
         try:
-            context = self._activate(self)
+            context = enter(self._captured, self._prepared(), is_strict=self._is_strict, origin=self)
             context.block = WithBlock.around(sys._getframe(1))
             context.is_quiet = self.is_quiet
             if self.after_call is not None:
@@ -77,6 +84,15 @@ class PatchContext:
                 "pg.patch(...) patches nothing by itself: call the model inside of `with pg.patch(...):`",
                 PatchNotFiredWarning,
             )
+
+    def _prepared(self) -> Prepared:
+        """Returns what is needed to run with the patch map: the same as before, unless it or a graph has changed."""
+        __tracebackhide__ = True
+        known = self._known
+        if known is None or not self._captured.is_current(known[1]) or not known[0].is_current(self._patch_map):
+            entries = self._captured.entries_of(self._patch_map)
+            known = self._known = Snapshot(self._patch_map), self._captured.prepare(entries)
+        return known[1]
 
     def _leave_innermost(self) -> ActiveContext | None:
         context = next(reversed(entered_by(self)), None)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module
 
+from graphpatch_notebook.capture.data_loops import data_loop_of, data_loops
 from graphpatch_notebook.capture.quantization.packed_weights import held_by
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Site
+from graphpatch_notebook.capture.records import CompositeCall, Frame, Site, SourceLine
 from graphpatch_notebook.errors import PatchMapError
+from graphpatch_notebook.execution.module_hooks import takes_hooks
 from graphpatch_notebook.execution.positions import Restriction
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection.resolution import Target
@@ -255,6 +258,56 @@ def make_plan(
     result.restricted = [entry for entry in entries if entry.restriction is not None]
     result.watched, result.sees_ops = layout.watched, any(plan.leaves for plan in listed)
     return result
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What entering a context needs: made once, and used each time that it is entered.
+
+    Attributes:
+        entries: The patches.
+        plan: The same, laid out by frame.
+        watched: The modules whose calls must be seen.
+        watched_ids: Their ids.
+        with_patched_inputs: The modules of which inputs are patched.
+        with_other_boundaries: The other modules of which the output is, or an input is probed.
+        callers: Which frames call which module.
+        own_graphs: The graph modules whose graph *is* the module.
+    """
+
+    entries: Sequence[Entry]
+    plan: FramePlan
+    watched: Sequence[Module]
+    watched_ids: set[int]
+    with_patched_inputs: list[Module]
+    with_other_boundaries: list[Module]
+    callers: Callers
+    own_graphs: Sequence[CompiledGraphModule]
+
+    def with_more(self, entries: Sequence[Entry]) -> Prepared:
+        """Returns what it takes to activate `entries` after the patches of this one."""
+        return prepare(self.plan.frame, [*self.entries, *entries], self.callers, self.own_graphs)
+
+    @functools.cached_property
+    def data_loops(self) -> dict[SourceLine, list[str]]:
+        """The paths that mean turns of loops over data, by the head of the loop."""
+        found: dict[SourceLine, list[str]] = {}
+        for entry in self.entries if self.entries and data_loops(self.entries[0].target.frame.root) else ():
+            if (loop := data_loop_of(entry.target.frame, entry.target.node)) is not None:
+                found.setdefault(loop, []).append(entry.target.path)
+        return found
+
+
+def prepare(
+    frame: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule]
+) -> Prepared:
+    """Returns what it takes to activate `entries`."""
+    plan = make_plan(frame, entries, callers, own_graphs)
+    plans = [p for p in plan.walk() if takes_hooks(p.frame.module)]
+    with_inputs = [p.frame.module for p in plans if p.inputs]
+    with_others = [p.frame.module for p in plans if (p.output or p.probed_inputs) and not p.inputs]
+    watched = set(map(id, plan.watched))
+    return Prepared(entries, plan, plan.watched, watched, with_inputs, with_others, callers, own_graphs)
 
 
 @dataclass(frozen=True)

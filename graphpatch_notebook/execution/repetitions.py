@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.data_loops import data_loop_of, data_loops
 from graphpatch_notebook.capture.records import SourceLine
 from graphpatch_notebook.errors import DataLoopWarning, RepeatedCallWarning
 from graphpatch_notebook.execution.plan import Entry, FramePlan
@@ -46,15 +45,6 @@ class Repetitions:
         self._told.add(id(by_occurrence))
         paths = [entries[0].target.path for _, entries in sorted(by_occurrence.items())]
         _warn(paths, f"this {target.node.op}", "reached", count)
-
-
-def paths_by_data_loop(entries: Sequence[Entry]) -> dict[SourceLine, list[str]]:
-    """Returns the paths of `entries` that name a turn of a loop over data, by the head of that loop."""
-    found: dict[SourceLine, list[str]] = {}
-    for entry in entries if entries and data_loops(entries[0].target.frame.root) else ():
-        if (loop := data_loop_of(entry.target.frame, entry.target.node)) is not None:
-            found.setdefault(loop, []).append(entry.target.path)
-    return found
 
 
 def warn_of_data_loops(found: Mapping[SourceLine, Sequence[str]], is_by_user: bool) -> None:

@@ -2,7 +2,7 @@
 
 Which sizes the model can work with is known (`checks.dimensions`). Graphs keep sizes symbolic, but a model may have
 baked one in (`range(n)`, a table cut to a length, a branch on a size). So each is changed; a graph holds between the
-smallest and the largest size for which it was found equal.
+smallest and the largest size for which it was found equal, if those near the example's are, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from graphpatch_notebook.serialization.trials import ModelRaisesError
 
 _MANY = 4096
 """Elements that an input may grow to."""
+
+_NEAR = 3
+"""How far from the example's size each size is tried."""
 
 
 def explore(form: Form, groups: Sequence[list[Place]], run: Callable[[Sequence[Sequence[int]]], str | None]) -> None:
@@ -51,8 +54,16 @@ class _Explorer:
                 if self._outcome(dict.fromkeys(places, other)) is None:
                     equal.append(other)
                     break
+        for other in self._between(size, equal):
+            if self._outcome(dict.fromkeys(places, other)) not in (None, _REJECTED):
+                equal = [one for one in equal if (one < other) == (size < other)]
         if len(equal) > 1:
             self.free.append((places, equal))
+
+    def _between(self, size: int, equal: Sequence[int]) -> list[int]:
+        """Returns sizes near that of the example: a model may look at whether one is even, or divides by three."""
+        near = [size + step for step in range(-_NEAR, _NEAR + 1)]
+        return [other for other in near if min(equal) < other < max(equal) and other not in equal]
 
     def _candidates(self, places: list[Place], size: int) -> list[list[int]]:
         largest = max(math.prod(self.example[number]) // max(size, 1) for number, _ in places)
@@ -77,7 +88,8 @@ class _Explorer:
         """Tries all free sizes changed at once: if that is not equal, none of them is free."""
         if len(self.free) < 2:
             return
-        for pick in (max, min):
+        common = min(max(sizes) for _, sizes in self.free)
+        for pick in (max, min, lambda sizes: max(common, min(sizes))):  # the last one: all the same, where they can be
             outcome = self._outcome({place: pick(sizes) for places, sizes in self.free for place in places})
             if outcome is not None and outcome is not _REJECTED:
                 self.free.clear()

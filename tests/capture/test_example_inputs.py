@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
 from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import installed
 
 
@@ -88,26 +89,26 @@ class Grows(nn.Module):
 def test_a_graph_keeps_its_inputs_without_the_options_and_shares_them_with_copies() -> None:
     x = torch.ones(2)
     pg = PatchableGraph(nn.ReLU(), ExtractionOptions(), x)
-    assert pg._examples.args == (x,)
+    assert captured(pg).examples.args == (x,)
     for other in (copy.copy(pg), copy.deepcopy(pg)):
-        assert other._examples is pg._examples
+        assert captured(other).examples is captured(pg).examples
     x.add_(1)
-    assert pg._examples.change() == "argument 0 was written into"
+    assert captured(pg).examples.change() == "argument 0 was written into"
 
 
 def test_what_the_capture_itself_changes_is_a_change() -> None:
     pg = PatchableGraph(Grows(), torch.ones(2), kept=[])
-    assert pg._examples.change() == "kept.sub_0 is new"
+    assert captured(pg).examples.change() == "kept.sub_0 is new"
 
 
 def test_graphs_without_a_run_have_none(tmp_path: Any) -> None:
     pg = PatchableGraph(nn.Linear(2, 3), torch.ones(1, 2))
     pg.save(tmp_path / "linear.safetensors")
-    assert PatchableGraph.load(tmp_path / "linear.safetensors")._examples is None
+    assert captured(PatchableGraph.load(tmp_path / "linear.safetensors")).examples is None
     if installed.TORCH < (2, 6):  # of which no program is taken: see integrations/test_old_torch.py
         return
     program = torch.export.export(nn.Sequential(nn.Linear(2, 3)), (torch.ones(1, 2),))
-    assert PatchableGraph.from_exported(program)._examples is None
+    assert captured(PatchableGraph.from_exported(program)).examples is None
 
 
 def test_inputs_are_no_part_of_the_model() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
+from graphpatch_notebook.patchable_graph import captured as captured_model
 from tests.zoo import case_by_name
 
 
@@ -88,7 +89,7 @@ class CallsHelperTwice(nn.Module):
 def test_two_calls_of_one_helper_stay_apart() -> None:
     pg = PatchableGraph(CallsHelperTwice(), torch.ones(2))
     assert [p for p in names(pg) if p.startswith("shifted")] == ["shifted", "shifted_1"]
-    sites = {node.name: node.site for node in pg._root_frame.nodes if node.name.startswith("shifted")}
+    sites = {node.name: node.site for node in captured_model(pg).root.nodes if node.name.startswith("shifted")}
     assert sites["shifted"] is not sites["shifted_1"]
     lines = [line.text for line in pg.nodes["shifted_1"].source_lines]
     assert lines == ["return helper(x) + helper(x - 1)", "shifted = x + 1"]

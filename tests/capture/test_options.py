@@ -22,6 +22,7 @@ from graphpatch_notebook import (
     UnusedModule,
     ZeroPatch,
 )
+from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import capture_of
 from tests.zoo import TRANSFORMERS, Case
 
@@ -65,7 +66,7 @@ def test_a_skipped_class_is_opaque_and_its_boundary_and_children_can_be_patched(
 
 def test_skipping_everything_leaves_every_boundary() -> None:
     pg = PatchableGraph(Outer().eval(), ExtractionOptions(skip_compilation=True), X)
-    assert all(frame.opaque_reason for frame in pg._root_frame.walk())
+    assert all(frame.opaque_reason for frame in captured(pg).root.walk())
     assert not any(node.kind == "op" for node in pg.nodes.values())
     with pg.patch({"inner.output": ZeroPatch()}):
         assert torch.equal(pg(X), torch.zeros(2, 3))
@@ -256,7 +257,7 @@ def test_an_error_of_the_model_is_raised_as_it_is_and_the_model_stays_as_it_was(
 
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_every_frame_of_the_transformers_models_is_compiled(case: Case) -> None:
-    frames = capture_of(case).pg._root_frame.walk()
+    frames = captured(capture_of(case).pg).root.walk()
     assert [frame.path for frame in frames if frame.opaque_reason] == []
 
 

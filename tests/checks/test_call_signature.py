@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.checks.call_signature import Aspect, CallSignature, TensorForm, inputs_of_call
+from graphpatch_notebook.patchable_graph import captured
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 Y = X + 1
@@ -85,7 +86,7 @@ def test_the_record_of_a_frame_has_the_signature_of_its_call() -> None:
             return (x + y + sum(more)) * scale + named["z"]
 
     args, kwargs = (X, X, Y), {"z": torch.ones(4, 3).T}
-    frame = PatchableGraph(Adds(), *args, **kwargs)._root_frame
+    frame = captured(PatchableGraph(Adds(), *args, **kwargs)).root
     values = inputs_of_call(frame, args, kwargs)
     recorded, given = CallSignature.of_frame(frame), CallSignature.of(values)
     assert recorded.same == given.same == (0, 0, 2, 3)

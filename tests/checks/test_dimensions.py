@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.checks.dimensions import NoBatchError, batch_inputs, dimensions_of
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.values import TensorSpec
-from tests.experiments.sweep_cells import some_cases
-from tests.laws.captures import capture_of, leaves_its_state_alone
+from tests.laws.captures import capture_of, leaves_its_state_alone, some_cases
 from tests.zoo import Call, Case, seed_all
 from tests.zoo.case import floats
 
@@ -51,7 +51,7 @@ def is_batch_of_tensors(case: Case) -> bool:
 @some_cases(is_batch_of_tensors, every=3)
 def test_the_batch_is_what_doubles_with_the_inputs(case: Case) -> None:
     capture = capture_of(case)
-    known = dimensions_of(capture.pg._root_frame)
+    known = dimensions_of(captured(capture.pg).root)
     frames = [frame for frame in capture.frames_called_once() if isinstance(frame.output_node.spec, TensorSpec)]
     modules = {capture.counterpart(frame.module): frame for frame in frames}
     call = case.example()
@@ -88,7 +88,7 @@ class Folded(nn.Module):
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_dimension_may_hold_more_than_the_batch(batch: int) -> None:
-    root = PatchableGraph(Folded(), floats(batch, 6))._root_frame
+    root = captured(PatchableGraph(Folded(), floats(batch, 6))).root
     spec = root.output_node.spec
     assert isinstance(spec, TensorSpec)
     assert spec.shape == (3 * batch, 4)
@@ -100,6 +100,6 @@ def test_a_model_for_one_batch_has_none_that_is_known() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.view(3, 4) + 1
 
-    root = PatchableGraph(Fixed(), floats(3, 4))._root_frame
+    root = captured(PatchableGraph(Fixed(), floats(3, 4))).root
     with pytest.raises(NoBatchError, match="it is not known which dimension"):
         dimensions_of(root).batch_dim(root.output_node.spec)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, RecordPatch, ZeroPatch
 from graphpatch_notebook.execution.plan import Layout
+from graphpatch_notebook.patchable_graph import captured
 
 
 class Twice(nn.Module):
@@ -75,7 +76,7 @@ def test_patches_of_other_contexts_for_the_same_frames_stay_in_these() -> None:
 
 def test_what_is_known_is_made_once_and_little_of_it_is_kept() -> None:
     pg, expected = outputs()
-    layouts: dict[object, Layout] = pg._current().callers._layouts
+    layouts: dict[object, Layout] = captured(pg).callers._layouts
     for _ in range(3):
         with pg.patch({"inner_0.output": ProbePatch(), "last.output": ProbePatch()}):
             pg(X)

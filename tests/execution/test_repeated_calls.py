@@ -25,6 +25,7 @@ from graphpatch_notebook import (
     RepeatedCallWarning,
     ZeroPatch,
 )
+from graphpatch_notebook.patchable_graph import captured as captured_model
 from tests.zoo import case_by_name
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -241,7 +242,7 @@ def numbered(pg: PatchableGraph) -> list[tuple[str, tuple[int, int]]]:
     counts: dict[int, int] = {}
     found = []
     attempts = 0
-    for frame in pg._root_frame.walk():
+    for frame in captured_model(pg).root.walk():
         module = id(frame.module)
         number = counts.get(module, 0)
         if frame.call is not None and frame.call.call_index > number and isinstance(pg._module, Retries):
@@ -319,7 +320,7 @@ def test_operations_and_parameters_of_each_call(name: str) -> None:
             expected = pg._module(X)
         with pg.patch({f"{path}.linear": CustomPatch(lambda value: value * 3)}, strict=True):
             assert same(pg(X), expected), path
-        bias = next(frame.module.bias for frame in pg._root_frame.walk() if id(frame.module) == call[0])
+        bias = next(frame.module.bias for frame in captured_model(pg).root.walk() if id(frame.module) == call[0])
         with by_hand({call: (None, lambda value, bias=bias: value - bias)}, pg._module):
             expected = pg._module(X)
         with pg.patch({f"{path}.bias": ZeroPatch()}, strict=True):

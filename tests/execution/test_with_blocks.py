@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, PatchNotFiredError, PatchNotFiredWarning, ZeroPatch
-from graphpatch_notebook.execution.context import innermost
-from graphpatch_notebook.execution.patch_context import PatchContext
+from graphpatch_notebook.execution import PatchContext, innermost
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo.values import same_state, snapshot
 
 X = torch.ones(2, 3)
@@ -67,7 +67,7 @@ def test_contexts_that_are_kept_are_not(pg: PatchableGraph) -> None:
         with pytest.raises(KeyError):
             pg.patch({"nowhere": ZeroPatch()}).__enter__()
         gc.collect()
-    for left in [innermost(pg)]:
+    for left in [innermost(captured(pg))]:
         assert left is not None
         left.origin.__exit__(None, None, None)  # type: ignore[attr-defined]
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, PatchNotFiredWarning, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture.forward_swap import is_swapped, observer
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.execution.context import innermost
-from graphpatch_notebook.execution.replay.frame_results import watch
+from graphpatch_notebook.execution import innermost
+from graphpatch_notebook.execution.frame_watch import watch
+from graphpatch_notebook.patchable_graph import captured as captured_model
 from graphpatch_notebook.torch_compat import function_mode_depth
 from tests.experiments.loops import TOLERANCE, disagreement, looped, swept
 from tests.integrations.offloaded import INPUT_IDS, SPREAD, gpt2
@@ -63,7 +64,7 @@ def total(output: Tensor) -> Tensor:
 def assert_nothing_is_left(pg: PatchableGraph, before: Any, expected: Tensor) -> None:
     assert same_state(pg._module, before) is None
     assert not any(is_swapped(module) for module in pg._module.modules())
-    assert innermost(pg) is None
+    assert innermost(captured_model(pg)) is None
     assert observer.get() is None
     assert watch.get() is None
     assert function_mode_depth() == 0

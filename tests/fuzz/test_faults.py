@@ -23,7 +23,8 @@ from graphpatch_notebook import (
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.forward_swap import is_swapped, observer
 from graphpatch_notebook.execution import context as execution_context
-from graphpatch_notebook.execution.context import innermost
+from graphpatch_notebook.execution import innermost
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.torch_compat import function_mode_depth
 from tests.fuzz.faults import Fault, faults, faults_at_each_line
 from tests.fuzz.mishaps import nothing_changes_in_the_process
@@ -110,7 +111,7 @@ class Setting:
         assert function_mode_depth() == 0, where
         assert torch.autograd.Function.__dict__["apply"] is APPLY, where
         assert not any(is_swapped(module) for module in self.model.modules()), where
-        assert innermost(self.pg) is None, where
+        assert innermost(captured(self.pg)) is None, where
         assert bit_equal(self.run(self.model), self.unpatched) is None, where
         assert bit_equal(self.run_patched(), self.patched) is None, where
 

@@ -16,6 +16,7 @@ from graphpatch_notebook.graphs.build import build
 from graphpatch_notebook.graphs.lazy_code import generate
 from graphpatch_notebook.graphs.weaving import patches_from, weave
 from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import (
     Capture,
     capture_of,
@@ -77,7 +78,7 @@ def tensors(capture: Capture) -> list[str]:
 
 def is_given_twice(capture: Capture, path: str) -> bool:
     """Whether this is an input that was one tensor with another one: a graph refuses patches there."""
-    target = resolve(capture.pg._root_frame, path)
+    target = resolve(captured(capture.pg).root, path)
     names = {name for pair in target.frame.same_inputs for name, _ in pair}
     return target.node.kind == "input" and target.node.target in names
 
@@ -156,14 +157,14 @@ def test_woven_code_reads_like_the_graph() -> None:
     code = generate(weave(root.graph, {"x", "setitem"})).text
     assert code.splitlines()[:3] == [
         "def forward(self, x : torch.Tensor, scale = 2.0):",
-        "    woven_patched = graphpatch_notebook_graph_modules_weaving_woven_patched(x, 'x');  x = None",
+        "    woven_patched = graphpatch_notebook_graphs_weaving_woven_patched(x, 'x');  x = None",
         "    up = self.up(woven_patched);  woven_patched = None",
     ]
     assert "weaving_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
 
 
 def test_values_are_handed_over_under_their_names_and_what_comes_back_goes_on() -> None:
-    frame = PatchableGraph(Mlp(), X)._root_frame
+    frame = captured(PatchableGraph(Mlp(), X)).root
     graph: fx.Graph = build(frame, _Targets()).graph
     seen: list[str] = []
 
@@ -188,6 +189,6 @@ class _Targets:
 
 
 def test_frames_without_patches_are_left_alone() -> None:
-    frame: Frame = PatchableGraph(Mlp(), X)._root_frame
+    frame: Frame = captured(PatchableGraph(Mlp(), X)).root
     graph = build(frame, _Targets()).graph
     assert generate(weave(graph, ())).text == generate(graph).text

@@ -25,6 +25,7 @@ from graphpatch_notebook import (
     ReplacePatch,
     ZeroPatch,
 )
+from graphpatch_notebook.patchable_graph import captured
 from tests.integrations.offloaded import INPUT_IDS, MODELS, SPREAD, attribute_path, counted, gpt2, llama
 
 
@@ -78,7 +79,7 @@ def test_runs_as_it_does_and_weights_stay_where_they_were(case: Case) -> None:
     before = devices(case.model)
     assert "meta" in before
     pg = PatchableGraph(case.model, INPUT_IDS)
-    assert [frame.opaque_reason for frame in pg._root_frame.walk() if frame.opaque_reason] == []
+    assert [frame.opaque_reason for frame in captured(pg).root.walk() if frame.opaque_reason] == []
     assert torch.equal(pg(INPUT_IDS).logits, case.original()(INPUT_IDS).logits)
     assert devices(case.model) == before
 

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export, unflatten
 
-from graphpatch_notebook import AddPatch, CustomPatch, PatchableGraph, ProbePatch, ReplacePatch, ZeroPatch
+from graphpatch_notebook import (
+    AddPatch,
+    AliasedPatchWarning,
+    CustomPatch,
+    PatchableGraph,
+    ProbePatch,
+    ReplacePatch,
+    ZeroPatch,
+)
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import installed
 
 pytestmark = [
@@ -343,6 +352,24 @@ def test_inputs_are_written_into_as_the_program_does() -> None:
     assert torch.equal(ours, X + 1 + 1)
 
 
+class Filled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        filled = torch.zeros_like(x)
+        filled[:, 0] = x[:, 1] * 2
+        return filled.add_(1).mul_(2)
+
+
+def test_a_view_that_is_filled_later_is_warned_of() -> None:
+    x = tensor(2, 4)
+    program = export(Filled(), (x,))
+    pg = PatchableGraph.from_exported(program)
+    views = [path for path, node in pg.nodes.items() if node.is_view_filled_later]
+    assert views == [node.args[0].name for node in program.graph.nodes if "copy_" in str(node.target)]
+    message = "a view into another tensor that the model fills in through it later"
+    with pytest.warns(AliasedPatchWarning, match=message), pg.patch({views[0]: AddPatch(value=0.0)}):
+        pg(x)
+
+
 def test_shapes_of_programs_with_dynamic_shapes_are_those_of_the_example() -> None:
     pg = PatchableGraph.from_exported(CASES["dynamic"].program())
     assert pg.nodes["layers_0.mul"].shape == (3, 8)
@@ -433,7 +460,7 @@ def test_parameters_equal_an_edited_copy(case: Case) -> None:
 
 
 def _full_name(pg: PatchableGraph, path: str) -> str:
-    frame = pg._root_frame
+    frame = captured(pg).root
     *calls, last = path.split(".")
     prefix = []
     for call in calls:

@@ -21,6 +21,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.inspection.resolution import resolve
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import CASES
 from tests.zoo.case import tokens
 from tests.zoo.values import bit_equal
@@ -161,7 +162,7 @@ def test_patches_that_change_nothing_at_some_positions(name: str) -> None:
 
 def is_filled_later(pg: PatchableGraph, path: str) -> bool:
     """Whether a patch on this node cuts a view off from the tensor that the model fills in through it."""
-    return resolve(pg._root_frame, path).node.is_view_filled_later
+    return resolve(captured(pg).root, path).node.is_view_filled_later
 
 
 def test_an_example_with_labels_only() -> None:

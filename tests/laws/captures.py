@@ -17,6 +17,7 @@ from torch import nn
 from graphpatch_notebook import CustomPatch, GraphPatchWarning, PatchableGraph
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import CASES, Call, Case, is_of_a_kind_of_its_own, seed_all
 from tests.zoo.values import bit_equal, close
 
@@ -62,7 +63,7 @@ class Capture:
 
     def frames_called_once(self) -> Iterator[Frame]:
         """Yields the frames whose modules have no other frame: whatever is done to these modules is done there."""
-        frames = list(self.pg._root_frame.walk())
+        frames = list(captured(self.pg).root.walk())
         modules = [id(frame.module) for frame in frames]
         return (frame for frame in frames if modules.count(id(frame.module)) == 1)
 

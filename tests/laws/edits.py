@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from graphpatch_notebook import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure
 from graphpatch_notebook.inspection.nodes import NodeMeta
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import parse_path
 from graphpatch_notebook.values import TensorSpec
 from tests.laws.captures import Capture, capture_of, outcome, run
@@ -275,7 +276,7 @@ def _at_boundary(capture: Capture, frame: Frame, rng: random.Random) -> Iterator
 def tensor_edits(capture: Capture, count: int) -> Iterator[Edit]:
     """Edits of parameters and buffers that are used in one frame only, and that it does not hand out."""
     rng = capture.random("tensors")
-    every = [(frame, node) for frame in capture.pg._root_frame.walk() for node in frame.nodes]
+    every = [(frame, node) for frame in captured(capture.pg).root.walk() for node in frame.nodes]
     nodes = [(frame, node) for frame, node in every if node.kind in _HELD]
     uses = Counter(id(_held(frame.module, node)) for frame, node in nodes)
     # Some modules are given another one, and read its parameters: they use them, too, and have no node for them.

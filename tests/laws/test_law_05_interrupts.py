@@ -23,7 +23,8 @@ import graphpatch_notebook.capture as capture_package
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ZeroPatch
 from graphpatch_notebook.capture import autograd_functions, forward_swap
 from graphpatch_notebook.capture.forward_swap import is_swapped, observer
-from graphpatch_notebook.execution.context import innermost
+from graphpatch_notebook.execution import innermost
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.torch_compat import function_mode_depth
 
 PACKAGE = str(Path(graphpatch_notebook.__file__).parent)
@@ -90,7 +91,7 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_comes() -> None:
     while interrupted(patched, at):
         assert [dict(vars(module)) for module in model.modules()] == before, at
         assert [len(module._forward_hooks) for module in model.modules()] == hooks, at
-        assert innermost(pg) is None, at
+        assert innermost(captured(pg)) is None, at
         assert observer.get() is None, at
         assert autograd_functions.apply_observer.get() is None, at
         assert function_mode_depth() == 0, at

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.patchable_graph import captured
 from tests.benchmarks.memory import peak_bytes
 from tests.laws.captures import capture_of, each_case, leaves_its_state_alone
 from tests.zoo import Case, case_by_name
@@ -18,7 +19,7 @@ from tests.zoo import Case, case_by_name
 @each_case(leaves_its_state_alone)
 def test_records_hold_no_tensors(case: Case) -> None:
     capture = capture_of(case)
-    held = [value for frame in capture.pg._root_frame.walk() for value in _held(frame)]
+    held = [value for frame in captured(capture.pg).root.walk() for value in _held(frame)]
     assert [value for value in held if isinstance(value, Tensor)] == []
 
 

@@ -22,6 +22,7 @@ from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import case_by_name
 
 
@@ -161,7 +162,7 @@ def test_patched_values_are_what_came_of_all_patches(pg: PatchableGraph) -> None
 
 def test_parameters_and_buffers_need_no_run(tmp_path: Any) -> None:
     pg = PatchableGraph(Counts().eval(), X.clone())
-    pg._examples.args[0].zero_()  # nothing to run on
+    captured(pg).examples.args[0].zero_()  # nothing to run on
     runs = runs_of(pg, ChosenPatch("linear.weight", "zero"))
     count = pg._module.runs
     _, view = shown(runs, "linear.weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_sizes_end_before_the_model_does_something_else(tmp_path: Path) -> None:
     assert torch.equal(loaded(x(3, 9)), Threshold()(x(3, 9)))
     with pytest.raises(StoredFormError, match="dimension 1 of 'x' is 21, and the graph was checked for 1 to 9"):
         loaded(x(3, 21))
+
+
+class Divided(nn.Module):
+    """Does another thing at sizes between others at which it does the same."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        is_other = {"even": length % 2 == 0, "third": length % 3 == 0, "square": batch == length}[self.kind]
+        return self.linear(x) * 2 if is_other else self.linear(x)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("even", (2, 5)), ("even", (2, 4)), ("third", (2, 5)), ("square", (2, 4))])
+def test_sizes_between_others(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    model = Divided(kind)
+    loaded = reloaded(PatchableGraph(model, x(*shape, 4)), tmp_path)
+    assert torch.equal(loaded(x(*shape, 4)), model(x(*shape, 4)))
+    for batch in range(1, 6):
+        for length in range(1, 10):
+            with suppress(StoredFormError):
+                assert torch.equal(loaded(x(batch, length, 4)), model(x(batch, length, 4))), (batch, length)
 
 
 def test_the_callers_own_checks(tmp_path: Path) -> None:

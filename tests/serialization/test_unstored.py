@@ -21,6 +21,7 @@ from graphpatch_notebook import (
     UnstoredFrameWarning,
     ZeroPatch,
 )
+from graphpatch_notebook.patchable_graph import captured
 from tests.serialization.files import Mlp, Numpy, rewritten, x
 
 
@@ -144,7 +145,7 @@ def test_skipped_modules_and_options(tmp_path: Path) -> None:
     match = r"'opaque': the options say to skip it\noptions .*: classes_to_skip_compiling \(.*Numpy\)"
     _, file = saved(Outer(Numpy()), tmp_path, options, match=match)
     loaded = PatchableGraph.load(file)
-    assert loaded._options == ExtractionOptions(warn_on_compilation_failure=True)
+    assert captured(loaded).options == ExtractionOptions(warn_on_compilation_failure=True)
     with pytest.warns(UnstoredFrameWarning):
         loaded.save(tmp_path / "again.safetensors")
     assert PatchableGraph.load(tmp_path / "again.safetensors").unstored == loaded.unstored

@@ -9,23 +9,15 @@ A frame is told at run time, not by the capture: on other inputs a model may cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import Swaps
-from graphpatch_notebook.execution.live import Run
-from graphpatch_notebook.execution.module_hooks import takes_hooks
-from graphpatch_notebook.execution.replay.frame_effects import (
-    GivenValues,
-    all_modules,
-    leaves_of,
-)
+from graphpatch_notebook.execution.replay.frame_effects import GivenValues, leaves_of
 from graphpatch_notebook.values import mapped, with_own_containers
 
 NEVER = float("inf")
@@ -101,21 +93,6 @@ class FrameTree:
             elif frame.is_open:
                 frames += frame.children.values()
         return found
-
-
-class FrameWatch(Protocol):
-    """Sees every frame of a run."""
-
-    def begin(
-        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[..., Any] | None:
-        """A frame begins; returns what runs in place of its `forward`, if anything does."""
-
-    def returned(self, output: Any) -> None:
-        """The `forward` of the innermost frame returned; patches on its output come after this."""
-
-    def end(self) -> None:
-        """The innermost frame is over, also after an error."""
 
 
 @dataclass(eq=False, slots=True)
@@ -197,84 +174,6 @@ def _callers(node: FrameNode, ids: set[int], found: dict[int, Module]) -> bool:
     if (is_one or any(below)) and node.module is not None:
         found[id(node.module)] = node.module
     return is_one or any(below)
-
-
-watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", default=None)
-"""Who sees the frames of the patched runs that begin in this context."""
-
-
-class FramesSeen:
-    """Has all frames of the patched run that is made in the block seen, not only those of patched modules.
-
-    What is taken back is noted before it is done, and `__exit__` tries twice: an interrupt may come at any moment.
-
-    Args:
-        model: The model that runs.
-        frame_watch: Who sees them.
-        modules: The modules whose calls are seen; all, if not given.
-    """
-
-    def __init__(self, model: Module, frame_watch: FrameWatch, modules: Iterable[Module] | None = None) -> None:
-        self._modules = all_modules(model) if modules is None else modules
-        self._watch = frame_watch
-        self._swaps = Swaps()
-        self._before: FrameWatch | None = None
-
-    def __enter__(self) -> None:
-        self._before = watch.get()
-        try:
-            self._swaps.hold(module for module in self._modules if takes_hooks(module))
-            watch.set(self._watch)
-        except BaseException:
-            self._let_go()
-            raise
-
-    def __exit__(self, *_error: object) -> None:
-        try:
-            self._let_go()
-        except BaseException:
-            self._let_go()
-            raise
-
-    def _let_go(self) -> None:
-        watch.set(self._before)
-        self._swaps.let_go()
-
-
-class WatchedRun(Run):
-    """A patched run whose frames are all seen by a `FrameWatch`."""
-
-    frames: FrameWatch
-
-    def on_forward(
-        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        __tracebackhide__ = True
-        instead = self.frames.begin(module, forward, args, kwargs)
-        try:
-            output = super().on_forward(module, instead or forward, args, kwargs)
-            self.frames.returned(output)
-            return output
-        finally:
-            self.frames.end()
-
-    def _run(
-        self, module: Module, plan: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        __tracebackhide__ = True
-        output = super()._run(module, plan, forward, args, kwargs)
-        self.frames.returned(output)  # before the patches on the output
-        return output
-
-
-def new_run(*args: Any) -> Run:
-    """Returns a patched run, whose frames are seen where somebody in this context wants to."""
-    frames = watch.get()
-    if frames is None:
-        return Run(*args)
-    run = WatchedRun(*args)
-    run.frames = frames
-    return run
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError
-from graphpatch_notebook.execution.patch_context import PatchContext
+from graphpatch_notebook.execution import PatchContext
 from graphpatch_notebook.experiments.attribution.clean_values import CleanValues
 from graphpatch_notebook.experiments.attribution.gradient_run import Differences, GradientRun, Roots
 from graphpatch_notebook.experiments.attribution.reductions import Kept, Scores, scores_of
@@ -27,7 +27,7 @@ from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import noted_metric
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
@@ -141,7 +141,7 @@ class AttributionRuns:
         """Returns scores and problems. The model, and the random state, are as before."""
         context = self._context()
         with collected_warnings() as messages, torch.inference_mode(False), context:
-            state = ModuleState(self._pg._module)
+            state = ModuleState(captured(self._pg).module)
             with afterwards(state.restore):
                 self._run_all(state)
         self._stage.listener = _nobody

@@ -13,9 +13,7 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
-from graphpatch_notebook.execution.steps import Step, StepCount, Steps
+from graphpatch_notebook.execution import Entry, Restriction, Step, StepCount, Steps, restriction_of, token_inputs
 from graphpatch_notebook.experiments.attribution.reductions import Scores
 from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode
 from graphpatch_notebook.experiments.engine.inputs import Inputs

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
 from graphpatch_notebook.checks.dimensions import Dimensions, NoBatchError, dimensions_of
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.replay.frame_effects import PLAIN, leaves_of
-from graphpatch_notebook.execution.replay.frame_results import NEVER, FrameNode
+from graphpatch_notebook.execution import Entry
+from graphpatch_notebook.execution.replay import NEVER, PLAIN, FrameNode, leaves_of
 from graphpatch_notebook.experiments.engine.batch_rows import (
     Layout,
     Rows,
@@ -25,7 +24,7 @@ from graphpatch_notebook.experiments.engine.chunking import Work, overhead, rows
 from graphpatch_notebook.experiments.engine.clean_run import Survey, paths_read_after
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, key_text, readable_children
 
 Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, Rows], dict[str, str]]"
@@ -142,7 +141,7 @@ def _read_after(pg: PatchableGraph, inputs: Inputs, survey: Survey, targets: Seq
     why = "the model looks at values, and may do another thing for each cell"
     if survey.last_read == NEVER:
         # Nobody took note: the capture knows.
-        has_doubts = any(frame.doubts for frame in pg._root_frame.walk())
+        has_doubts = any(frame.doubts for frame in captured(pg).root.walk())
         return dict.fromkeys(survey.marks, why) if has_doubts else {}
     if all(mark.came_up > survey.last_read for mark in survey.marks.values()):
         return {}
@@ -174,12 +173,13 @@ def _kept(survey: Survey) -> list[FrameNode]:
 
 def _looked_up(pg: PatchableGraph, survey: Survey, targets: Sequence[Target]) -> Found:
     """Returns where rows are as is known of the dimensions of captured values, and for paths that have none, why."""
-    known = dimensions_of(pg._root_frame)
-    output = _layout(known, survey.output, pg._root_frame.output_node.spec)
+    root = captured(pg).root
+    known = dimensions_of(root)
+    output = _layout(known, survey.output, root.output_node.spec)
     for leaf, place in zip(leaves_of(survey.output), output, strict=True):
         if place is not None and place.dim is None and leaf.numel() > 0:
             raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} that is one for all rows")
-    frames = _captured(survey.tree.root, pg._root_frame)
+    frames = _captured_frames(survey.tree.root, root)
     layouts = {}
     for node in _kept(survey):
         with suppress(RowsError):
@@ -201,18 +201,18 @@ def _looked_up(pg: PatchableGraph, survey: Survey, targets: Sequence[Target]) ->
     return output, layouts, of_paths, problems
 
 
-def _captured(node: FrameNode, frame: Frame) -> dict[FrameNode, Frame]:
+def _captured_frames(node: FrameNode, frame: Frame) -> dict[FrameNode, Frame]:
     """Returns the captured frames of the frames below one that is above the model, or whose own frame is `frame`."""
     found: dict[FrameNode, Frame] = {}
     calls = [frame] if node.module is None else [call.frame for call in frame.calls() if call.frame is not None]
     by_key = {(id(own.module), 0 if own.call is None else own.call.call_index): own for own in calls}
     for key, child in node.children.items():
         if key in by_key:
-            found |= {child: by_key[key], **_captured(child, by_key[key])}
+            found |= {child: by_key[key], **_captured_frames(child, by_key[key])}
     return found
 
 
-def _layout(known: Dimensions, value: Any, captured: ValueSpec | None) -> Layout:
+def _layout(known: Dimensions, value: Any, spec: ValueSpec | None) -> Layout:
     """Returns where the rows are in a value made of containers, which are those of a captured value.
 
     Raises:
@@ -220,19 +220,19 @@ def _layout(known: Dimensions, value: Any, captured: ValueSpec | None) -> Layout
     """
     inside = None if isinstance(value, (Tensor, *PLAIN)) else readable_children(value)
     if inside is None:
-        return (_rows(known, value, captured) if isinstance(value, Tensor) else None,)
+        return (_rows(known, value, spec) if isinstance(value, Tensor) else None,)
     found: list[Rows | None] = []
     for key, child in inside:
-        own = captured.child(key_text(key)) if isinstance(captured, ContainerSpec) else None
+        own = spec.child(key_text(key)) if isinstance(spec, ContainerSpec) else None
         found += _layout(known, child, None if own is None else own[1])
     return tuple(found)
 
 
-def _rows(known: Dimensions, value: Tensor, captured: ValueSpec | None) -> Rows:
-    if not isinstance(captured, TensorSpec) or len(captured.shape) != value.dim():
+def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> Rows:
+    if not isinstance(spec, TensorSpec) or len(spec.shape) != value.dim():
         raise RowsError(f"a value of shape {tuple(value.shape)} was not captured like that")
     try:
-        dim = known.batch_dim(captured)
+        dim = known.batch_dim(spec)
     except NoBatchError as problem:
         raise RowsError(str(problem)) from None
     return Rows(None) if dim is None else Rows(dim, value.shape[dim])

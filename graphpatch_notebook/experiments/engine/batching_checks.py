@@ -13,8 +13,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.execution.replay.frame_effects import leaves_of
-from graphpatch_notebook.execution.replay.frame_results import FramesSeen, Replay, own_tensors, tensors_in
+from graphpatch_notebook.execution import FramesSeen
+from graphpatch_notebook.execution.replay import Replay, all_modules, leaves_of, own_tensors, tensors_in
 from graphpatch_notebook.experiments.engine.batch_rows import (
     RowsError,
     RowsPatch,
@@ -29,7 +29,7 @@ from graphpatch_notebook.experiments.engine.clean_run import Survey
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import measurement
 from graphpatch_notebook.experiments.engine.shared_setup import CommonWork
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
 _WILD = 6
@@ -58,7 +58,11 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     values = {frame: repeated(frame.value, rows.layouts[frame], 1 + _WILD) for frame in frames}
     many = repeated_inputs(inputs.fresh(), rows.inputs, 1 + _WILD)
     try:
-        with torch.no_grad(), FramesSeen(pg._module, Replay(survey.tree, values)), pg.patch(patches).quiet():
+        with (
+            torch.no_grad(),
+            FramesSeen(Replay(survey.tree, values), all_modules(captured(pg).module)),
+            pg.patch(patches).quiet(),
+        ):
             output = pg(*many.args, **many.kwargs)
     except (RowsError, torch.OutOfMemoryError):
         raise

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.execution.replay.frame_effects import all_modules
-from graphpatch_notebook.execution.replay.frame_results import FrameNode
+from graphpatch_notebook.execution.replay import FrameNode, all_modules
 from graphpatch_notebook.experiments.engine.clean_run import Survey
 
 _WHOLE = 0.8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpatch_notebook.execution.replay.frame_results import NEVER, FrameNode, FrameTree
+from graphpatch_notebook.execution.replay import NEVER, FrameNode, FrameTree
 
 # Rough costs: only their ratio matters, and only to the order of magnitude. Nothing is timed, so that a sweep that is
 # run again is divided, and rounded, in the same way.

@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.execution.replay.frame_effects import storage_of
-from graphpatch_notebook.execution.replay.frame_recording import FrameFlow, Recording
-from graphpatch_notebook.execution.replay.frame_results import (
+from graphpatch_notebook.execution import FramesSeen, FrameWatch
+from graphpatch_notebook.execution.replay import (
     NEVER,
-    FramesSeen,
+    FrameFlow,
     FrameTree,
-    FrameWatch,
+    Recording,
+    all_modules,
     own_tensors,
+    storage_of,
     tensors_in,
 )
 from graphpatch_notebook.experiments.engine.cells import PatchMap
@@ -26,7 +27,7 @@ from graphpatch_notebook.experiments.engine.position_flow import Flow, Place, Po
 from graphpatch_notebook.experiments.engine.steps import SameSteps
 from graphpatch_notebook.experiments.engine.value_reads import ValueReads
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 
 
@@ -105,7 +106,7 @@ def survey(
         keeps_pairs: Whether to keep what frames are given and return that work on each position alone.
         state: The model as it is, if there is a snapshot of it.
     """
-    state = ModuleState(pg._module, is_look=True) if state is None else state
+    state = ModuleState(captured(pg).module, is_look=True) if state is None else state
     known, kind = shown_earlier(pg, state), kind_of_run(inputs)
     key = ("flow", kind, keeps_pairs, frozenset(target.path for target in targets))
     flow: Flow | None = known.get(key) if notes_reads else None
@@ -117,9 +118,10 @@ def survey(
         if flow is not None:
             mode = SameSteps(flow.steps)
         elif notes_reads:
-            weights = (*pg._module.parameters(), *pg._module.buffers())
+            weights = (*captured(pg).module.parameters(), *captured(pg).module.buffers())
             pairs = mode = PositionFlow(tree, weights, tensors_in((fresh.args, fresh.kwargs)))
-        recording = Recording(tree, pg._module, pairs if keeps_pairs else None, state if flow is None else None)
+        seen_state = state if flow is None else None
+        recording = Recording(tree, captured(pg).module, pairs if keeps_pairs else None, seen_state)
         with mode or nullcontext():
             marks, output = watched_run(pg, fresh, targets, tree, recording)
         if isinstance(mode, SameSteps) and not mode.is_same:
@@ -156,9 +158,9 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
     tree = FrameTree()
     inputs = SameInputs.of(inputs.fresh())
     given = tensors_in((inputs.args, inputs.kwargs))
-    reads = ValueReads(tree, [*pg._module.parameters(), *pg._module.buffers(), *given])
+    reads = ValueReads(tree, [*captured(pg).module.parameters(), *captured(pg).module.buffers(), *given])
     with reads:
-        marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree, pg._module), reads.notice)
+        marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree, captured(pg).module), reads.notice)
     return {path for path, mark in marks.items() if mark.came_up < reads.last}
 
 
@@ -184,7 +186,7 @@ def watched_run(
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with FramesSeen(pg._module, watch), pg.patch(patches).quiet():
+    with FramesSeen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
 
 

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import chain, islice
+from inspect import getattr_static
+from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import MANY
+from graphpatch_notebook.capture.held_values import MANY, is_own_generator, slots_of
+from graphpatch_notebook.checks.model_state import Fingerprint, comparable_state
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.torch_compat import version_of
+from graphpatch_notebook.values import ABSENT
 
-_DEEPEST = 3
+_DEEPEST = 6
 _MOST = 5000
 _FEW_BYTES = 4096
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
-_BY_IDENTITY = (Module, PatchableGraph, BuiltinFunctionType, ModuleType, type)
+_LIBRARIES = ("torch.", "graphpatch_notebook.")
+_CLOSED = (PatchableGraph, BuiltinFunctionType, ModuleType, type)
 
 
 class ReferredValues:
     """What values, and functions among them, hold at one moment: two are equal if nothing that can be seen changed.
 
-    Seen are closures, globals that functions name, defaults, what methods name of their object, and what containers and
-    plain objects among these hold, up to a few levels and thousands of values; not what is in models and modules of
-    Python.
+    Seen are closures, globals that functions name, what they name of classes and of modules of Python, defaults, what
+    methods name of their object, random generators, whether somebody wrote into a module of torch's, and what
+    containers and plain objects among these hold, up to a few levels and thousands of values. What is next in an
+    iterator cannot be seen: one that holds it equals no other.
 
     Args:
         *values: The values.
@@ -49,58 +54,80 @@ class ReferredValues:
 
     def __init__(self, *values: Any) -> None:
         self._held: list[Any] = []  # lest another object gets the id of one that is gone
-        marks = chain.from_iterable(self._marks_of(value, _DEEPEST) for value in values)
-        self._marks = list(islice(marks, _MOST))
+        self._marks = list(islice(self._marks_of(values), _MOST))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReferredValues) and self._marks == other._marks
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with a later one only
 
-    def _marks_of(self, value: Any, depth: int) -> Iterator[Any]:
-        kind = type(value)
-        if kind in _PLAIN:
-            yield value
-            return
-        if kind in (float, complex):
-            yield repr(value)  # it may be NaN
-            return
-        if kind is not MethodType:  # these are made anew each time that they are asked for
-            self._held.append(value)
-            yield id(value)
-        if isinstance(value, Tensor):
-            yield version_of(value)
-            if kind is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES:
-                yield repr(value.tolist())  # writes through `numpy` and `data` are not counted
-        elif isinstance(value, np.ndarray):
-            yield value.tobytes() if value.nbytes <= _FEW_BYTES else None
-        elif isinstance(value, torch.Generator):
-            yield repr(value.get_state().tolist())
-        elif depth > 0 and not isinstance(value, _BY_IDENTITY):
-            for part in _parts(value):
-                yield from self._marks_of(part, depth - 1)
+    def _marks_of(self, values: Iterable[Any]) -> Iterator[Any]:
+        seen: set[int] = set()
+        for _ in range(_DEEPEST):
+            inner: list[Any] = []
+            for value in values:
+                kind = type(value)
+                if kind in _PLAIN:
+                    yield value
+                elif kind in (float, complex):
+                    yield repr(value)  # it may be NaN
+                elif kind is MethodType:  # these are made anew each time that they are asked for
+                    inner += _parts(value)
+                elif id(value) not in seen:
+                    seen.add(id(value))
+                    self._held.append(value)
+                    yield id(value)
+                    mark = _contents(value)
+                    yield mark
+                    inner += () if mark is not None else _parts(value)
+            values = inner
+
+
+def _contents(value: Any) -> Any:
+    """Returns what equals another one if a value holds the same, in one go; `None` for what has parts."""
+    if isinstance(value, Tensor):
+        is_read = type(value) is Tensor and value.device.type == "cpu" and value.nbytes <= _FEW_BYTES
+        # Writes through `numpy` and `data` are not counted.
+        return version_of(value), repr(value.tolist()) if is_read else None
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.nbytes <= _FEW_BYTES else ABSENT
+    if isinstance(value, Module):
+        return Fingerprint(value)
+    return comparable_state(value) if is_own_generator(value) else None
 
 
 def _parts(value: Any) -> Iterable[Any]:
     """Returns what a function refers to, what a container holds, or the attributes of a plain object."""
+    if isinstance(value, _CLOSED):
+        return []
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
+        if (value.__module__ or "").startswith(_LIBRARIES):
+            return []
         return [
             *(part for _, part in referred(value)),
+            *_named_outside(value),
             *(value.__defaults__ or ()),
             *(value.__kwdefaults__ or {}).values(),
+            *value.__dict__.values(),
         ]
     if isinstance(value, MethodType):
         return [*_parts(value.__func__), *_named(value.__self__, value.__func__)]
     if callable(value) and isinstance(type(value).__call__, FunctionType):
         return _parts(value.__call__)
-    is_container = isinstance(value, (Mapping, list, tuple, set, frozenset))
-    if is_container and len(value) > MANY:  # data
-        return []
-    if isinstance(value, Mapping):
-        return [*value, *value.values()]
-    return value if is_container else getattr(value, "__dict__", {}).values()
+    if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+        if len(value) > MANY:  # data
+            return [len(value)]
+        return [*value, *value.values()] if isinstance(value, Mapping) else value
+    return [*slots_of(value).values(), *getattr(value, "__dict__", {}).values()]
+
+
+def _named_outside(function: FunctionType) -> Iterator[Any]:
+    """Yields the attributes, of classes and modules of Python that a function refers to, which it names."""
+    for _, owner in referred(function):
+        if isinstance(owner, (type, ModuleType)):
+            yield from (vars(owner)[name] for name in _names(function.__code__) if name in vars(owner))
 
 
 def referred(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -113,12 +140,11 @@ def referred(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _named(owner: Any, function: Any) -> Iterator[Any]:
-    """Yields the attributes, and the other methods, of an object that a method of it names."""
+    """Yields the attributes, its class's too, and the other methods, of an object that a method of it names."""
     for name in _names(function.__code__) if isinstance(function, FunctionType) else ():
-        if name in getattr(owner, "__dict__", ()):
-            yield owner.__dict__[name]
-        elif isinstance(method := getattr(type(owner), name, None), FunctionType):
-            yield MethodType(method, owner)
+        found = getattr_static(owner, name, None)
+        found = found.fget if isinstance(found, property) else found
+        yield MethodType(found, owner) if isinstance(found, FunctionType) else found
 
 
 @lru_cache(maxsize=256)

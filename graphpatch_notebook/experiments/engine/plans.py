@@ -8,22 +8,21 @@ from typing import Any
 
 import torch
 
-from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState, SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, PatchMapError, UnknownPathError
-from graphpatch_notebook.execution.patch_map import entries_of
-from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution import Entry
 from graphpatch_notebook.experiments.engine.cells import Cell, Cells
 from graphpatch_notebook.experiments.engine.function_values import ReferredValues
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.purity import ImpureError, PrivateCopies, PurePatches
 from graphpatch_notebook.experiments.engine.random_draws import change_by
 from graphpatch_notebook.experiments.engine.shared_setup import why_plain
-from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 _MOST_SHOWN = 10
+_EACH = 8
+"""After so many cells, what metrics refer to is looked at after some only: a look takes as long as to make a patch."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,18 @@ def planned(
     count = len(cells.unmade)
     copies = PrivateCopies(keeps_gradients=backward)
     reason, why = why_plain(pg), None
-    model, random_state = ModuleState(pg._module, is_look=True), SharedRandomState()
+    model, random_state = ModuleState(captured(pg).module, is_look=True), SharedRandomState()
     referred, given = ReferredValues(metric), ReferredValues(inputs.args, inputs.kwargs)
     made: list[Cell] = []
+    is_metric_same = is_given_same = True
     while len(made) < count and (is_all or why is None):
         cell = cells.made(len(made))
+        if _is_looked_at(len(made), count):  # what is changed now and then may be as it was at the end
+            is_metric_same = is_metric_same and referred == ReferredValues(metric)
+            is_given_same = is_given_same and given == ReferredValues(inputs.args, inputs.kwargs)
         if cell.number == 0 and reason is None and not is_all:
-            if referred != ReferredValues(metric):
-                reason = "make_patches changes what the metric refers to"
+            if not is_metric_same:
+                reason = "make_patches changes what the metric refers to, or that holds an iterator"
             elif random_state.differing(SharedRandomState()) and _draws(pg, inputs):
                 reason = "make_patches and the model draw random numbers in turn"
         try:
@@ -97,8 +100,8 @@ def planned(
     copies.check_given()
     what = [
         *(["the model"] if _is_changed(pg, model) else []),
-        *(["what the model runs on"] if given != ReferredValues(inputs.args, inputs.kwargs) else []),
-        *(["what the metric refers to"] if referred != ReferredValues(metric) else []),
+        *(["what the model runs on"] if not is_given_same else []),
+        *(["what the metric refers to"] if not is_metric_same else []),
     ]
     if what and isinstance(made[0].patches, PurePatches):
         raise ExperimentError(
@@ -108,6 +111,10 @@ def planned(
     return Plan(made, range(len(made), count), why, _entries(pg, made))
 
 
+def _is_looked_at(number: int, count: int) -> bool:
+    return number < _EACH or number & (number + 1) == 0 or number == count - 1
+
+
 def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
     """Whether a model is another one now; that other threads patch it meanwhile does not count."""
     return state.change_in(None) is not None or why_plain(pg) is not None
@@ -115,20 +122,19 @@ def _is_changed(pg: PatchableGraph, state: ModuleState) -> bool:
 
 def _draws(pg: PatchableGraph, inputs: Inputs) -> bool:
     """Whether the model draws random numbers; leaves all as it was."""
-    state = ModuleState(pg._module)
+    state = ModuleState(captured(pg).module)
     with afterwards(state.restore), torch.no_grad():
         inputs.run(pg)
-        change = change_by(lambda: inputs.run(pg), pg._module, state)
+        change = change_by(lambda: inputs.run(pg), captured(pg).module, state)
     return change is not None and change.kind is ChangeKind.RANDOM
 
 
 def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]]:
     """Returns the entries of each cell, by its number; raises one error with all that is wrong with patch maps."""
-    targets = pg._current().targets
     found: dict[int, list[Entry]] = {}
     errors: list[tuple[Cell, PatchMapError]] = []
     for cell in cells:
-        entries = _entries_or_error(pg._root_frame, cell, targets)
+        entries = _entries_or_error(pg, cell)
         if isinstance(entries, PatchMapError):
             errors.append((cell, entries))
         else:
@@ -141,8 +147,8 @@ def _entries(pg: PatchableGraph, cells: Sequence[Cell]) -> dict[int, list[Entry]
     return found
 
 
-def _entries_or_error(root: Frame, cell: Cell, targets: dict[str, Target]) -> list[Entry] | PatchMapError:
+def _entries_or_error(pg: PatchableGraph, cell: Cell) -> list[Entry] | PatchMapError:
     try:
-        return entries_of(root, cell.patches, targets)
+        return captured(pg).entries_of(cell.patches)
     except PatchMapError as error:
         return error

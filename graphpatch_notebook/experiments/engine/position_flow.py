@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, raw_name, writes_in_place
-from graphpatch_notebook.execution.replay.frame_effects import leaves_of, tensors_among
-from graphpatch_notebook.execution.replay.frame_results import FrameNode, FrameTree
+from graphpatch_notebook.execution.replay import FrameNode, FrameTree, leaves_of, tensors_among
 from graphpatch_notebook.experiments.engine.steps import Steps
 from graphpatch_notebook.experiments.engine.value_reads import ValueReads
 from graphpatch_notebook.experiments.engine.vector_calls import keeps_vectors, picks_last

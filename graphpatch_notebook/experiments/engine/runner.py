@@ -19,9 +19,8 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution.patch_map import entries_of
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.replay.frame_results import FrameNode, FramesSeen, Replay, own_tensors
+from graphpatch_notebook.execution import Entry, FramesSeen
+from graphpatch_notebook.execution.replay import FrameNode, Replay, own_tensors
 from graphpatch_notebook.experiments.engine.batch_rows import (
     RowsError,
     RowsPatch,
@@ -46,7 +45,7 @@ from graphpatch_notebook.experiments.engine.purity import is_pure
 from graphpatch_notebook.experiments.engine.shared_setup import CommonWork, common_work
 from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, watched_metric
 from graphpatch_notebook.inspection.resolution import resolve
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
 _READS_OTHERS = "the metric reads other positions for some of them than without patches"
@@ -143,7 +142,7 @@ class CellRunner:
     def _entries(self, patches: PatchMap) -> list[Entry]:
         known = self._known_entries.get(id(patches))
         if known is None or known[0] is not patches:
-            entries = entries_of(self._pg._root_frame, patches, self._pg._current().targets)
+            entries = captured(self._pg).entries_of(patches)
             known = self._known_entries[id(patches)] = (patches, entries)
         return known[1]
 
@@ -233,7 +232,7 @@ class CellRunner:
         assert survey is not None
         values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
         replay = Replay(survey.tree, values)
-        return FramesSeen(self._pg._module, replay, replay.modules())
+        return FramesSeen(replay, replay.modules())
 
     def _without_in_rows(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
         """Leaves frames, and positions that are as without patches, out of a run of several interventions."""
@@ -246,7 +245,7 @@ class CellRunner:
         }
         at_last = read_at_last_only(rows.stand_ins, survey)
         replay = Replay(survey.tree, values, {**rows.stand_ins, **at_last})
-        return FramesSeen(self._pg._module, replay, replay.modules())
+        return FramesSeen(replay, replay.modules())
 
     # -- several cells in rows -----------------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class CellRunner:
         except Exception:
             if not common.rows.is_assumed or self._batch is None:
                 raise
-            targets = [resolve(self._pg._root_frame, path) for path in common.survey.marks]
+            targets = [resolve(captured(self._pg).root, path) for path in common.survey.marks]
             common.rows = row_work(self._pg, common.inputs, common.survey, targets, self._batch, may_assume=False)
             return self._together(cells)
 

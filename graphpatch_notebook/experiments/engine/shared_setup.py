@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.execution import context as contexts
-from graphpatch_notebook.execution.replay.frame_effects import all_modules, has_hooks
-from graphpatch_notebook.execution.replay.frame_results import NEVER, own_tensors
+from graphpatch_notebook.execution import innermost
+from graphpatch_notebook.execution.replay import NEVER, all_modules, has_hooks, own_tensors
 from graphpatch_notebook.experiments.engine.batch_rows import RowsError
 from graphpatch_notebook.experiments.engine.batching import RowWork, row_work
 from graphpatch_notebook.experiments.engine.clean_run import Mark, Survey, survey
@@ -23,7 +22,7 @@ from graphpatch_notebook.experiments.engine.random_draws import change_by
 from graphpatch_notebook.experiments.engine.trimming import last_position_value, trims
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.interrupts import afterwards
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.torch_compat import has_global_hooks
 
 _MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
@@ -66,7 +65,7 @@ def common_work(
 ) -> CommonWork:
     """Runs the model a few times without patches, and returns what that tells. The model's state stays as it was."""
     targets = _targets(pg, paths)
-    state = ModuleState(pg._module)
+    state = ModuleState(captured(pg).module)
     with afterwards(state.restore):
         common = _looked_at(pg, inputs, metric, targets, state, batch, backward)
     if backward and common.baseline.values.size != 1:
@@ -78,7 +77,7 @@ def _targets(pg: PatchableGraph, paths: Sequence[str]) -> list[Target]:
     targets: dict[str, Target] = {}
     for path in paths:
         try:
-            target = resolve(pg._root_frame, path)
+            target = resolve(captured(pg).root, path)
         except Unresolvable as problem:
             raise UnknownPathError(problem.message) from None
         targets[target.path] = target
@@ -102,7 +101,7 @@ def _looked_at(
     reason: object = (
         why_plain(pg)
         or _survey(pg, common, metric, targets, state, batch, backward)
-        or change_by(lambda: _baseline(pg, inputs, metric), pg._module, state)
+        or change_by(lambda: _baseline(pg, inputs, metric), captured(pg).module, state)
     )
     has_memory = reason is None and referred != ReferredValues(metric)
     if reason is not None or has_memory:
@@ -139,13 +138,13 @@ def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) 
 
 def why_plain(pg: PatchableGraph) -> str | None:
     """Returns why nothing may be shared whatever the cells patch, in words; `None` where something may."""
-    if has_global_hooks() or any(has_hooks(module) for module in all_modules(pg._module)):
+    if has_global_hooks() or any(has_hooks(module) for module in all_modules(captured(pg).module)):
         return "there are hooks on modules, which may keep what they see"
-    if pg._has_own_graphs():
+    if captured(pg).runs_own_graphs:
         return "graphs of their own run in place of modules"
-    if contexts.innermost(pg) is not None:
+    if innermost(captured(pg)) is not None:
         return "other patches are active"
-    if pg._current().callers.has_compiled_parts:
+    if captured(pg).callers.has_compiled_parts:
         return "parts of the model are compiled"
     return None
 
@@ -161,11 +160,11 @@ def _survey(
 ) -> str | None:
     """Surveys a run that leaves out as much as can be; returns why cells must run as in a plain loop, if they must."""
     inputs = common.full_inputs
-    holds_fused = any(isinstance(module, _FUSED) for module in all_modules(pg._module))
+    holds_fused = any(isinstance(module, _FUSED) for module in all_modules(captured(pg).module))
     # Frames may have run by torch's fused kernels in one run and without them in another.
     is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
     full = _baseline(pg, inputs, metric) if is_fused else None
-    for extra in [*(trims(pg._root_frame, inputs, targets) if batch is not None else []), {}]:
+    for extra in [*(trims(captured(pg).root, inputs, targets) if batch is not None else []), {}]:
         trimmed = replace(inputs, kwargs={**inputs.kwargs, **extra}) if extra else inputs
         # Torch's fused kernels are not used under a mode: their numbers would be others.
         notes_reads = batch is not None and not holds_fused

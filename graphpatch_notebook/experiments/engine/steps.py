@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphpatch_notebook.execution.replay.frame_effects import PLAIN
+from graphpatch_notebook.execution.replay import PLAIN
 
 _MANY = 16
 

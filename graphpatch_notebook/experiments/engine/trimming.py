@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.execution.replay.frame_effects import PLAIN, leaves_of
+from graphpatch_notebook.execution.replay import PLAIN, leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name, writes_in_place
-from graphpatch_notebook.execution.replay.frame_effects import leaves_of, tensors_among
-from graphpatch_notebook.execution.replay.frame_results import FrameTree
+from graphpatch_notebook.execution.replay import FrameTree, leaves_of, tensors_among
 from graphpatch_notebook.torch_compat import without_torch_functions
 
 _SIZED_BY_VALUES = frozenset(

@@ -18,14 +18,14 @@ from typing import Any
 from torch.nn import Module
 
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.execution.context import innermost
+from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.cluster import Cluster, WorkersLostError
 from graphpatch_notebook.experiments.executors.pickling import RECIPE, packed
 from graphpatch_notebook.experiments.executors.scheduling import Chunks, Ledger, run_here
 from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, Work, run_parcel
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.warning_places import warn_each_time
 
 _ATTEMPTS = 3  # the last one alone, lest a chunk that kills its worker take others with it again
@@ -46,7 +46,7 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
     Raises:
         ExperimentError: It cannot.
     """
-    if innermost(pg) is not None:
+    if innermost(captured(pg)) is not None:
         raise ExperimentError(
             "the patches of a context hold for the thread that entered it, and executor= runs cells elsewhere: leave "
             "the with block, and have make_patches return these patches too"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.execution.replay.frame_results import tensors_in
+from graphpatch_notebook.execution.replay import tensors_in
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.patchable_graph import PatchableGraph

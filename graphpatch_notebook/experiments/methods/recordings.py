@@ -11,14 +11,13 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.engine.random_draws import draws_from_python
 from graphpatch_notebook.experiments.methods.call_checks import check_inputs
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -67,7 +66,7 @@ def record(
         after = SharedRandomState()
         given = measurement(0.0) if metric is None else baseline_of(metric, output)
     drawn = state.differing(after)
-    if "Python" in drawn and not draws_from_python(lambda: inputs.run(pg), pg._module):
+    if "Python" in drawn and not draws_from_python(lambda: inputs.run(pg), captured(pg).module):
         drawn.remove("Python")
     values = {}
     for path, probe in probes.items():
@@ -106,9 +105,9 @@ def targets(pg: PatchableGraph, paths: Iterable[str]) -> dict[str, Target]:
     Raises:
         UnknownPathError, PatchMapError: There are paths that cannot be patched: all of them are named.
     """
-    found: dict[str, Target] = {}
-    entries_of(pg.nodes.root, {path: ProbePatch() for path in paths}, found)
-    return found
+    probes = {str(path): ProbePatch() for path in paths}
+    entries = captured(pg).entries_of(probes)
+    return {path: entry.target for path, entry in zip(probes, entries, strict=True)}
 
 
 def check_same_shapes(values: Mapping[str, Tensor], others: Mapping[str, Tensor], names: tuple[str, str]) -> None:

@@ -27,7 +27,7 @@ from graphpatch_notebook.experiments.methods.call_checks import (
     check_no_inputs,
 )
 from graphpatch_notebook.experiments.results.data_arrays import data_array, metric_dims
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -137,7 +137,7 @@ def sweep(
     metric_dims(runner.baseline, values)  # refuses names before anything is run
     file = None
     if checkpoint is not None:
-        own = identity(values, checkpoint_key, metric, runner.baseline, given, pg._module, plan.made)
+        own = identity(values, checkpoint_key, metric, runner.baseline, given, captured(pg).module, plan.made)
         file = Checkpoint(checkpoint, own, cells)
     results = dict(file.done) if file is not None else {}
     chunks = list(remaining([*runner.chunks(plan.shared, plan.entries), *([cell] for cell in plan.alone)], results))

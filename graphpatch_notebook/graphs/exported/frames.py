@@ -164,6 +164,8 @@ def _mark_written(records: dict[fx.Node, Node]) -> None:
             record.is_in_place, record.written_argument = True, position
             for other in views[memory[written]]:
                 other.is_mutated_later |= other is not record
+            is_view = memory[written] is not written and not records[written].is_in_place
+            records[written].is_view_filled_later |= is_view
 
 
 def _written(fx_node: fx.Node) -> Iterable[tuple[int | str, fx.Node]]:

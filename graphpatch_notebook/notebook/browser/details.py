@@ -16,7 +16,7 @@ from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.inspection.source_text import signature_line
 from graphpatch_notebook.notebook.browser.skeleton import PATCHABLE, Skeleton
 from graphpatch_notebook.notebook.display.labels import file_label, visible
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, UnknownSpec, key_text, leaves
 
@@ -181,7 +181,7 @@ def _beginning(module: CompiledGraphModule) -> str:
 
 
 def _graph_module(pg: PatchableGraph, frame: Frame) -> CompiledGraphModule | None:
-    modules = pg._graph_module.modules()
+    modules = captured(pg).hierarchy.modules()
     return next((m for m in modules if isinstance(m, CompiledGraphModule) and m.frame is frame), None)
 
 

@@ -30,7 +30,7 @@ from graphpatch_notebook.notebook.run.shared_runs import SharedRuns
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 if TYPE_CHECKING:
     from xarray import DataArray
@@ -257,7 +257,7 @@ class Browser(DisplayedWidget):
     def _about(self, graph: PatchableGraph, skeleton: Skeleton) -> dict[str, Any]:
         return {
             "name": self._session.origin.graph,
-            "module": type(graph._module).__name__,
+            "module": type(captured(graph).module).__name__,
             "nodes": skeleton.node_count,
             "model_id": self._own_id,
             "arguments": self._shared.written(),
@@ -312,7 +312,7 @@ class Browser(DisplayedWidget):
     def _static_html(self) -> str | None:
         with suppress(SessionError):
             graph, name = self.graph, self._session.origin.graph
-            title = f"{name}: {type(graph._module).__name__}, {skeleton_of(graph).node_count:,} nodes"
+            title = f"{name}: {type(captured(graph).module).__name__}, {skeleton_of(graph).node_count:,} nodes"
             tree = StaticTree(self._own_id, title, entry_of(skeleton_of(graph)), self._session.chosen.patches)
             return tree.html()
         return None

@@ -28,7 +28,7 @@ from graphpatch_notebook.notebook.magics.typed_paths import cut_place
 from graphpatch_notebook.notebook.search.query import KEYS, NODE_KINDS, STATES
 from graphpatch_notebook.notebook.search.search import NodeColumns, index_of
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, is_a
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 
 IDENTIFIER = "graphpatch"
@@ -159,7 +159,7 @@ class PathCompleter:
 
     def _name_offers(self, argument: Argument, active: ActiveGraph) -> Offers | None:
         try:
-            place = cut_place(argument.path, active.graph._root_frame)
+            place = cut_place(argument.path, captured(active.graph).root)
             name = active.session.free_name(place.path, self._taken())
         except (SessionError, ValueError):
             return None

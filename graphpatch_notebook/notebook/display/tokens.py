@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.inputs import bind, signature_of
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
 _MOST = 10
@@ -38,7 +38,7 @@ class TokenInputs:
     @classmethod
     def of(cls, graph: PatchableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
         """Returns those of a call; of an encoder-decoder model, those of the decoder."""
-        signature = signature_of(original_forward(graph._module))
+        signature = signature_of(original_forward(captured(graph).module))
         bound = bind(signature, args, kwargs) or kwargs
         more = bound.get("kwargs")
         bound = {**(more if isinstance(more, dict) else {}), **bound}

@@ -39,6 +39,7 @@ from graphpatch_notebook.notebook.session.expressions import without_syntax_warn
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.slices import parse_slice
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 
 _CLASSES = {
@@ -94,7 +95,7 @@ def export(
     if not patches.enabled:
         there = f"; all {off} are switched off: switch one on" if off else ": choose one"
         raise ExportError(f"there is no patch to export{there} first")
-    root = session.graph._root_frame
+    root = captured(session.graph).root
     origin = session.origin if origin is None else origin
     with without_syntax_warnings():
         if form == "hooks":

@@ -15,10 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError, add_note
-from graphpatch_notebook.execution.context import innermost
+from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
 from graphpatch_notebook.notebook.session.session import ResolvedPatches
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch, RecordPatch
 from graphpatch_notebook.torch_compat import version_of
 
@@ -110,7 +111,7 @@ class CellResults:
             add_note(error, problems)
 
     def _is_called(self) -> bool:
-        context = innermost(self._active.graph)
+        context = innermost(captured(self._active.graph))
         return self._is_told or (context is not None and context.has_runs)
 
     def _put_what_is_missing(self) -> None:

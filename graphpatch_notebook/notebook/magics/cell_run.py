@@ -15,20 +15,15 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from graphpatch_notebook.errors import PatchMapError, SessionError
-from graphpatch_notebook.execution.patch_context import PatchContext
+from graphpatch_notebook.execution import PatchContext
 from graphpatch_notebook.notebook.magics.cell_results import CellResults
 from graphpatch_notebook.notebook.magics.choosing import numbers_of
-from graphpatch_notebook.notebook.magics.command_line import arguments
+from graphpatch_notebook.notebook.magics.command_line import arguments, one_line
 from graphpatch_notebook.notebook.magics.commands import COMMANDS
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
 
 _current: ContextVar[CellRun | None] = ContextVar("graphpatch_cell_run", default=None)
-
-
-def one_line(error: BaseException) -> str:
-    """Returns the message of an error on one line."""
-    return " ".join(str(error).split())
 
 
 class CellRun:

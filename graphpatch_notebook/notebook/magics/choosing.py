@@ -9,7 +9,7 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook.magics.command_line import Place, arguments, split_options, without_comment
+from graphpatch_notebook.notebook.magics.command_line import Place, arguments, one_line, split_options, without_comment
 from graphpatch_notebook.notebook.magics.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.session.chosen_patch import (
     FLAGS,
@@ -23,6 +23,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import (
 from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest, parse_path
 
 OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
@@ -35,7 +36,7 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
         SessionError: It cannot be applied there, or is not written like that.
     """
     session = workspace.current().session
-    root = session.graph._root_frame
+    root = captured(session.graph).root
     place, options, value = _taken_apart(text, root)
     if not place.path:
         raise SessionError(f"{kind} needs the path of a node: %graphpatch {kind} PATH[slice] ...")
@@ -59,7 +60,7 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
     added = session.add(wanted)
     print(f"#{added.number} {described(added)}{_shape_note(check.sliced, added)}{_name_note(workspace, added)}")
     if check.warning:
-        print(f"warning: {check.warning}")
+        print(f"warning: {one_line(check.warning)}")
     names = sorted(names_used([added]))
     unknown = [name for name in names if name not in workspace.namespace and not hasattr(builtins, name)]
     if unknown:

@@ -183,3 +183,9 @@ def _closing(text: str) -> int | None:
         if depth == 0:
             return position + 1
     return None
+
+
+def one_line(error: BaseException | str) -> str:
+    """Returns the message of an error on one line, with options as a magic takes them."""
+    text = " ".join(str(error).split())
+    return text.replace("allow_empty=True", "--allow-empty").replace("any_shape=True", "--any-shape")

@@ -16,6 +16,7 @@ from graphpatch_notebook.notebook.session.expressions import undefined
 from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
+from graphpatch_notebook.patchable_graph import captured
 
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.browser.widget import Browser
@@ -155,7 +156,7 @@ def code(workspace: Workspace, text: str) -> CodeText:
 def shape(workspace: Workspace, text: str) -> Shapes | tuple[int, ...]:
     """Returns the recorded shape at a path, or of the part that a slice takes."""
     session = workspace.current().session
-    place = cut_place(without_comment(text), session.graph._root_frame)
+    place = cut_place(without_comment(text), captured(session.graph).root)
     if place.slice is None:
         return _place(workspace, text)._shape
     check = session.check(ChosenPatch(place.path, "zero", slice=place.slice))
@@ -176,7 +177,7 @@ def _place(workspace: Workspace, text: str) -> NodePath:
 
 
 def _path(text: str, active: ActiveGraph) -> str:
-    place = cut_place(text, active.graph._root_frame)
+    place = cut_place(text, captured(active.graph).root)
     if place.slice is not None:
         raise SessionError(f"a slice means nothing here: {text.strip()!r}; give the path alone")
     if without_comment(place.rest):

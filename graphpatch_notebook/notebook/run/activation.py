@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.execution.stand_in import held_value, tensor_at
+from graphpatch_notebook.execution import held_value, tensor_at
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.display.statistics import Readable, readable, statistics_of
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels
@@ -21,6 +21,7 @@ from graphpatch_notebook.notebook.run.views_2d import Picture, axis_labels, chec
 from graphpatch_notebook.notebook.run.worker import Job, ThreadSettings
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.slices import SliceText
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
 from graphpatch_notebook.values import TensorSpec
 
@@ -104,7 +105,7 @@ def target_of(session: Session, path: str) -> Target:
         ChosenPatchError: There is none whose value can be shown (`field` is `path`).
     """
     try:
-        return resolve(session.graph._root_frame, path)
+        return resolve(captured(session.graph).root, path)
     except Unresolvable as problem:
         raise ChosenPatchError("path", problem.message) from None
 

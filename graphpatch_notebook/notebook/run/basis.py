@@ -9,6 +9,7 @@ from graphpatch_notebook.checks.model_state import Fingerprint
 from graphpatch_notebook.notebook.session.chosen_patch import names_used
 from graphpatch_notebook.notebook.session.expressions import free_names
 from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.patchable_graph import captured
 
 
 class Basis:
@@ -27,7 +28,7 @@ class Basis:
     def __init__(
         self, session: Session, is_patched: bool, typed: str | None, given: Any, namespace: dict[str, Any]
     ) -> None:
-        examples = session.graph._examples
+        examples = captured(session.graph).examples
         arguments: tuple[Any, ...] = (given,)
         names = names_used(session.chosen.enabled) if is_patched else set()
         if typed is not None and typed.strip():
@@ -39,8 +40,8 @@ class Basis:
             names |= _names_in(session.origin.arguments)
         # It holds the objects: another one made later could have the identity of one that is gone.
         self._values = ExampleInputs(arguments, {name: namespace[name] for name in sorted(names) if name in namespace})
-        hierarchy = session.graph.__dict__["_hierarchy"]
-        self._model = Fingerprint(session.graph._module), 0 if hierarchy is None else hierarchy.edits
+        model = captured(session.graph)
+        self._model = Fingerprint(model.module), model.edits
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Basis) and self._model == other._model and self._values.is_like(other._values)

@@ -14,6 +14,7 @@ from graphpatch_notebook.notebook.session.expressions import quoted, undefined, 
 from graphpatch_notebook.notebook.session.input_names import changed_variables, written_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.options import options_among
+from graphpatch_notebook.patchable_graph import captured
 
 _REPAIR = "type the arguments of a call in the field Inputs, or give some: pg.browse(inputs=...)"
 _CALL = "<graphpatch>"  # no name that a user could have
@@ -67,7 +68,7 @@ def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | Non
         return RunInputs(args, kwargs, typed.strip())
     if given is not None:
         return _given(given, namespace)
-    examples: ExampleInputs | None = session.graph._examples
+    examples: ExampleInputs | None = captured(session.graph).examples
     written = _without_options(session.origin.arguments)
     if examples is not None:
         _check_unchanged(examples)
@@ -91,7 +92,7 @@ def _kept(examples: ExampleInputs, written: str | None, namespace: dict[str, Any
 
 def no_inputs(session: Session, given: Any = None) -> str | None:
     """Returns why there is nothing that *Run* could run on without typed inputs; `None` where there is something."""
-    examples: ExampleInputs | None = session.graph._examples
+    examples: ExampleInputs | None = captured(session.graph).examples
     if given is not None or (examples is None and session.origin.arguments is not None):
         return None
     if examples is None:

@@ -11,7 +11,7 @@ from types import FrameType
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_module_call
 
@@ -30,7 +30,7 @@ class RunProgress:
     def __init__(self, graph: PatchableGraph, passes: int) -> None:
         self._graph = weakref.ref(graph)
         self._passes = passes
-        self._positions = {id(frame): position for position, frame in enumerate(graph._root_frame.walk())}
+        self._positions = {id(frame): position for position, frame in enumerate(captured(graph).root.walk())}
         self._fraction = 0.0
         self._last = 0
         self._pass = 0
@@ -47,7 +47,7 @@ class RunProgress:
         graph = self._graph()
         if graph is None:
             return None, self._fraction
-        root = graph._root_frame
+        root = captured(graph).root
         found = self._frame_of(root, _modules_called(python_frame)) if python_frame is not None else root
         self._last = max(self._last, self._positions[id(found)])
         fraction = min(1.0, (self._pass + self._last / len(self._positions)) / self._passes)

@@ -8,9 +8,9 @@ from typing import Any
 from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRandomState
 from graphpatch_notebook.checks.outer_values import outer_objects
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
-_SHARED = ("torch", "Python", "numpy")
+_RANDOM = ("torch", "Python", "numpy", "own")
 
 
 class RunState:
@@ -25,9 +25,10 @@ class RunState:
     """
 
     def __init__(self, graph: PatchableGraph) -> None:
-        self._state = ModuleState(graph._module, _generators(graph))
-        drawn: list[str] | None = graph._drawn
-        self._draws = drawn is None or bool(drawn) or any(module.training for module in graph._module.modules())
+        self._state = ModuleState(captured(graph).module, _generators(graph))
+        model = captured(graph)
+        is_training = any(module.training for module in model.module.modules())
+        self._draws = model.drawn is None or bool(model.drawn) or is_training
         self._begin = SharedRandomState()
         self._end: SharedRandomState | None = None
 
@@ -37,7 +38,7 @@ class RunState:
 
     def change_of_model(self) -> Change | None:
         """Returns what a run has changed in the model that cannot be put back; asked after `restore`."""
-        return self._state.change(besides=_SHARED)
+        return self._state.change(besides=_RANDOM)
 
     def separated(self, value: Any) -> Any:
         """Returns a value that stays what it is when the state is put back, or in another run."""
@@ -70,7 +71,7 @@ class RunState:
 
 def _generators(graph: PatchableGraph) -> Iterator[Any]:
     """Yields what the calls and the code of the model name outside of it, some of it random generators of its own."""
-    for frame in graph._root_frame.walk():
+    for frame in captured(graph).root.walk():
         yield from outer_objects(frame.module, original_forward(frame.module)).values()
         for node in frame.nodes:
             yield from (*node.args, *node.kwargs.values())

@@ -27,6 +27,7 @@ from graphpatch_notebook.notebook.run.started_work import StartedWork
 from graphpatch_notebook.notebook.run.worker import Job, ThreadSettings
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Results
+from graphpatch_notebook.patchable_graph import captured
 
 T = TypeVar("T")
 _MOST_KEPT = 8
@@ -145,11 +146,11 @@ class Runs:
         chosen = session.chosen
         resolved = session.resolve(namespace, chosen)
         found = inputs_for_run(session, namespace, inputs, self.inputs)
-        probed = ProbedPasses(session.graph._root_frame, chosen, resolved, namespace)
+        probed = ProbedPasses(captured(session.graph).root, chosen, resolved, namespace)
         count = PassCount(len(probed.maps))
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}
         taken: list[Taken] = []
-        model = session.graph._module
+        model = captured(session.graph).module
 
         def take(position: int, separate: Separate) -> None:
             def apart(value: Any) -> Any:

@@ -26,7 +26,7 @@ from graphpatch_notebook.notebook.session.listeners import Listeners
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.slices import Sliced, sliced_shape
 from graphpatch_notebook.notebook.session.variables import check_name, check_uses
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.paths import numbered, parse_path
 from graphpatch_notebook.values import ScalarSpec, TensorSpec
@@ -292,7 +292,7 @@ class Session:
             ChosenPatchError: It cannot be applied there; `field` says which of its fields is wrong.
         """
         try:
-            target = resolve(self.graph._root_frame, patch.path)
+            target = resolve(captured(self.graph).root, patch.path)
         except Unresolvable as problem:
             raise ChosenPatchError("path", problem.message) from None
         shape = target.spec.shape if isinstance(target.spec, TensorSpec) else None

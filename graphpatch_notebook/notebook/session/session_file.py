@@ -34,6 +34,7 @@ from graphpatch_notebook.notebook.session.expressions import is_plain
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.text_file import check_no_nul, digest, real_file, replace_text
+from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -66,7 +67,7 @@ def dumps(session: Session) -> str:
 def _entry(patch: ChosenPatch, session: Session) -> dict[str, Any]:
     values = {name: getattr(patch, field.name) for name, field in _FIELDS.items()}
     entry = {name: value for name, value in values.items() if value != _FIELDS[name].default}
-    op = operation_of(session.graph._root_frame, patch.path)
+    op = operation_of(captured(session.graph).root, patch.path)
     return entry if op is None else {**entry, "op": op}
 
 
@@ -207,7 +208,7 @@ def _checked(
         ChosenPatchError: The graph has no such value; or one of another operation; or the patch uses a variable that
             one which was left out would have filled.
     """
-    root = session.graph._root_frame
+    root = captured(session.graph).root
     try:
         checked = session.check(patch, others).patch
     except ChosenPatchError as problem:

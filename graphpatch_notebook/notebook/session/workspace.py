@@ -15,7 +15,7 @@ from graphpatch_notebook.notebook.search.search import index_of
 from graphpatch_notebook.notebook.session.graph_transfer import hand_over
 from graphpatch_notebook.notebook.session.input_names import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import nearest
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class ActiveGraph:
     @property
     def title(self) -> str:
         """What it is, in one line."""
-        return f"{self.name}: {type(self.graph._module).__name__}, {len(self.graph.nodes):,} nodes"
+        return f"{self.name}: {type(captured(self.graph).module).__name__}, {len(self.graph.nodes):,} nodes"
 
 
 class Workspace:
@@ -159,10 +159,11 @@ class Workspace:
         if session.origin.graph != name:
             session.origin = replace(session.origin, graph=name)
         if session.origin.model is None:
-            model = next((n for n in self.models() if self.namespace[n] is graph._module), None)
+            model = next((n for n in self.models() if self.namespace[n] is captured(graph).module), None)
             session.origin = replace(session.origin, model=model)
-        if session.origin.arguments is None and graph._examples is not None:
-            written = written_arguments(graph._examples.args, graph._examples.kwargs, self.namespace)
+        examples = captured(graph).examples
+        if session.origin.arguments is None and examples is not None:
+            written = written_arguments(examples.args, examples.kwargs, self.namespace)
             session.origin = replace(session.origin, arguments=written)
         return ActiveGraph(name, graph, session)
 

@@ -28,6 +28,7 @@ from graphpatch_notebook.notebook.browser.skeleton import (
     skeleton_of,
 )
 from graphpatch_notebook.notebook.display.labels import spec_label
+from graphpatch_notebook.patchable_graph import captured
 from tests.frames import FrameBuilder, layered_frame, tensor
 from tests.laws.captures import some_cases
 from tests.notebook.hostile import hostile_graph
@@ -82,7 +83,7 @@ def check_laws(pg: PatchableGraph) -> None:
         assert kinds[row] in (meta.kind, "item")
     for path, row in by_path.items():
         if columns["flags"][row] & PATCHABLE:
-            target = resolve(pg._root_frame, path)
+            target = resolve(captured(pg).root, path)
             assert path in nodes or (target.node.kind == "input" and target.node.spec.value is None)
         elif path in nodes:
             raise AssertionError(path)
@@ -261,6 +262,6 @@ def test_what_cannot_be_patched_is_not_said_to_be() -> None:
     for row in range(len(skeleton)):
         path, kind = skeleton.path(row), skeleton.kind(row)
         try:
-            resolve(pg._root_frame, path)
+            resolve(captured(pg).root, path)
         except Unresolvable:
             assert not skeleton.flags(row) & PATCHABLE, (path, kind)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.capture.frame_count import FrameCount, frame_count
 from graphpatch_notebook.notebook.display.progress import busy, capture_progress
+from graphpatch_notebook.patchable_graph import captured
 from tests.notebook.hosts import environment
 from tests.zoo import case_by_name
 
@@ -217,7 +218,7 @@ def test_frames_are_counted_once_each() -> None:
         pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
     finally:
         frame_count.reset(token)
-    assert count.frames == len(list(pg._root_frame.walk()))
+    assert count.frames == len(list(captured(pg).root.walk()))
 
 
 class Printing(nn.Module):

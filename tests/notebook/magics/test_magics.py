@@ -330,7 +330,10 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("zero hidden --position-dim x", r"--position-dim takes a whole number, not 'x'"),
         ("zero hidden --position-dim 1", r"position_dim=1 says nothing without positions"),
         ("zero --any-shape hidden --any-shape", r"the option --any-shape is given twice"),
-        ("zero hidden[..., 8:16]", r"'hidden': slice \[\.\.\., 8:16\] selects nothing: dimension 1 of .*has 8 entries"),
+        (
+            "zero hidden[..., 8:16]",
+            r"'hidden': slice \[\.\.\., 8:16\] selects nothing: .*give the patch --allow-empty",
+        ),
         ("probe hidden[:, 8]", r"'hidden': slice \[:, 8\] is out of range: dimension 1 of .*has 8 entries"),
         ("rm", r"rm needs to know which"),
         ("rm #1", r"there is no patch #1; none is chosen"),

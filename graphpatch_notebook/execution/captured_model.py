@@ -1,0 +1,171 @@
+"""A captured model: the model, the records of its capture, and what is derived from these."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
+from graphpatch_notebook.execution.patch_map import entries_of
+from graphpatch_notebook.execution.plan import Callers, Entry, Prepared, prepare
+from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
+from graphpatch_notebook.graphs.copies import copied_frame
+from graphpatch_notebook.inspection.nodes import NodeMap
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.options import ExtractionOptions
+
+
+class CapturedModel:
+    """What a `PatchableGraph` consists of: the interface that it offers to the rest of this package.
+
+    Attributes:
+        module: The user's model.
+        root: The root frame of the capture.
+        options: How it was captured.
+        examples: The example inputs; `None` if there were none, as for a loaded graph.
+        drawn: The names of the random generators that the capture drew from; `None` if that is unknown.
+        unstored: For the paths of frames that the file it was loaded from has no graph of, why not.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        root: Frame,
+        options: ExtractionOptions,
+        *,
+        examples: ExampleInputs | None = None,
+        drawn: Sequence[str] | None = None,
+        unstored: Mapping[str, str] | None = None,
+    ) -> None:
+        self.module = module
+        self.root = root
+        self.options = options
+        self.examples = examples
+        self.drawn = drawn
+        self.unstored = dict(unstored or {})
+        self._hierarchy: GraphModule | None = None
+        self._derived: _Derived | None = None
+        self._has_custom_graphs = any(frame.custom_graph is not None for frame in root.walk())
+        # If all graphs are the program's, modules that they call are looked up by name: users may replace these.
+        is_program = all(f.custom_graph is not None or f.opaque_reason == REASON for f in root.walk())
+        self._called = CalledModules(root) if is_program else None
+
+    def with_same_graphs(self) -> CapturedModel:
+        """Returns another captured model with the same records and graphs, which has no patch contexts."""
+        result = self._with_records(self.module, self.root)
+        result._hierarchy = self.hierarchy
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedModel:
+        # The model first: the records of the capture refer to it, not the other way round.
+        module = copy.deepcopy(self.module, memo)
+        result = self._with_records(module, copied_frame(self.root, memo))
+        # Graphs that the user edited must be copied; others could be built again.
+        result._hierarchy = copy.deepcopy(self._hierarchy, memo)
+        return result
+
+    def _with_records(self, module: Module, root: Frame) -> CapturedModel:
+        return CapturedModel(
+            module, root, self.options, examples=self.examples, drawn=self.drawn, unstored=self.unstored
+        )
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def hierarchy(self) -> GraphModule:
+        """The hierarchy of graph modules, callable like the model."""
+        self.update_called_modules()
+        if self._hierarchy is None:
+            self._hierarchy = build_hierarchy(self.root)
+        return self._hierarchy
+
+    @property
+    def edits(self) -> int:
+        """How often graphs were edited."""
+        return 0 if self._hierarchy is None else self._hierarchy.edits
+
+    @property
+    def runs_own_graphs(self) -> bool:
+        """Whether there are graphs that are their module: calls without patches run these, too."""
+        return self._has_custom_graphs or (self._hierarchy is not None and self._hierarchy.calls_own_graphs)
+
+    def update_called_modules(self) -> None:
+        """Brings the records up to date where the user replaced modules that custom graphs call by name."""
+        if self._called is not None and self._called.notice_others():
+            self._hierarchy = self._derived = None
+
+    # -- patches -------------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> NodeMap:
+        """All paths that can be patched."""
+        return self._current().nodes
+
+    @property
+    def callers(self) -> Callers:
+        """Which frames call which module."""
+        return self._current().callers
+
+    def entries_of(self, patch_map: Any) -> list[Entry]:
+        """Returns the patches of a patch map with their targets.
+
+        Raises:
+            UnknownPathError, PatchMapError: One error with all that is wrong.
+        """
+        __tracebackhide__ = True
+        return entries_of(self.root, patch_map, self._current().targets)
+
+    def prepare(self, entries: Sequence[Entry]) -> Prepared:
+        """Returns what is needed to run the model with the patches of `entries`."""
+        derived = self._current()
+        return derived.prepare(entries) if entries else derived.without_patches
+
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether no graph was edited, and no module replaced, since `prepared` was made."""
+        return prepared.callers is self._current().callers
+
+    def _current(self) -> _Derived:
+        """Returns what is derived from the records as they are now."""
+        self.update_called_modules()
+        derived = self._derived
+        if derived is None or derived.edits != self.edits:
+            graphs = own_graphs(self.hierarchy) if self.runs_own_graphs else ()
+            derived = self._derived = _Derived(self.root, self.edits, graphs)
+        return derived
+
+
+class _Derived:
+    """What is derived from the records of a capture, until a graph is edited.
+
+    Attributes:
+        edits: How often graphs had been edited when it was derived.
+        targets: The values that paths lead to, for the paths that were resolved so far.
+    """
+
+    def __init__(self, root: Frame, edits: int, graphs: Sequence[CompiledGraphModule]) -> None:
+        self._root = root
+        self._own_graphs = graphs
+        self.edits = edits
+        self.targets: dict[str, Target] = {}
+
+    @functools.cached_property
+    def callers(self) -> Callers:
+        return Callers(self._root)
+
+    @functools.cached_property
+    def nodes(self) -> NodeMap:
+        return NodeMap(self._root)
+
+    @functools.cached_property
+    def without_patches(self) -> Prepared:
+        """What is needed to run graphs that are their module, without patches."""
+        return self.prepare(())
+
+    def prepare(self, entries: Sequence[Entry]) -> Prepared:
+        return prepare(self._root, entries, self.callers, self._own_graphs)
