@@ -63,9 +63,16 @@ def run_on_meta(
     Raises:
         MetaRunError: It cannot be told.
     """
+    return dict(_matched(root, recorded_on_meta(root, shapes, more_entries, more, flipped)))
+
+
+def recorded_on_meta(
+    root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
+) -> Frame:
+    """Returns the record of such a run. Takes and raises what `run_on_meta` does."""
     if communicates(root):  # a copy shares the hooks that do it, and what they know of the weights
         raise MetaRunError("the model exchanges tensors with other processes")
-    result: list[dict[int, ValueSpec]] = []
+    result: list[Frame] = []
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -83,7 +90,7 @@ def run_on_meta(
     return result[0]
 
 
-def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: ScalarSpec | None) -> dict[int, ValueSpec]:
+def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: ScalarSpec | None) -> Frame:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
@@ -98,8 +105,7 @@ def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: Sca
             lambda spec: next(numbers)[0] if _is_size(spec) else not spec.value if spec is flipped else spec.value,
         )
         with _OnMeta(specs[0].device if specs else torch.device("cpu")):
-            found = record(_Replay(model, root, more_entries, more), args, kwargs)
-    return dict(_matched(root, found))
+            return record(_Replay(model, root, more_entries, more), args, kwargs)
 
 
 def input_shapes(root: Frame) -> list[list[int]]:
