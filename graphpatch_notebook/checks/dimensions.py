@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeGuard
 import torch
 
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, refs_in
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
@@ -48,9 +48,10 @@ _lock = threading.RLock()
 def dimensions_of(root: Frame) -> Dimensions:
     """Returns what is known of the dimensions of all values of a capture; the first call runs the model, on meta."""
     with _lock:
-        if root.dimensions is None:
-            root.dimensions = Dimensions(root)
-        return root.dimensions  # type: ignore[no-any-return]
+        findings = root.capture.findings
+        if dimensions_of not in findings:
+            findings[dimensions_of] = Dimensions(root)
+        return findings[dimensions_of]  # type: ignore[no-any-return]
 
 
 class Dimensions:
@@ -299,7 +300,7 @@ class Dimensions:
         """
         assert self._reordered is not None
         for node in frame.nodes:
-            if node.frame is not None:
+            if isinstance(node, CallNode):
                 self._order(node.frame)
             own = {profile for spec in _tensors(node.spec) for profile in self.profiles(spec)}
             if found := self._order_of(frame, node) & own:
@@ -308,15 +309,15 @@ class Dimensions:
     def _order_of(self, frame: Frame, node: Node) -> set[Profile]:
         if node.kind in HELD_KINDS:
             return set()
-        if node.kind == "call":
-            return self._order_among(Ref(node.frame.output_node)) if node.frame is not None else set()
+        if isinstance(node, CallNode):
+            return self._order_among(Ref(node.frame.output_node))
         if node.kind == "input":
             call = frame.call
             given = None if call is None else given_input(frame.parameters, node.target, call.args, call.kwargs)
             return self._order_among(given)
         if node.kind == "output":
             return self._order_among(frame.output) & self._order_among([Ref(each) for each in frame.inputs()])
-        source = node.element[0] if node.element is not None else node
+        source = node.whole
         if source.is_in_place or source.op in _INTO_FIRST:
             return self._order_among(source.args[:1])
         found = self._order_among((source.args, source.kwargs))
