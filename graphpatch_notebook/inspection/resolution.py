@@ -357,8 +357,7 @@ def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> flo
 def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Frame]]:
     yield names, frame
     for call in frame.calls():
-        if call.frame is not None:
-            yield from _walk(call.frame, (*names, call.name))
+        yield from _walk(call.frame, (*names, call.name))
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:

@@ -204,7 +204,7 @@ def _looked_up(pg: PatchableGraph, survey: Survey, targets: Sequence[Target]) ->
 def _captured_frames(node: FrameNode, frame: Frame) -> dict[FrameNode, Frame]:
     """Returns the captured frames of the frames below one that is above the model, or whose own frame is `frame`."""
     found: dict[FrameNode, Frame] = {}
-    calls = [frame] if node.module is None else [call.frame for call in frame.calls() if call.frame is not None]
+    calls = [frame] if node.module is None else [call.frame for call in frame.calls()]
     by_key = {(id(own.module), 0 if own.call is None else own.call.call_index): own for own in calls}
     for key, child in node.children.items():
         if key in by_key:
