@@ -426,7 +426,7 @@ READ_PRIVATE = {
     "graphs/compiled_module.py": {"_frame", "_original_module", "_callees"},
     "graphs/hierarchy.py": {"_frame", "_original_module", "_callees"},
     "graphs/modules.py": {"_original_module"},
-    "notebook/magics/cell_results.py": {"_since", "_kept"},
+    "notebook/magics/cells.py": {"_since", "_kept"},
     "notebook/magics/views.py": {"_code", "_shape"},
 }
 
