@@ -296,8 +296,7 @@ def _calls(root: Frame, module: Module, side: HookSide) -> list[Frame]:
 
 def _ends(frame: Frame) -> Iterator[Frame]:
     for call in frame.calls():
-        if call.frame is not None:
-            yield from _ends(call.frame)
+        yield from _ends(call.frame)
     yield frame
 
 
@@ -410,7 +409,7 @@ def _nearest_boundary(target: Target, root: Frame) -> str:
     for path in outputs:
         if _is_value_of(target.node, at_keys(frame.output, resolve(root, path).dig)):
             return path
-    for called in (call.frame for call in frame.calls() if call.frame is not None):
+    for called in (call.frame for call in frame.calls()):
         for name, given in bound_arguments(called).items():
             if _is_value_of(target.node, given):
                 return format_path((*called.path, name))
