@@ -93,6 +93,8 @@ def check_docstring(app: Sphinx, what: str, name: str, value: Any, options: Any,
         _logger.warning("%s: no docstring", name)
     elif needs_example and ">>>" not in docstring and not name.endswith("PatchableGraph.forward"):
         _logger.warning("%s: no example", name)
+    if what == "property":
+        lines[:0] = ["..", ""]  # an empty comment: before a colon in the first line, napoleon sees a type
     members = {**inspect.get_annotations(value), **vars(value)} if isinstance(value, type) else {}
     for inner, member in members.items():
         is_function = inner in vars(value) and (isinstance(member, (property, classmethod)) or callable(member))

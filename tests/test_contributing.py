@@ -13,12 +13,13 @@ import torch
 from graphpatch_notebook import PatchMapError
 from graphpatch_notebook.capture import decompositions
 from graphpatch_notebook.capture.quantization import packed_weights
+from graphpatch_notebook.notebook import PATCH_KINDS
 from test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "CONTRIBUTING.md").read_text("utf8")
 FENCES = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-PATCH_KIND, OPERATION, DECOMPOSITION, DECOMPOSED, PACKING, PACKED = range(6)
+PATCH_KIND, REGISTRATION, OPERATION, DECOMPOSITION, DECOMPOSED, PACKING, PACKED = range(7)
 
 
 def map_rows() -> list[list[str]]:
@@ -72,7 +73,9 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
         file = tmp_path / f"walk_through_{number}.py"
         file.write_text(source, "utf8")
         exec(compile(source, str(file), "exec", dont_inherit=True), names)
-    assert len(FENCES) == 6
+    assert len(FENCES) == 7
+    kind = PATCH_KINDS.pop("scale")
+    assert kind.patch is names["ScalePatch"]
     return names
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import email
 import importlib.resources
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -221,26 +220,3 @@ def test_the_metadata_is_whole(wheel: Path) -> None:
     assert {*metadata.get_all("Provides-Extra", [])} == {"all", "experiments", "quantized", "transformers"}
     assert len(metadata.get_all("Classifier", [])) > 5
     assert metadata["Summary"]
-
-
-def test_the_wheel_runs_the_quickstart(wheel: Path, tmp_path: Path) -> None:
-    """Outside the checkout, with nothing of it on the path."""
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    examples = shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    cells = json.loads((ROOT / "examples" / "01_quickstart.ipynb").read_text("utf8"))["cells"]
-    code = "\n".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
-    (examples / "quickstart.py").write_text(
-        f"{code}\nimport graphpatch, graphpatch_notebook\nprint(graphpatch.__file__, graphpatch_notebook.__file__)",
-        "utf8",
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "IPython", "--colors=NoColor", "quickstart.py"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=examples,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "IPYTHONDIR": str(tmp_path), "MPLBACKEND": "agg"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    site = tmp_path / "site"
-    assert done.stdout.split("\n")[-2] == f"{site / 'graphpatch.py'} {site / 'graphpatch_notebook' / '__init__.py'}"

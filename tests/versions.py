@@ -47,15 +47,16 @@ CASES = (
 
 SELECTION = """
     laws/test_law_01_unpatched.py laws/test_law_02_identity.py laws/test_law_03_edits.py laws/test_law_05_untouched.py
-    laws/test_law_06_gradients.py laws/test_law_02_opened.py
-    capture/test_decompositions.py execution/test_opened_calls.py integrations/test_transformers_calls.py
-    execution/test_shapes.py execution/test_contexts.py integrations/test_positions.py integrations/test_steps.py
+    laws/test_law_06_gradients.py laws/test_law_02_opened.py capture/test_decompositions.py
+    execution/test_opened_calls.py integrations/test_transformers_calls.py execution/test_shapes.py
+    execution/test_contexts.py integrations/test_positions.py integrations/test_steps.py
     integrations/test_generation.py integrations/test_attention_patterns.py integrations/test_exported.py
     integrations/test_torch_compile.py integrations/test_old_torch.py serialization/test_own_graphs.py
-    execution/test_values.py serialization/test_round_trip.py test_patches.py test_patchable_graph.py
-    notebook/test_codegen.py notebook/test_recipes.py notebook/test_session.py notebook/test_session_file.py
-    experiments/test_metrics.py experiments/test_sweep.py experiments/test_sweep_metrics.py experiments/test_tracing.py
-    experiments/test_ablation.py experiments/test_calls.py
+    execution/test_values.py serialization/test_round_trip.py patches/test_kinds.py test_patchable_graph.py
+    notebook/export/test_patch_code.py notebook/test_recipes.py notebook/session/test_session.py
+    notebook/session/test_session_file.py experiments/test_metrics.py experiments/test_sweep.py
+    experiments/test_sweep_metrics.py experiments/methods/test_causal_tracing.py experiments/methods/test_ablation.py
+    experiments/test_calls.py
 """.split()
 """The tests that are run, of those in `tests/`: the parts on which torch and transformers have a say; no widgets."""
 

@@ -80,6 +80,7 @@ class Walk:
     Attributes:
         places: All containers that can be written into, attributes of modules and objects among them, but empty ones.
         empty: Those that are empty.
+        slotted: Objects with slots, and what these hold.
         tensors: The tensors, each with its module and name.
         generators: The random generators, but for those that all code shares.
         seen: The ids of all that was found.
@@ -88,6 +89,7 @@ class Walk:
     def __init__(self, start: Iterable[Any]) -> None:
         self.places: list[Place] = []
         self.empty: list[Any] = []
+        self.slotted: list[Place] = []
         self.tensors: list[tuple[Tensor, Module | None, str]] = []
         self.generators: list[Any] = []
         self.spans: dict[int, tuple[slice, slice, slice]] = {}
@@ -151,6 +153,10 @@ class Walk:
             if attributes := _attributes_of(value):
                 self._look_into(name, attributes, module, depth)
         else:
+            if way is _Way.OBJECT and (slots := slots_of(value)):
+                self.slotted.append((value, slots, module, name))
+                for key, item in slots.items():
+                    self._look(f"{name}.{key}", item, module, depth + 1)
             self._look_into(name, _attributes_of(value) if way is _Way.OBJECT else value, module, depth)
 
     def _look_into(self, name: str, container: Any, module: Module | None, depth: int) -> None:
@@ -184,13 +190,19 @@ def _attributes_of(value: Any) -> Any:
     return found if type(found) is dict else None
 
 
+def slots_of(value: Any) -> dict[str, Any]:
+    """Returns what an object holds in slots of classes of Python."""
+    names = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
+    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+
+
 def is_offloaded(module: Module) -> bool:
     """Whether the weights of a module come and go: accelerate puts them in place while its forward runs."""
     return "_hf_hook" in module.__dict__
 
 
 def is_own_generator(value: Any) -> bool:
-    """Whether a value is a random generator, and none of those that all code shares."""
+    """Whether a value is a random generator, or an iterator, and none of those that all code shares."""
     return _way(type(value)) is _Way.GENERATOR and not any(value is shared for shared in _shared_generators())
 
 
@@ -202,4 +214,6 @@ def _shared_generators() -> list[Any]:
 def _is_generator(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return issubclass(kind, (torch.Generator, random.Random, *kinds)) and not issubclass(kind, random.SystemRandom)
+    return issubclass(kind, (Iterator, torch.Generator, random.Random, *kinds)) and not issubclass(
+        kind, random.SystemRandom
+    )

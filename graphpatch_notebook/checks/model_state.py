@@ -146,6 +146,8 @@ class SharedRandomState:
 
 
 def _state_of(generator: Any) -> Any:
+    if isinstance(generator, Iterator):
+        return object()  # what is next in it cannot be seen: it may be another one each time
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
@@ -167,6 +169,8 @@ def _comparable(state: Any) -> Any:
 
 
 def _put_generator_back(generator: Any, state: Any) -> None:
+    if isinstance(generator, Iterator):
+        return
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "set_state"):
@@ -328,6 +332,10 @@ class ModuleState:
             if not _holds_the_same(container, saved, is_module=not name):
                 for key, before, after in _changed_items(container, saved):
                     yield self._change_of(module, f"{name}.{key}" if name else str(key), before, after)
+        for owner, saved, module, name in self._walk.slotted:
+            for key, before in saved.items():
+                if not is_same(before, after := getattr(owner, key, ABSENT)):
+                    yield self._change_of(module, f"{name}.{key}", before, after)
         filled = [container for container in self._walk.empty[empty] if container]
         if filled and (has_hooks or not _hook_registries(self._walk.modules()).issuperset(map(id, filled))):
             yield from self._filled()
@@ -374,7 +382,7 @@ class ModuleState:
             _comparable(state) != comparable_state(generator)
             for generator, state in zip(self._walk.generators, self._generators, strict=True)
         ):
-            drawn.append("a generator of its own")
+            drawn.append("a generator or iterator of its own")
         if drawn:
             yield Change(ChangeKind.RANDOM, "", type(self._root).__name__, " and ".join(drawn))
 
@@ -414,6 +422,10 @@ class ModuleState:
                     _put_back(container, saved, is_module=not name)
             for container in filter(None, self._walk.empty):
                 container.clear()
+            for owner, saved, _, _ in self._walk.slotted:
+                for key, value in saved.items():
+                    if getattr(owner, key, ABSENT) is not value:
+                        object.__setattr__(owner, key, value)
             for (tensor, _, _), content in zip(self._walk.tensors, self._copies, strict=True):
                 if content is not None and not _is_equal(tensor, content):
                     _write(tensor, content, counts_writes)
@@ -451,6 +463,9 @@ class Fingerprint:
                 held += saved
             if not name:
                 held += (module.__class__, *map(container.get, NOT_STATE))
+        for _, saved, _, _ in walk.slotted:
+            self._names += saved
+            held += saved.values()
         self._ids = list(map(id, held))
         # Another object may get the id of one that is gone. So what is small stays, and the tensors are asked.
         self._tensors = [weakref.ref(tensor) for tensor, _, _ in walk.tensors if id(tensor) in walk.seen]

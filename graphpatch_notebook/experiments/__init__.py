@@ -1,10 +1,10 @@
-"""Experiments: sweeps over thousands of patches, causal tracing, ablation, attribution, and their pictures.
+"""Sweeps over thousands of patches, causal tracing, ablation, path patching, attribution, and plots of the results.
 
-    What does a metric give under each of many patches?            sweep, the same as pg.sweep
-    Where is what the clean run knows, and the corrupted not?      causal_trace
-    What is lost without a value, a head, a position?              ablate
-    Does one part tell another one directly?                       path_patch
-    Which of all values matter, as gradients estimate?             attribute, top_scores
+- `sweep`, the same as `pg.sweep`: a metric under each of many patches.
+- `causal_trace`: where the information is that the clean run has, and the corrupted run does not.
+- `ablate`: what is lost without a value, a head or a position.
+- `path_patch`: what one part of the model passes directly to another.
+- `attribute`, `top_scores`: how much each value matters, estimated by gradients.
 
 Metrics are functions of the model's whole output: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
 `KLDivergence`, or your own. Results are `xarray.DataArray` objects: `plot_heatmap`, `plot_heads`, `plot_scores` and

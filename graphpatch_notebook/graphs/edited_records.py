@@ -55,7 +55,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
     frame.nodes = nodes
     frame.names = {record.name: record for record in nodes}
     frame.output = None
-    frame.root.dimensions = None
+    frame.capture.findings.clear()
 
 
 def _record_of(node: fx.Node, kept: set[int]) -> Node | None:

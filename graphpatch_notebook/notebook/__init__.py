@@ -1,1 +1,39 @@
-"""The notebook layer: chosen patches as data, magics, completion, code export. The only place that knows IPython."""
+"""The notebook layer: chosen patches as data, magics, completion, code export. The only place that knows IPython.
+
+`register_patch_kind` adds a kind of patch to all of it.
+"""
+
+from __future__ import annotations
+
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind, PatchValue
+
+__all__ = ["PATCH_KINDS", "PatchKind", "PatchValue", "register_patch_kind"]
+
+
+def register_patch_kind(kind: PatchKind) -> None:
+    """Adds a kind of patch to `%graphpatch`, the browser, session files and exported code.
+
+    Args:
+        kind: The kind. A kind that you registered before under the same name is replaced.
+
+    Raises:
+        ValueError: The name is that of a command of `%graphpatch`, or of a kind that this package defines.
+
+    Example:
+        >>> import torch
+        >>> from dataclasses import dataclass
+        >>> from graphpatch_notebook import Patch
+        >>> @dataclass(kw_only=True, eq=False)
+        ... class NegatePatch(Patch[torch.Tensor]):
+        ...     def op(self, original_output):
+        ...         return -original_output
+        >>> register_patch_kind(PatchKind("negate", NegatePatch, "negates the value", hook_result="-{input}"))
+        >>> del PATCH_KINDS["negate"]
+    """
+    from graphpatch_notebook.notebook.magics.commands import commands
+
+    before = PATCH_KINDS.get(kind.name)
+    is_own = before is not None and before.patch.__module__.partition(".")[0] == __name__.partition(".")[0]
+    if is_own or kind.name == "help" or (before is None and kind.name in commands()):
+        raise ValueError(f"%graphpatch has a command {kind.name!r} already; choose another name for the patch kind")
+    PATCH_KINDS[kind.name] = kind

@@ -76,6 +76,19 @@ class Form:
         leaves = [spec for name, spec in specs for _, spec in tensor_leaves(name, spec)]
         return cls(list(frame.parameters), specs, [list(spec.shape) for spec in leaves], same=list(range(len(leaves))))
 
+    def widen(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Extends the ranges to the sizes of a call for which the graph was found equal; says whether it could."""
+        ranges = dict(self.ranges)
+        for sizes, dims in zip(shapes, self.dims, strict=True):
+            for size, dim in zip(sizes, dims, strict=True):
+                if isinstance(dim, str):
+                    least, most = ranges[dim]
+                    ranges[dim] = (min(least, size), max(most, size))
+                elif size != dim:
+                    return False
+        self.ranges = ranges
+        return True
+
     def problem(self, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> str | None:
         """Returns why the graph does not hold for a call, with the repair and `advice`, or `None` where it does."""
         found = self._problem(args, kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame, Node, SourceLine
+from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, SourceLine
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.names import Allowed
 from graphpatch_notebook.serialization.codecs.reading import Item
@@ -32,14 +32,14 @@ class FrameReader:
     """
 
     def __init__(self, item: Item, modules: Sequence[Module], lines: Sequence[SourceLine], allowed: Allowed) -> None:
-        self.frames: list[Frame] = []
         self._modules = modules
         self._lines = lines
         items = item.items()
         entries = [entry.fields(*_FIELDS, optional=("graph", "own_graph")) for entry in items]
         if not entries:
             raise item.error("there is no frame")
-        self._callers: dict[int, tuple[Frame, Node, int]] = {}
+        self._callers: dict[int, tuple[Frame, CallNode, int]] = {}
+        self.frames = [self._frame(fields) for fields in entries]
         for number, fields in enumerate(entries):
             if (number == 0) == (number in self._callers):
                 raise items[number].error("each frame but the first is called by one before it")
@@ -59,22 +59,23 @@ class FrameReader:
                 _set_forward(frame.module, frame)
 
     def _add(self, number: int, fields: dict[str, Item], item: Item) -> None:
-        module = self._modules[fields["module"].whole(0, len(self._modules) - 1)]
-        frame = Frame(module, fields["attribute_path"].text(), None, training=fields["training"].flag())
-        depth = 0
+        frame, depth = self.frames[number], 0
         if number:
             frame.parent, frame.call, depth = self._callers[number]
-            frame.call.frame = frame
+            frame.capture = frame.parent.capture
         if depth > _DEEPEST:
             raise item.error("calls are nested too deeply")
         frame.parameters = decoded_parameters(fields["parameters"])
         if not fields["unstored"].is_null:
             frame.opaque_reason = fields["unstored"].text()
-        for called, node in decoded_nodes(fields["nodes"], frame, self._lines).items():
+        for called, node in decoded_nodes(fields["nodes"], frame, self._lines, self.frames).items():
             if called <= number or called in self._callers:
                 raise item.error(f"it cannot call the frame {called}, which comes before it or is called already")
             self._callers[called] = frame, node, depth + 1
-        self.frames.append(frame)
+
+    def _frame(self, fields: dict[str, Item]) -> Frame:
+        module = self._modules[fields["module"].whole(0, len(self._modules) - 1)]
+        return Frame(module, fields["attribute_path"].text(), conditions=Conditions(fields["training"].flag()))
 
 
 def _set_forward(module: LoadedModule, frame: Frame) -> None:

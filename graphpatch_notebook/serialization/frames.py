@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node, Site, SourceLine
+from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Kind, Node, OpNode, Site, SourceLine
 from graphpatch_notebook.serialization.codecs.reading import Item
 from graphpatch_notebook.serialization.codecs.specs import decoded_spec, encoded_spec
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.serialization.graphs import is_identifier
 
-_FLAGS = ("is_plumbing", "is_live", "is_in_place", "is_mutated_later", "is_view_filled_later")
+_FLAGS = ("is_plumbing", "is_live", "is_mutated_later", "is_view_filled_later")
+_IN_PLACE = "is_in_place"
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
 _EMPTY = inspect.Parameter.empty
 _LONGEST_LINE = 500
@@ -109,11 +110,12 @@ def _encoded_node(node: Node, frames: dict[int, int], lines: LineTable, *, is_li
     if node.site is not None:
         entry["lines"] = [lines.number(line) for line in node.site.source_lines()]
     flags = [name for name in _FLAGS if (is_live if name == "is_live" else getattr(node, name))]
+    if node.is_in_place:
+        flags.append(_IN_PLACE)
+        entry["written_argument"] = node.written_argument
     if flags != ["is_live"]:
         entry["flags"] = flags
-    if node.is_in_place:
-        entry["written_argument"] = node.written_argument
-    if node.kind == "call" and node.frame is not None:
+    if isinstance(node, CallNode):
         entry |= {"frame": frames[id(node.frame)], "call_index": node.call_index, "call_count": node.call_count}
     return entry
 
@@ -146,36 +148,48 @@ def decoded_parameters(item: Item) -> list[InputParameter]:
     return result
 
 
-def decoded_nodes(item: Item, frame: Frame, lines: Sequence[SourceLine]) -> dict[int, Node]:
+def decoded_nodes(
+    item: Item, frame: Frame, lines: Sequence[SourceLine], frames: Sequence[Frame]
+) -> dict[int, CallNode]:
     """Adds the records in `item` to `frame`, and returns those that call, by the number of the frame they call."""
-    calls: dict[int, Node] = {}
+    calls: dict[int, CallNode] = {}
     sites: dict[tuple[int, ...], Site] = {}
     for entry in item.items():
         fields = entry.fields(
             "kind", "name", "op", "spec",
             optional=("target", "lines", "flags", "written_argument", "frame", "call_index", "call_count"),
         )  # fmt: skip
-        node = Node(
-            kind=fields["kind"].one_of(get_args(Kind)),  # type: ignore[arg-type]  # it is one of them
-            op=fields["op"].text(), target=None, spec=decoded_spec(fields["spec"]), name=fields["name"].text(),
-            base_name=fields["name"].text(),
-        )  # fmt: skip
+        node = _decoded_node(entry, fields, frames)
         if not node.name or node.name in frame.names:
             raise fields["name"].error(f"a node cannot be called {node.name[:60]!r}")
         node.target = fields["target"].text() if "target" in fields else _target(node)
-        if "lines" in fields:
+        if "lines" in fields and isinstance(node, (OpNode, CallNode)):
             numbers = tuple(number.whole(0, len(lines) - 1) for number in fields["lines"].items())
             node.site = sites.setdefault(numbers, StoredSite((), tuple(lines[number] for number in numbers)))
         _read_flags(fields, node)
-        if "frame" in fields:
+        if isinstance(node, CallNode):
             number = fields["frame"].whole()
-            if node.kind != "call" or number in calls:
-                raise fields["frame"].error("only a call has a frame, and each call its own")
+            if number in calls:
+                raise fields["frame"].error("each call has a frame of its own")
             calls[number] = node
-            node.call_index, node.call_count = _calls(entry, fields)
         frame.nodes.append(node)
         frame.names[node.name] = node
     return calls
+
+
+def _decoded_node(entry: Item, fields: dict[str, Item], frames: Sequence[Frame]) -> Node:
+    kind: Kind = fields["kind"].one_of(get_args(Kind))  # type: ignore[assignment]  # it is one of them
+    name = fields["name"].text()
+    common: dict[str, Any] = {
+        "op": fields["op"].text(), "target": None, "spec": decoded_spec(fields["spec"]), "name": name, "base_name": name
+    }  # fmt: skip
+    if (kind == "call") != ("frame" in fields):
+        raise entry.error("each call has a frame, and nothing else has")
+    if kind == "call":
+        index, count = _calls(entry, fields)
+        frame = frames[fields["frame"].whole(0, len(frames) - 1)]
+        return CallNode(frame=frame, call_index=index, call_count=count, **common)
+    return OpNode(**common) if kind == "op" else Node(kind=kind, **common)
 
 
 def _target(node: Node) -> Any:
@@ -188,12 +202,13 @@ def _no_value() -> None:
 
 def _read_flags(fields: dict[str, Item], node: Node) -> None:
     if "flags" in fields:
-        flags = {flag.one_of(_FLAGS) for flag in fields["flags"].items()}
+        flags = {flag.one_of((*_FLAGS, _IN_PLACE)) for flag in fields["flags"].items()}
         for name in _FLAGS:
             setattr(node, name, name in flags)
-    if node.is_in_place and "written_argument" in fields:
-        written = fields["written_argument"]
-        node.written_argument = written.text() if type(written.value) is str else written.whole(0, 1000)
+        if _IN_PLACE in flags and isinstance(node, OpNode):
+            written = fields.get("written_argument")
+            is_name = written is not None and type(written.value) is str
+            node.written_argument = 0 if written is None else written.text() if is_name else written.whole(0, 1000)
 
 
 def _calls(entry: Item, fields: dict[str, Item]) -> tuple[int, int]:
@@ -216,15 +231,12 @@ def check_nodes(frame: Frame, item: Item) -> None:
         raise item.error("a frame has one output, which is its last node")
     if not {node.target for node in inputs} <= names or len({node.target for node in inputs}) != len(inputs):
         raise item.error("each input of a frame is a parameter of forward")
-    if any((node.kind == "call") != (node.frame is not None) for node in frame.nodes):
-        raise item.error("each call has a frame")
 
 
 def check_repeats(frame: Frame, item: Item) -> None:
     """Refuses calls of one module that are not numbered as they follow each other."""
     seen: dict[int, set[int]] = {}
     for node in frame.calls():
-        assert node.frame is not None
         indices = seen.setdefault(id(node.frame.module), set())
         if node.call_index in indices:
             raise item.error(f"two calls of one module in a frame have the number {node.call_index}")

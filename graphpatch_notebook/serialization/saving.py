@@ -17,14 +17,12 @@ from torch.nn import Module
 from graphpatch_notebook.capture.doubts import Reason, listed
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
-from graphpatch_notebook.checks.dimensions import dimensions_of
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
 from graphpatch_notebook.graphs import GraphModule
 from graphpatch_notebook.graphs.verification import verify
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
-from graphpatch_notebook.serialization import sizes
 from graphpatch_notebook.serialization.codecs.value_reads import has_only_reads
 from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.document import (
@@ -38,6 +36,7 @@ from graphpatch_notebook.serialization.document import (
 )
 from graphpatch_notebook.serialization.forms import Form, given_values
 from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of, name_of
+from graphpatch_notebook.serialization.sizes import find_sizes
 from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
 from graphpatch_notebook.values import ObjectSpec
 from graphpatch_notebook.whole_files import whole_file
@@ -141,8 +140,10 @@ def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Documen
         reasons.add(root, f"compared with the model on inputs like the example's: {problem}")
         _settle(source, reasons)
         return document(root, source.builds, source.options, reasons)
+    if form.same == list(range(len(form.same))):
+        find_sizes(root, form)
     if maker is not None:
-        trial.find_sizes(form, maker)
+        trial.find_layout(form, maker)
     trial.check(form, check)
     return with_form(found, form)
 
@@ -205,7 +206,6 @@ class _Trial:
     def __init__(self, source: Source, found: Document) -> None:
         loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
         self._model = source.root.module
-        self._groups = dimensions_of(source.root).groups
         self._call = source.call
         self._graph = source.runnable(loaded.module, loaded.root, source.options)
 
@@ -225,11 +225,9 @@ class _Trial:
             problem = problem or outcome
         return None if form.grad_modes else problem
 
-    def find_sizes(self, form: Form, maker: Maker) -> None:
-        """Notes in the form which sizes may differ, and whether inputs need to be contiguous."""
+    def find_layout(self, form: Form, maker: Maker) -> None:
+        """Notes in the form whether inputs need to be contiguous: what code does with strides is not recorded."""
         with torch.set_grad_enabled(form.grad_modes[-1]):
-            if form.same == list(range(len(form.same))):
-                sizes.explore(form, self._groups, lambda shapes: self.compare(maker.call(shapes)))
             form.is_contiguous = self._outcome(maker.call(is_strided=True)) is not None
 
     def check(self, form: Form, check: Sequence[Call]) -> None:
@@ -250,7 +248,7 @@ class _Trial:
                     f"check[{number}]: the graph gives other results than the model ({outcome}); make the "
                     "PatchableGraph with these inputs"
                 )
-            if not sizes.extend(form, _shapes(form, call)):
+            if not form.widen(_shapes(form, call)):
                 raise SerializationError(
                     f"check[{number}]: {form.problem(*call) or 'its sizes differ from the example where they may not'}"
                 )

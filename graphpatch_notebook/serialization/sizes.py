@@ -1,123 +1,138 @@
-"""For which sizes of its inputs a graph equals its model.
+"""Decides for which sizes of its inputs a saved graph holds.
 
-Which sizes the model can work with is known (`checks.dimensions`). Graphs keep sizes symbolic, but a model may have
-baked one in (`range(n)`, a table cut to a length, a branch on a size). So each is changed; a graph holds between the
-smallest and the largest size for which it was found equal, if those near the example's are, too.
+`checks.dimensions` knows which sizes of the inputs can change. Here the model is recorded again at other sizes on the
+meta device, where nothing is computed. The graph holds at these sizes if both records have the same steps: the same
+operations with the same arguments. Arguments that are sizes refer to the node that they come from, so every number that
+the code itself made of a size (`range(n)`, a table cut to a length, a branch) is a difference.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
-from graphpatch_notebook.checks.dimensions import Place
+from graphpatch_notebook.capture.records import CallNode, Frame, Ref, Structure
+from graphpatch_notebook.checks.dimensions import Place, dimensions_of
+from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, recorded_on_meta
+from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.forms import Form
-from graphpatch_notebook.serialization.trials import ModelRaisesError
 
-_MANY = 4096
-"""Elements that an input may grow to."""
+Step: TypeAlias = "tuple[str, Any]"
 
-_NEAR = 3
-"""How far from the example's size each size is tried."""
+_NEAR = (1, 2, 3)
+"""How far from the example's size each size is tried: a model may look at whether one is even, or divides by three."""
+
+_LARGE = (48, 307)
+"""Other sizes that are tried: one with many divisors, and a prime."""
 
 
-def explore(form: Form, groups: Sequence[list[Place]], run: Callable[[Sequence[Sequence[int]]], str | None]) -> None:
-    """Finds out which sizes may differ, and notes it in `form`.
+def find_sizes(root: Frame, form: Form) -> None:
+    """Notes in `form` which sizes may differ from those of the example, and how far.
 
-    Args:
-        form: The form of the example.
-        groups: The dimensions of the inputs that the model can work with at other sizes: those of one group together.
-        run: Compares graph and model on inputs of these shapes; returns the difference, or raises `ModelRaisesError`.
+    Sizes that the model cannot be recorded at stay those of the example, until a call of the user shows more.
     """
-    explorer = _Explorer(form, run)
-    for places in groups:
-        if all(number < len(form.dims) for number, _ in places):
-            explorer.vary(places)
-    explorer.vary_together()
-    explorer.settle()
+    with afterwards(ModuleState(root.module).restore):  # a copy runs, but may write into what is outside of the model
+        explorer = _Explorer(root)
+        groups = [g for g in dimensions_of(root).groups if all(number < len(form.dims) for number, _ in g)]
+        found = [(places, sizes) for places in groups if (sizes := explorer.sizes(places))]
+        # Two sizes may be fine one at a time, and not together: both large, both small, or both the same.
+        common = min((max(sizes) for _, sizes in found), default=0)
+        for pick in (max, min, lambda sizes: max(common, min(sizes))):
+            if explorer.is_same({place: pick(sizes) for places, sizes in found for place in places}) is False:
+                found.clear()
+    for number, (places, sizes) in enumerate(found):
+        name = f"size_{number}"
+        form.ranges[name] = (min(sizes), max(sizes))
+        for tensor, position in places:
+            form.dims[tensor][position] = name
+    form.note = "; ".join(explorer.notes) or "the model was not found to take other sizes"
 
 
 class _Explorer:
-    def __init__(self, form: Form, run: Callable[[Sequence[Sequence[int]]], str | None]) -> None:
-        self.form = form
-        self.run = run
-        self.example = [[int(size) for size in sizes] for sizes in form.dims]
-        self.free: list[tuple[list[Place], list[int]]] = []
+    """Compares the steps that a model takes at other sizes with those at the sizes of the example."""
+
+    def __init__(self, root: Frame) -> None:
         self.notes: list[str] = []
+        self._root = root
+        self._shapes = input_shapes(root)
+        try:
+            self._steps: list[Step] | None = list(steps_of(recorded_on_meta(root, self._shapes)))
+        except MetaRunError:
+            self._steps = None
 
-    def vary(self, places: list[Place]) -> None:
-        """Tries smaller and larger sizes at `places`; notes those that are equal."""
-        size = self.example[places[0][0]][places[0][1]]
-        equal = [size]
-        for others in self._candidates(places, size):
+    def sizes(self, places: Sequence[Place]) -> list[int]:
+        """Returns sizes at `places` with the same steps, that of the example first; none if all others differ."""
+        size = self._shapes[places[0][0]][places[0][1]]
+        found, is_different = [size], False
+        larger = {*(size + step for step in _NEAR), 2 * size + 3, *_LARGE}
+        smaller = {*(size - step for step in _NEAR), size // 2, 1}
+        for others in (
+            sorted(other for other in larger if other > size),
+            sorted((other for other in smaller if 0 < other < size), reverse=True),
+        ):
             for other in others:
-                if self._outcome(dict.fromkeys(places, other)) is None:
-                    equal.append(other)
+                outcome = self.is_same(dict.fromkeys(places, other))
+                if outcome is False:
+                    is_different = True
                     break
-        for other in self._between(size, equal):
-            if self._outcome(dict.fromkeys(places, other)) not in (None, _REJECTED):
-                equal = [one for one in equal if (one < other) == (size < other)]
-        if len(equal) > 1:
-            self.free.append((places, equal))
+                if outcome:
+                    found.append(other)
+        return [] if is_different and len(found) == 1 else found
 
-    def _between(self, size: int, equal: Sequence[int]) -> list[int]:
-        """Returns sizes near that of the example: a model may look at whether one is even, or divides by three."""
-        near = [size + step for step in range(-_NEAR, _NEAR + 1)]
-        return [other for other in near if min(equal) < other < max(equal) and other not in equal]
-
-    def _candidates(self, places: list[Place], size: int) -> list[list[int]]:
-        largest = max(math.prod(self.example[number]) // max(size, 1) for number, _ in places)
-        is_first = all(position == 0 for _, position in places)
-        larger = [size + 3, size + 1] if is_first else [max(2 * size + 1, 65), 2 * size + 1, size + 1]
-        larger = [other for other in larger if other * largest <= _MANY] or [size + 1]
-        return [larger, [other for other in (1, size // 2, size - 1) if 0 < other < size]]
-
-    def _outcome(self, changes: dict[Place, int]) -> str | None:
-        shapes = [list(sizes) for sizes in self.example]
+    def is_same(self, changes: Mapping[Place, int]) -> bool | None:
+        """Whether the steps are the same with these sizes; `None` if the model cannot be recorded there."""
+        shapes = [list(shape) for shape in self._shapes]
         for (number, position), size in changes.items():
             shapes[number][position] = size
+        if self._steps is None:
+            return None
         try:
-            found = self.run(shapes)
-        except ModelRaisesError:
-            return _REJECTED
-        if found is not None and len(self.notes) < 3:
-            self.notes.append(f"at {' and '.join(str(tuple(shape)) for shape in shapes)}: {found}")
-        return found
-
-    def vary_together(self) -> None:
-        """Tries all free sizes changed at once: if that is not equal, none of them is free."""
-        if len(self.free) < 2:
-            return
-        common = min(max(sizes) for _, sizes in self.free)
-        for pick in (max, min, lambda sizes: max(common, min(sizes))):  # the last one: all the same, where they can be
-            outcome = self._outcome({place: pick(sizes) for places, sizes in self.free for place in places})
-            if outcome is not None and outcome is not _REJECTED:
-                self.free.clear()
-                return
-
-    def settle(self) -> None:
-        """Notes in the form what was found."""
-        for number, (places, sizes) in enumerate(self.free):
-            name = f"size_{number}"
-            self.form.ranges[name] = (min(sizes), max(sizes))
-            for tensor, position in places:
-                self.form.dims[tensor][position] = name
-        self.form.note = "; ".join(self.notes) or "the model was not found to take other sizes"
+            found = list(steps_of(recorded_on_meta(self._root, shapes)))
+        except MetaRunError:
+            return None
+        for (name, step), (other_name, other) in zip_longest(self._steps, found, fillvalue=("its end", None)):
+            if not _is_equal(step, other):
+                if len(self.notes) < 3:
+                    where = " and ".join(str(tuple(shape)) for shape in shapes)
+                    self.notes.append(f"at {where}: the model does something else, {other_name} in place of {name}")
+                return False
+        return True
 
 
-_REJECTED = "the model raises"
+def steps_of(frame: Frame) -> Iterator[Step]:
+    """Yields the steps of a record, each with its name in messages: operations, what they are given, the outputs."""
+    numbers = {id(node): number for number, node in enumerate(frame.nodes)}
+    path = format_path(frame.path)
+    for node in frame.nodes:
+        name = f"{node.kind} {(f'{path}.' if path else '') + (node.name or node.op)!r}"
+        target = (id(node.target), node.spec) if node.kind == "constant" else node.target
+        index = node.call_index if isinstance(node, CallNode) else 0
+        yield name, (node.kind, target, index, _plain(node.args, numbers), _plain(node.kwargs, numbers))
+        if isinstance(node, CallNode):
+            yield from steps_of(node.frame)
+    yield f"what {path or 'the model'!r} returns", _plain(frame.output, numbers)
 
 
-def extend(form: Form, frame_shapes: Sequence[Sequence[int]]) -> bool:
-    """Widens the ranges of a form to the sizes of a call that was found equal; says whether the call has the form."""
-    ranges = dict(form.ranges)
-    for sizes, dims in zip(frame_shapes, form.dims, strict=True):
-        for size, dim in zip(sizes, dims, strict=True):
-            if isinstance(dim, int):
-                if size != dim:
-                    return False
-                continue
-            least, most = ranges[dim]
-            ranges[dim] = (min(least, size), max(most, size))
-    form.ranges = ranges
-    return True
+def _plain(value: Any, numbers: Mapping[int, int]) -> Any:
+    """Returns arguments with the numbers of nodes in place of references to these, and each value with its type."""
+    if isinstance(value, Ref):
+        return "node", numbers.get(id(value.node)), value.dig
+    if isinstance(value, Structure):
+        return value.type, [(key, _plain(child, numbers)) for key, child in value.children]
+    if isinstance(value, (tuple, list)):
+        return type(value), [_plain(item, numbers) for item in value]
+    if isinstance(value, dict):
+        return type(value), [(key, _plain(item, numbers)) for key, item in value.items()]
+    if isinstance(value, slice):
+        return slice, [_plain(item, numbers) for item in (value.start, value.stop, value.step)]
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+def _is_equal(step: Any, other: Any) -> bool:
+    try:
+        return bool(step == other)
+    except (ValueError, TypeError, RuntimeError):  # of arrays among the arguments
+        return False

@@ -6,7 +6,7 @@ integers small enough to be valid as most things that integers are (tokens, posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,18 +45,16 @@ class Maker:
     frame: Frame
     bounds: tuple[int, int]
 
-    def call(self, shapes: Sequence[Sequence[int]] | None = None, is_strided: bool = False) -> Call:
-        """Returns a call, with tensors of these shapes if they are given, else of the example's.
+    def call(self, is_strided: bool = False) -> Call:
+        """Returns a call, with tensors that are not contiguous if asked for.
 
         Raises:
             UnstorableError: One of the inputs cannot be made up.
         """
         generator = torch.Generator().manual_seed(0)
-        waiting = iter(shapes) if shapes is not None else None
 
         def tensor(name: str, spec: TensorSpec) -> Tensor:
-            shape = tuple(next(waiting)) if waiting is not None else tuple(spec.shape)
-            made = self._tensor(name, spec, shape, generator)
+            made = self._tensor(name, spec, generator)
             return _strided(made) if is_strided else made
 
         try:
@@ -64,9 +62,10 @@ class Maker:
         except UnknownInputError as error:
             raise UnstorableError(str(error)) from error
 
-    def _tensor(self, name: str, spec: TensorSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def _tensor(self, name: str, spec: TensorSpec, generator: torch.Generator) -> Tensor:
         if spec.type_name != "Tensor":
             raise UnstorableError(f"its input {name!r} is a {spec.type_name}, which cannot be made up")
+        shape = tuple(spec.shape)
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             wide = torch.complex64 if spec.dtype.is_complex else torch.float32
             return torch.randn(shape, generator=generator, dtype=wide).to(spec.device, spec.dtype)

@@ -1,5 +1,5 @@
 /** What the kernel says of a patch while it is typed: asked after a pause; late answers are dropped. */
-import { type Draft, fields, missing, mistake } from "./draft";
+import { type Draft, fields, mistake } from "./draft";
 import { wordsOf } from "./kernel";
 import type { Kernel } from "./parts";
 import type { Checked, RequestError } from "./protocol";
@@ -33,11 +33,9 @@ export class Checker {
     const { turn } = this;
     this.onSaid();
     if (mistake(draft) !== null) return;
-    // Before a value is typed, what the slice takes is known all the same: as for a patch that needs none.
-    const asked = missing(draft) === null ? draft : { ...draft, kind: "zero" as const };
     let said: Said;
     try {
-      const { result } = await this.kernel.ask("check", { patch: fields(asked), number });
+      const { result } = await this.kernel.ask("check", { patch: fields(draft), number });
       said = { state: "fine", checked: result };
     } catch (reason) {
       said = { state: "wrong", error: wordsOf(reason) };

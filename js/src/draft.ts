@@ -25,28 +25,18 @@ export interface FieldError {
   message: string;
 }
 
-/** What a kind does to the value, in words. */
-export const WORDS: Record<PatchKind, string> = {
-  zero: "sets it to zero",
-  add: "adds a value to it",
-  replace: "puts a value in its place",
-  probe: "keeps the last value in a variable",
-  record: "keeps every value in a list",
-  custom: "passes it through a function",
-};
-
-const HAS_VALUE: ReadonlySet<PatchKind> = new Set<PatchKind>(["add", "replace", "custom"]);
-const OBSERVES: ReadonlySet<PatchKind> = new Set<PatchKind>(["probe", "record"]);
-
-export function newDraft(path: string): Draft {
+/** @param kinds All kinds; a new patch is of the first one. */
+export function newDraft(path: string, kinds: readonly PatchKind[]): Draft {
+  const kind = kinds[0];
+  if (kind === undefined) throw new Error("the kernel has sent no kinds of patches");
   const texts = { slice: "", value: "", name: "", steps: "", positions: "", position_dim: "" };
-  return { path, kind: "zero", ...texts, any_shape: false, allow_empty: false };
+  return { path, kind, ...texts, any_shape: false, allow_empty: false };
 }
 
-export function draftOf(patch: PatchFields): Draft {
+export function draftOf(patch: PatchFields, kinds: readonly PatchKind[]): Draft {
   return {
     path: patch.path,
-    kind: patch.kind,
+    kind: kindNamed(patch.kind, kinds),
     slice: patch.slice ?? "",
     value: patch.value ?? "",
     name: patch.name ?? "",
@@ -58,11 +48,14 @@ export function draftOf(patch: PatchFields): Draft {
   };
 }
 
-/** The fields that a kind has. */
+export function kindNamed(name: string, kinds: readonly PatchKind[]): PatchKind {
+  const kind = kinds.find((one) => one.name === name);
+  if (kind === undefined) throw new Error(`the kernel has sent no kind of patch ${name}`);
+  return kind;
+}
+
 export function hasField(kind: PatchKind, field: FieldName): boolean {
-  if (field === "value") return HAS_VALUE.has(kind);
-  if (field === "name") return OBSERVES.has(kind);
-  return true;
+  return field === "kind" || kind.fields.includes(field);
 }
 
 /** The patch as the kernel reads it: only the fields of its kind; nothing typed is `null`. */
@@ -71,7 +64,7 @@ export function fields(draft: Draft): PatchFields {
     hasField(draft.kind, field) && draft[field].trim() !== "" ? draft[field].trim() : null;
   return {
     path: draft.path,
-    kind: draft.kind,
+    kind: draft.kind.name,
     slice: text("slice"),
     value: text("value"),
     name: text("name"),
@@ -91,9 +84,8 @@ export function mistake(draft: Draft): FieldError | null {
 
 /** What is still to be typed, in words; `null`: nothing. */
 export function missing(draft: Draft): string | null {
-  if (!HAS_VALUE.has(draft.kind) || draft.value.trim() !== "") return null;
-  if (draft.kind === "custom") return "Type a function: a name of yours, or a lambda.";
-  return "Type a value: a number, a name of yours, or a Python expression.";
+  if (draft.kind.value === null || draft.value.trim() !== "") return null;
+  return `Type ${draft.kind.value.noun}: a variable or a Python expression.`;
 }
 
 /** Whether two patches say the same. */

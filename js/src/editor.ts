@@ -22,7 +22,7 @@ import type { Part, View } from "./parts";
 import { PatchForm } from "./patch_form";
 import { whyUnpatchable } from "./patchable";
 import { closeButton } from "./popup";
-import type { PatchState, RequestError } from "./protocol";
+import type { PatchKind, PatchState, RequestError } from "./protocol";
 
 export interface Editor extends Part {
   open(target: { row: number } | { number: number }, anchor: Element): void;
@@ -62,6 +62,7 @@ class PatchEditor implements Editor {
       onEscape: () => this.close(),
     });
     this.element = this.floating.element;
+    this.form.showKinds(this.kinds());
     const changed = () => this.sessionChanged();
     view.model.on("change:session", changed);
     view.onRemove(() => view.model.off("change:session", changed));
@@ -89,7 +90,8 @@ class PatchEditor implements Editor {
     }
     this.form.lock(false);
     this.outcome.clear();
-    this.form.write(chosen === null ? newDraft(this.path) : draftOf(chosen));
+    this.form.showKinds(this.kinds());
+    this.form.write(chosen === null ? newDraft(this.path, this.kinds()) : draftOf(chosen, this.kinds()));
     this.failure.textContent = "";
     this.fill(this.content());
     this.floating.open(anchor, this.title());
@@ -114,6 +116,10 @@ class PatchEditor implements Editor {
 
   private patch(number: number): PatchState | null {
     return this.view.model.get("session").patches.find((patch) => patch.number === number) ?? null;
+  }
+
+  private kinds(): readonly PatchKind[] {
+    return this.view.model.get("about").patch_kinds;
   }
 
   private draft(): Draft {

@@ -1,8 +1,8 @@
 /** The fields of the patch editor, and where errors and hints stand beside them. */
 
-import { element, setAttribute } from "./dom";
-import { type Draft, type FieldError, type FieldName, FLAGS, type Flag, hasField, WORDS } from "./draft";
-import { PATCH_KINDS, type PatchKind } from "./protocol";
+import { element, replaceChildren, setAttribute } from "./dom";
+import { type Draft, type FieldError, type FieldName, FLAGS, type Flag, hasField, kindNamed } from "./draft";
+import type { PatchKind } from "./protocol";
 
 type Input = HTMLInputElement | HTMLSelectElement;
 
@@ -41,6 +41,7 @@ export class PatchForm {
   private readonly fields = new Map<FieldName, Field>();
   private readonly more: HTMLDetailsElement;
   private readonly id: string;
+  private kinds: readonly PatchKind[] = [];
   private kindHint = element("div", { class: "gp-hint" });
 
   /** @param onInput Is called when anything was typed or chosen. */
@@ -53,10 +54,16 @@ export class PatchForm {
     this.element = element("div", { class: "gp-form" }, ...first, this.more);
   }
 
+  /** The kinds to choose from. */
+  showKinds(kinds: readonly PatchKind[]): void {
+    this.kinds = kinds;
+    replaceChildren(this.input("kind"), ...kinds.map(({ name }) => element("option", { value: name }, name)));
+  }
+
   /** Puts a draft into the fields; what was typed there before is gone. */
   write(draft: Draft): void {
     for (const name of TEXTS) this.input(name).value = draft[name];
-    this.input("kind").value = draft.kind;
+    this.input("kind").value = draft.kind.name;
     for (const name of FLAGS) this.flag(name).checked = draft[name];
     this.more.open = MORE.some((name) => draft[name as keyof Draft] !== "" && draft[name as keyof Draft] !== false);
     this.suggestName(null);
@@ -69,7 +76,7 @@ export class PatchForm {
     return {
       ...(texts as Record<(typeof TEXTS)[number], string>),
       path,
-      kind: this.input("kind").value as PatchKind,
+      kind: this.kind(),
       any_shape: this.flag("any_shape").checked,
       allow_empty: this.flag("allow_empty").checked,
     };
@@ -102,7 +109,7 @@ export class PatchForm {
   showError(error: FieldError | null): boolean {
     let isShown = false;
     for (const [name, field] of this.fields) {
-      const isHere = error?.field === name && hasField(this.input("kind").value as PatchKind, name);
+      const isHere = error?.field === name && hasField(this.kind(), name);
       isShown ||= isHere;
       field.error.textContent = isHere ? (error?.message ?? "") : "";
       field.error.hidden = !isHere;
@@ -113,6 +120,10 @@ export class PatchForm {
       if (isHere && MORE.includes(name)) this.more.open = true;
     }
     return isShown;
+  }
+
+  private kind(): PatchKind {
+    return kindNamed(this.input("kind").value, this.kinds);
   }
 
   private input(name: FieldName): Input {
@@ -127,14 +138,13 @@ export class PatchForm {
 
   private showFields(kind: PatchKind): void {
     for (const [name, { row }] of this.fields) row.hidden = !hasField(kind, name);
-    this.kindHint.textContent = WORDS[kind];
-    const example = kind === "custom" ? "e.g. lambda x: x.relu()" : "e.g. 0.5 * steering";
-    this.input("value").setAttribute("placeholder", example);
+    this.kindHint.textContent = kind.summary;
+    setAttribute(this.input("value"), "placeholder", kind.value === null ? null : `e.g. ${kind.value.example}`);
   }
 
   private add(name: FieldName): Field {
     const id = `${this.id}-${name}`;
-    const input = name === "kind" ? kindSelect(id) : textInput(id, name);
+    const input = name === "kind" ? element("select", { id, class: "gp-field" }) : textInput(id, name);
     const error = element("div", { class: "gp-field-error", id: `${id}-error`, hidden: true });
     const hint = HINTS[name];
     if (name === "kind") this.kindHint.id = `${id}-hint`;
@@ -148,7 +158,7 @@ export class PatchForm {
       error,
     );
     input.addEventListener(name === "kind" || isFlag(name) ? "change" : "input", () => {
-      if (name === "kind") this.showFields(input.value as PatchKind);
+      if (name === "kind") this.showFields(this.kind());
       this.onInput();
     });
     const field = { row, input, error };
@@ -159,14 +169,6 @@ export class PatchForm {
 
 function isFlag(name: FieldName): name is Flag {
   return (FLAGS as readonly FieldName[]).includes(name);
-}
-
-function kindSelect(id: string): HTMLSelectElement {
-  return element(
-    "select",
-    { id, class: "gp-field" },
-    ...PATCH_KINDS.map((kind) => element("option", { value: kind }, kind)),
-  );
 }
 
 function textInput(id: string, name: FieldName): HTMLInputElement {

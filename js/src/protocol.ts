@@ -142,22 +142,33 @@ export interface About {
   /** Whether runs are made on inputs that were given to the browser instead of the example inputs. */
   has_given_inputs: boolean;
   has_tokenizer: boolean;
+  /** All kinds of patches, in the order of the editor; the first is the one of a new patch. */
+  patch_kinds: PatchKind[];
   /** The version of graphpatch-notebook. */
   version: string;
 }
 
-export type PatchKind = "zero" | "add" | "replace" | "probe" | "record" | "custom";
-export const PATCH_KINDS: readonly PatchKind[] = ["zero", "add", "replace", "probe", "record", "custom"];
+/** A kind of patch, as the kernel registers it: the editor has its fields from here. */
+export interface PatchKind {
+  name: string;
+  /** What the patch does: `sets the value to zero`. */
+  summary: string;
+  /** The fields that a user may fill in, besides the kind. */
+  fields: (keyof PatchFields)[];
+  /** For kinds that take a value: what it must be (`a number or a tensor`), and an expression as an example. */
+  value: { noun: string; example: string } | null;
+}
 
 /** The fields of a patch that a user types. `null`: left out. */
 export interface PatchFields {
   path: string;
-  kind: PatchKind;
+  /** The name of a `PatchKind`. */
+  kind: string;
   /** What stands between brackets: `:, -1, 3:5`. */
   slice: string | null;
-  /** A Python expression; for add, replace, custom. */
+  /** A Python expression; for the kinds that take a value. */
   value: string | null;
-  /** The variable that receives the activation; for probe, record. `null`: the kernel finds a free name. */
+  /** The variable that receives what the patch keeps, for the kinds that keep something. `null`: the kernel finds a free name. */
   name: string | null;
   /** `prefill`, `decoding`, or numbers: `0`, `2, 4`, `1:`. */
   steps: string | null;

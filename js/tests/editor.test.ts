@@ -1,7 +1,8 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { DEBOUNCE_MS } from "../src/checker";
 import { type Editor, makeEditor } from "../src/editor";
-import type { Checked } from "../src/protocol";
+import type { Checked, PatchKind } from "../src/protocol";
+import { ABOUT } from "./fixtures";
 import { choose, HOSTILE, named, patch, Rig, settled, type } from "./panel_rig";
 
 const FINE: Checked = { shape: [1, 8, 64], sliced: [1, 8, 64], warning: null, name: null };
@@ -102,6 +103,36 @@ describe("the fields", () => {
   });
 });
 
+it("has the fields of a kind that the kernel registers later", async () => {
+  const scale = {
+    name: "scale",
+    summary: "multiplies the value",
+    fields: ["value", "steps", "positions", "position_dim", "any_shape", "allow_empty"] as PatchKind["fields"],
+    value: { noun: "a number", example: "0.5" },
+  };
+  rig.model.set("about", { ...ABOUT, patch_kinds: [...ABOUT.patch_kinds, scale] });
+  editor.open({ row: rig.row(PATH) }, anchor);
+  kind("scale");
+  expect([isShown("Slice"), isShown("Value"), isShown("Variable"), isShown("Steps")]).toEqual([
+    false,
+    true,
+    false,
+    true,
+  ]);
+  expect(text()).toContain("multiplies the value");
+  expect(text()).toContain("Type a number");
+  expect(field("Value").placeholder).toBe("e.g. 0.5");
+  type(field("Value"), "2.0");
+  await wait();
+  await rig.answer("check", FINE);
+  submit();
+  await settled();
+  expect(rig.last("edit").payload.edit).toMatchObject({
+    action: "add",
+    patch: { kind: "scale", slice: null, value: "2.0", name: null },
+  });
+});
+
 describe("while one types", () => {
   beforeEach(() => editor.open({ row: rig.row(PATH) }, anchor));
 
@@ -182,10 +213,10 @@ describe("while one types", () => {
     kind("add");
     type(field("Slice"), "0");
     await wait();
-    expect(rig.last("check").payload.patch).toMatchObject({ kind: "zero", slice: "0", value: null });
+    expect(rig.last("check").payload.patch).toMatchObject({ kind: "add", slice: "0", value: null });
     await rig.answer("check", { ...FINE, sliced: [8, 64] });
     expect(text()).toContain("[8, 64] patched");
-    expect(text()).toContain("Type a value");
+    expect(text()).toContain("Type a number or a tensor");
     expect(field("Value").hasAttribute("aria-invalid")).toBe(false);
     expect(isOff()).toBe(true);
     submit();

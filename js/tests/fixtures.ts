@@ -7,11 +7,13 @@ import {
   FLAG,
   KINDS,
   type Kind,
+  type PatchKind,
   type Requests,
   type Spec,
   type Traits,
 } from "../src/protocol";
 import { Skeleton } from "../src/skeleton";
+import patchKinds from "./fixtures/patch_kinds.json";
 
 type Listener = (...args: never[]) => void;
 
@@ -203,6 +205,7 @@ export const ABOUT: About = {
   has_given_inputs: false,
   no_inputs: null,
   has_tokenizer: false,
+  patch_kinds: patchKinds as PatchKind[],
   version: "0.0.0",
 };
 

@@ -1,7 +1,7 @@
 /** The numbers and words that kernel and front end share. */
 
 import { expect, test } from "vitest";
-import { FLAG, KINDS, PATCH_KINDS } from "../src/protocol";
+import { FLAG, KINDS } from "../src/protocol";
 
 test("flags are single bits, each another", () => {
   const bits = Object.values(FLAG);
@@ -12,5 +12,4 @@ test("flags are single bits, each another", () => {
 test("kinds are each another, and the graph comes first: row 0 is one", () => {
   expect(KINDS[0]).toBe("graph");
   expect(new Set(KINDS).size).toBe(KINDS.length);
-  expect(new Set(PATCH_KINDS).size).toBe(PATCH_KINDS.length);
 });

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,11 @@ from torch import nn
 from graphpatch_notebook.checks.model_state import Change, ChangeKind, Fingerprint, ModuleState
 
 Edit = Callable[[Any], object]
+
+
+@dataclass(slots=True)
+class Slotted:
+    count: int = 0
 
 
 class Held(nn.Module):
@@ -37,6 +43,7 @@ class Held(nn.Module):
         self.config = SimpleNamespace(size=3, sub=SimpleNamespace(names=["a"]))
         self.counts = np.zeros(2)
         self.generator, self.python = torch.Generator(), random.Random(0)
+        self.slotted = Slotted()
         self.elsewhere = {"modules": [[nn.BatchNorm1d(2)]]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,6 +63,7 @@ EDITS: dict[str, tuple[Edit, ChangeKind, str]] = {
     "a set": (lambda m: m.set.add(2), ChangeKind.ATTRIBUTE, "set.2"),
     "a dict": (lambda m: m.options.update(scale=2.0), ChangeKind.ATTRIBUTE, "options.scale"),
     "a deep tensor": (lambda m: m.options["inner"]["keys"][0].add_(1), ChangeKind.TENSOR, "options.inner.keys.0"),
+    "a slot": (lambda m: setattr(m.slotted, "count", 1), ChangeKind.ATTRIBUTE, "slotted.count"),
     "the config": (lambda m: setattr(m.config, "size", 4), ChangeKind.ATTRIBUTE, "config.size"),
     "the config's config": (lambda m: m.config.sub.names.clear(), ChangeKind.ATTRIBUTE, "config.sub.names.0"),
     "a write into a buffer": (lambda m: m.mean.add_(1), ChangeKind.BUFFER, "mean"),
@@ -121,14 +129,20 @@ def test_random_generators_are_put_back() -> None:
         return [torch.rand(1).item(), random.random(), float(np.random.rand()), *own]
 
     first = drawn()
-    of_whom = "torch and Python and numpy and a generator of its own"
+    of_whom = "torch and Python and numpy and a generator or iterator of its own"
     assert str(state.change()) == f"the model draws random numbers (of {of_whom})"
     state.restore()
     assert state.change() is None
     assert drawn() == first
     state.restore()
     model.python.random()
-    assert str(state.change()) == "the model draws random numbers (of a generator of its own)"
+    assert str(state.change()) == "the model draws random numbers (of a generator or iterator of its own)"
+
+
+def test_what_is_next_in_an_iterator_is_never_known() -> None:
+    model = nn.Linear(2, 2)
+    model.noise = iter([1.0, 2.0])
+    assert str(ModuleState(model).change()) == "the model draws random numbers (of a generator or iterator of its own)"
 
 
 class Counted(nn.Module):

@@ -388,7 +388,11 @@ def test_another_thread_that_draws_random_numbers_does_not_matter(kind: type[nn.
         found = swept(model, lambda number: {"b.output": AddPatch(value=float(number))})
         drawn = record(PatchableGraph(model, X), Inputs((X,)), ["b.output"]).drawn
     assert list(drawn) == (["Python"] if kind is Drawing else [])
-    assert any("draws random numbers (of Python)" in remark for remark in found.remarks) == (kind is Drawing)
+    # `make_patches` may seem to draw, too, if the thread does in the same moment.
+    remarks = [
+        remark for remark in found.remarks if "draws random numbers (of Python)" in remark or "in turn" in remark
+    ]
+    assert bool(remarks) == (kind is Drawing)
 
 
 class Branching(Layers):

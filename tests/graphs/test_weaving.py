@@ -79,7 +79,7 @@ def tensors(capture: Capture) -> list[str]:
 def is_given_twice(capture: Capture, path: str) -> bool:
     """Whether this is an input that was one tensor with another one: a graph refuses patches there."""
     target = resolve(captured(capture.pg).root, path)
-    names = {name for pair in target.frame.same_inputs for name, _ in pair}
+    names = {name for pair in target.frame.conditions.same_inputs for name, _ in pair}
     return target.node.kind == "input" and target.node.target in names
 
 

@@ -496,6 +496,7 @@ def test_ipython_shows_the_tree_in_colour_only_in_a_terminal(graph, monkeypatch)
     assert shown() == DOCUMENTED_TREE
 
 
+@pytest.mark.hosts
 def test_a_real_ipython_completes_and_shows(graph):
     pytest.importorskip("IPython")
     from IPython.core.completer import provisionalcompleter

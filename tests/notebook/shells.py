@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import sys
@@ -84,5 +85,7 @@ def opened() -> Iterator[Shell]:
     try:
         yield Shell(ip)
     finally:
+        # It would be kept to the end of the process, which then collects garbage once for each shell there was.
+        atexit.unregister(ip.atexit_operations)
         ip.restore_sys_module_state()
         sys.modules["__main__"], sys.excepthook, sys.path[:] = main, hook, paths

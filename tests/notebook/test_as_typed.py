@@ -10,6 +10,8 @@ from graphpatch_notebook.notebook.magics.expansion import expanded
 from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.shells import Shell
 
+pytestmark = pytest.mark.hosts
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:

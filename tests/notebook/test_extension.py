@@ -10,6 +10,8 @@ import pytest
 
 from tests.notebook.shells import Shell
 
+pytestmark = pytest.mark.hosts
+
 
 def everything(shell: Shell) -> dict[str, Any]:
     """Returns whatever an extension may change in a shell."""

@@ -16,6 +16,8 @@ from nbclient.exceptions import CellExecutionError
 
 from tests.notebook.hosts import SETTING, Kernel, Terminal, environment
 
+pytestmark = pytest.mark.hosts
+
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 CHANGED = "bool((patched != model(x)).any())"
 UNTOUCHED = (

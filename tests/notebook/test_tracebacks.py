@@ -10,6 +10,8 @@ import pytest
 from graphpatch_notebook.errors import PatchValueError
 from tests.notebook.shells import Shell, opened
 
+pytestmark = pytest.mark.hosts
+
 SETUP = """
 import torch
 from torch import nn

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.held_values import MANY, is_own_generator
+from graphpatch_notebook.capture.held_values import MANY, is_own_generator, slots_of
 from graphpatch_notebook.checks.model_state import Fingerprint, comparable_state
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.torch_compat import version_of
@@ -93,9 +93,7 @@ def _contents(value: Any) -> Any:
         return value.tobytes() if value.nbytes <= _FEW_BYTES else ABSENT
     if isinstance(value, Module):
         return Fingerprint(value)
-    if is_own_generator(value):
-        return comparable_state(value)
-    return object() if isinstance(value, Iterator) else None
+    return comparable_state(value) if is_own_generator(value) else None
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -122,8 +120,7 @@ def _parts(value: Any) -> Iterable[Any]:
         if len(value) > MANY:  # data
             return [len(value)]
         return [*value, *value.values()] if isinstance(value, Mapping) else value
-    slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*slots, *getattr(value, "__dict__", {}).values()]
+    return [*slots_of(value).values(), *getattr(value, "__dict__", {}).values()]
 
 
 def _named_outside(function: FunctionType) -> Iterator[Any]:

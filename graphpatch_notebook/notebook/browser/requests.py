@@ -20,7 +20,8 @@ from graphpatch_notebook.notebook.browser.details import details
 from graphpatch_notebook.notebook.browser.session_state import FIELDS
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.export.patch_code import export
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch, names_used
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, names_used
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.session_file import trust
 from graphpatch_notebook.notebook.session.workspace import Workspace
@@ -209,11 +210,17 @@ def _patch(desk: Desk, fields: dict[str, Any], is_enabled: Any = True) -> Chosen
     for field in ("path", "kind"):
         if not isinstance(fields.get(field), str):
             raise ChosenPatchError(field, f"a patch needs a {field}, not {_shown(fields.get(field))}")
-    if fields["kind"] in OBSERVING and fields.get("name") is None:
+    if "name" in _fields_of(fields) and fields.get("name") is None:
         # The path first: a mistake in it would make nonsense of a name.
         path = desk.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
         fields = {**fields, "name": _free_name(desk, path)}
     return ChosenPatch(**fields, is_enabled=is_enabled)
+
+
+def _fields_of(fields: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the fields of the kind that `fields` name; none, if there is no such kind."""
+    kind = PATCH_KINDS.get(str(fields.get("kind")))
+    return () if kind is None else kind.fields
 
 
 def _free_name(desk: Desk, path: str) -> str:
@@ -225,9 +232,11 @@ def _check(desk: Desk, payload: Payload) -> Answer:
     fields = payload.part("patch").fields()
     others = [patch for patch in session.chosen.patches if patch.number != number]
     before = next((patch for patch in session.chosen.patches if patch.number == number), None)
-    is_named = fields.get("name") is not None
-    if before is not None and not is_named and fields.get("kind") in OBSERVING:
+    if before is not None and fields.get("name") is None and "name" in _fields_of(fields):
         fields["name"] = before.name
+    if fields.get("value") is None and "value" in _fields_of(fields):
+        # Before a value is typed, what the slice takes is known: as for a patch that needs none.
+        fields["kind"] = "zero"
     patch = _patch(desk, fields, before.is_enabled if before is not None else True).numbered(number or 0)
     found = session.check(patch, others)
     warnings = [warning for warning in (found.warning, *_notes(desk, patch, before)) if warning]

@@ -6,10 +6,11 @@ from typing import Any
 
 from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
-from graphpatch_notebook.notebook.session.chosen_patch import FLAGS, ChosenPatch
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.patch_kinds import RESTRICTIONS
 from graphpatch_notebook.notebook.session.session import Session
 
-FIELDS = ("path", "kind", "slice", "value", "name", "steps", "positions", "position_dim", *FLAGS)
+FIELDS = ("path", "kind", "slice", "value", "name", *RESTRICTIONS)
 
 
 def session_state(

@@ -28,6 +28,7 @@ from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidge
 from graphpatch_notebook.notebook.run.runs import RunResult
 from graphpatch_notebook.notebook.run.shared_runs import SharedRuns
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
@@ -264,6 +265,7 @@ class Browser(DisplayedWidget):
             "has_given_inputs": self._shared.is_given,
             "no_inputs": self._shared.no_inputs,
             "has_tokenizer": self._shared.runs.tokenizer is not None,
+            "patch_kinds": [kind.state() for kind in PATCH_KINDS.values()],
             "version": __version__,
         }
 

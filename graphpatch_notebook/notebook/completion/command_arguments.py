@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind
+
 ArgumentKind: TypeAlias = Literal[
     "node",  # `PATH[slice]`, of something that can be patched
     "place",  # `PATH`, also of a graph
@@ -62,7 +64,7 @@ _WHEN: dict[str, ArgumentKind | None] = {
     "--allow-empty": None,
 }
 _CHOSEN = Arguments(("chosen",))
-COMMANDS: Mapping[str, Arguments] = {
+_COMMANDS: dict[str, Arguments] = {
     "wrap": Arguments(("model",)),
     "use": Arguments(("graph",)),
     "show": Arguments(("place", "new"), {"--tokenizer": "value", "--inputs": "value"}),
@@ -70,12 +72,6 @@ COMMANDS: Mapping[str, Arguments] = {
     "find": Arguments(("query",)),
     "code": Arguments(("place", "new")),
     "shape": Arguments(("place", "new")),
-    "zero": Arguments(("node", "new"), _WHEN),
-    "add": Arguments(("node", "value"), _WHEN),
-    "replace": Arguments(("node", "value"), _WHEN),
-    "probe": Arguments(("node", "name", "new"), _WHEN),
-    "record": Arguments(("node", "name", "new"), _WHEN),
-    "custom": Arguments(("node", "value"), _WHEN),
     "rm": _CHOSEN,
     "enable": _CHOSEN,
     "disable": _CHOSEN,
@@ -89,6 +85,17 @@ COMMANDS: Mapping[str, Arguments] = {
     "help": Arguments(("command",)),
 }
 CELL = Arguments(("graph", "chosen"), {"--only": "chosen"})
+
+
+def arguments_by_command() -> dict[str, Arguments]:
+    """Returns what each command takes; one for each kind of patch is among them."""
+    return _COMMANDS | {kind.name: _of_kind(kind) for kind in PATCH_KINDS.values()}
+
+
+def _of_kind(kind: PatchKind) -> Arguments:
+    if kind.keeps is not None:
+        return Arguments(("node", "name", "new"), _WHEN)
+    return Arguments(("node", "new" if kind.value is None else "value"), _WHEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +122,13 @@ _IDENTIFIER = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
 _LAST_TERM = re.compile(r"\S*$")
 
 
-def argument_at_end(
-    line: str, *, is_first: bool, may_lack_mark: bool = False, commands: Mapping[str, Arguments] = COMMANDS
-) -> Argument | None:
+def argument_at_end(line: str, *, is_first: bool, may_lack_mark: bool = False) -> Argument | None:
     """Returns the argument in which the cursor at the end of `line` stands; `None` where it is in none.
 
     Args:
         line: The line, up to the cursor.
         is_first: Whether it is the first of its cell, where `%%graphpatch` may stand.
         may_lack_mark: Whether `graphpatch` alone means the magic, too.
-        commands: What the commands take.
 
     Example:
         >>> argument_at_end("x = %graphpatch ls h_0.ml", is_first=True)
@@ -142,7 +146,7 @@ def argument_at_end(
         return _argument(CELL, texts, typed, start, line)
     if not texts:
         return Argument("command", typed, start)
-    command = commands.get(texts[0])
+    command = arguments_by_command().get(texts[0])
     return None if command is None else _argument(command, texts[1:], typed, start, line)
 
 

@@ -20,7 +20,7 @@ from torch.nn import Module
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.inspection.node_path import NodePath, place_of
 from graphpatch_notebook.inspection.places import Place
-from graphpatch_notebook.notebook.completion.command_arguments import COMMANDS, Argument, Arguments, argument_at_end
+from graphpatch_notebook.notebook.completion.command_arguments import Argument, argument_at_end, arguments_by_command
 from graphpatch_notebook.notebook.completion.python_text import Cursor, Expression, Link, cursor_at_end
 from graphpatch_notebook.notebook.completion.segments import MOST_OFFERS, Offer, Offers, next_segments
 from graphpatch_notebook.notebook.display.labels import visible
@@ -42,7 +42,6 @@ class PathCompleter:
     Args:
         shell: The `InteractiveShell`, or a proxy of it (much of it has no types).
         active: Gives the graph that commands are about.
-        commands: What the commands take.
         taken: Gives the names that are not offered for the variable of a probe; all that there are, if left out.
     """
 
@@ -50,13 +49,11 @@ class PathCompleter:
         self,
         shell: Any,
         active: Callable[[], ActiveGraph | None],
-        commands: Mapping[str, Arguments] = COMMANDS,
         taken: Callable[[], Container[str]] | None = None,
     ) -> None:
         self._shell = shell
         self._taken = taken or (lambda: self._namespace)
         self._active = active
-        self._commands = commands
 
         @context_matcher(identifier=IDENTIFIER, priority=_PRIORITY)  # type: ignore[untyped-decorator,unused-ignore]
         def matcher(context: CompletionContext) -> dict[str, Any]:
@@ -102,7 +99,6 @@ class PathCompleter:
             line,
             is_first=not any(map(str.strip, lines[:-1])),
             may_lack_mark=bool(self._shell.automagic) and "graphpatch" not in self._namespace,
-            commands=self._commands,
         )
         if argument is None:
             text = "\n".join(lines)
@@ -128,7 +124,7 @@ class PathCompleter:
                 # A slice is complete, and a space follows: to offer nothing would leave the word to IPython.
                 return Offers(0, [Offer(f"{typed} ", "slice")])
             case "command":
-                return _beginning(typed, (Offer(name, "command") for name in self._commands))
+                return _beginning(typed, (Offer(name, "command") for name in arguments_by_command()))
             case "option":
                 return _beginning(typed, (Offer(name, "option") for name in argument.options))
             case "graph":

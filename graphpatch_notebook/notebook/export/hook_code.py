@@ -17,7 +17,7 @@ from graphpatch_notebook.notebook.export.source_parts import (
     result_lines,
     unknown_inputs,
 )
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.code_names import (
     Names,
     Needs,
@@ -29,8 +29,6 @@ from graphpatch_notebook.notebook.session.code_names import (
     user_names,
 )
 from graphpatch_notebook.notebook.session.origin import Origin
-
-_VERBS = {"zero": "zero", "add": "add_to", "replace": "replace", "probe": "keep", "record": "keep", "custom": "change"}
 
 
 class HooksExport:
@@ -86,8 +84,8 @@ class HooksExport:
         if self.origin.model is not None and not is_name(self.origin.model):
             found.append(f"{self.model} = {as_source(self.origin.model, 'the model')}")
         found += [*self.lookups.lines, f"{self.script.calls} = {self.counter}()"]
-        if any(patch.kind in OBSERVING for patch in self.patches):
-            records = [f"{text_literal(str(p.name))}: []" for p in self.patches if p.kind == "record"]
+        if any(patch.definition.keeps for patch in self.patches):
+            records = [f"{text_literal(str(p.name))}: []" for p in self.patches if p.definition.keeps_list]
             found.append(bracketed(f"{self.script.kept} = {{", records, "}"))
         return found
 
@@ -99,7 +97,7 @@ class HooksExport:
         kept = {
             patch.number: f"{self.script.kept}[{text_literal(str(patch.name))}]"
             for patch in self.patches
-            if patch.kind in OBSERVING
+            if patch.definition.keeps
         }
         results = result_lines(self.patches, kept, self.lookups.slices)
         return [
@@ -133,8 +131,8 @@ class HooksExport:
 
 def _function_name(plan: HookPlan) -> str:
     """Returns what a hook does, in a name."""
-    verbs = {_VERBS[patch.kind] for edit in plan.edits for patch in edit.patches}
-    verb = verbs.pop() if len(verbs) == 1 else "patch"
+    kinds = {patch.kind for edit in plan.edits for patch in edit.patches}
+    verb = kinds.pop() if len(kinds) == 1 else "patch"
     paths: Sequence[str] = list(dict.fromkeys(edit.target.path for edit in plan.edits))
     if len(paths) == 1:
         return f"{verb}_{as_name(*last_words(paths[0]))}"

@@ -16,7 +16,7 @@ from typing import Any
 from graphpatch_notebook.notebook.export.hook_places import Edit, Form, HookPlan
 from graphpatch_notebook.notebook.export.source_code import block, text_literal
 from graphpatch_notebook.notebook.export.source_parts import Lookups
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.code_names import Names, as_name
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, plain_dict_key
 
@@ -111,7 +111,7 @@ class HookFunction:
             return [*found, self._write(edit.form, rebuilt)]
         if rebuilt != self.output:
             found.append(f"{self.output} = {rebuilt}")
-        elif any(patch.kind == "custom" and patch.slice is None for patch in edit.patches):
+        elif any(patch.definition.hook_result and patch.slice is None for patch in edit.patches):
             # For torch, a hook that returns None says that nothing is changed.
             message = text_literal(f"{edit.target.path}: the function returned None")
             found.append(block(f"if {self.output} is None:", [f"raise TypeError({message})"]))
@@ -185,12 +185,16 @@ class _Value:
 
     def apply(self, patch: ChosenPatch) -> None:
         """Adds the statements of one patch."""
-        if patch.kind in OBSERVING:
+        kind, value = patch.definition, self._script.lookups.values.get(patch.number, "")
+        if kind.keeps is not None:
             self._keep(patch)
-        elif patch.kind == "custom":
-            self._custom(patch, self._script.lookups.values[patch.number])
+        elif kind.hook_result is not None:
+            self._compute(patch, kind.hook_result, f"({value})" if value.startswith("lambda") else value)
         else:
-            self._write(patch, self._script.lookups.values.get(patch.number, "0"))
+            self._own()
+            part = self._part(patch)
+            target = self.variable if patch.slice is None else part
+            self.lines.append(str(kind.hook_statement).format(target=target, part=part, value=value))
 
     def _keep(self, patch: ChosenPatch) -> None:
         place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
@@ -198,7 +202,7 @@ class _Value:
         target = self._edit.target
         is_copied = target.node.is_mutated_later and isinstance(target.spec, TensorSpec)
         source = f"{self.source}.clone()" if is_copied else self.source
-        self.lines.append(f"{place}.append({source})" if patch.kind == "record" else f"{place} = {source}")
+        self.lines.append(f"{place}.append({source})" if patch.definition.keeps_list else f"{place} = {source}")
         self._is_own = False
 
     def _assign(self, source: str) -> None:
@@ -212,23 +216,17 @@ class _Value:
             self._assign(f"{self.source}.clone()")
             self._is_own = True
 
-    def _write(self, patch: ChosenPatch, value: str) -> None:
-        self._own()
-        part = f"{self.variable}[{self._script.lookups.slices.get(patch.number, '...')}]"
-        if patch.kind == "add":
-            self.lines.append(f"{part if patch.slice else self.variable} += {value}")
-        else:
-            self.lines.append(f"{part} = {value}")
+    def _part(self, patch: ChosenPatch) -> str:
+        return f"{self.variable}[{self._script.lookups.slices.get(patch.number, '...')}]"
 
-    def _custom(self, patch: ChosenPatch, function: str) -> None:
-        called = f"({function})" if function.startswith("lambda") else function
+    def _compute(self, patch: ChosenPatch, result: str, value: str) -> None:
         if patch.slice is not None:
             self._own()
-            part = f"{self.variable}[{self._script.lookups.slices[patch.number]}]"
-            self.lines.append(f"{part} = {called}({part}.clone())")
+            part = self._part(patch)
+            self.lines.append(f"{part} = {result.format(value=value, input=f'{part}.clone()')}")
             return
         given = self.source if self._is_own else f"{self.source}.clone()"
-        self._assign(f"{called}({given})")
+        self._assign(result.format(value=value, input=given))
         self._is_own = False
 
 

@@ -21,7 +21,7 @@ from graphpatch_notebook.inspection.data_flow import at_keys, bound_arguments
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.export.source_code import text_literal
 from graphpatch_notebook.notebook.export.source_parts import by_path
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.code_names import Arguments
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_compiled
@@ -160,8 +160,7 @@ def _calls(root: Frame, module: Module, side: Side) -> list[Frame]:
 
 def _ends(frame: Frame) -> Iterator[Frame]:
     for call in frame.calls():
-        if call.frame is not None:
-            yield from _ends(call.frame)
+        yield from _ends(call.frame)
     yield frame
 
 
@@ -219,6 +218,9 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
     node, frame = target.node, target.frame
     if any(patch.steps is not None or patch.positions is not None for patch in patches):
         yield f"{title} has steps or positions, which a hook does not know: choose a part with a slice instead"
+    without = next((patch for patch in patches if not patch.definition.has_hook), None)
+    if without is not None:
+        yield f"{title} is a {without.kind} patch, a kind that cannot be written as a hook"
     if node.kind == "op":
         kind = f"an operation ({node.op}) inside of {type(frame.module).__name__}, which hooks do not see"
         yield f"{title} is {kind}; nearest: {_nearest_boundary(target, root)!r}"
@@ -244,7 +246,7 @@ def _title(target: Target, patches: Sequence[ChosenPatch]) -> str:
 
 def _write_problems(edit: Edit) -> Iterator[str]:
     """Yields why a value cannot be put back where it was. Hooks change tensors, and tensors in tuples."""
-    if all(patch.kind in OBSERVING for patch in edit.patches):
+    if all(patch.definition.keeps is not None for patch in edit.patches):
         return
     title = _title(edit.target, edit.patches)
     other = next((spec for _, spec in edit.containers if spec.type is not tuple), None)
@@ -271,7 +273,7 @@ def _nearest_boundary(target: Target, root: Frame) -> str:
     for path in outputs:
         if _is_value_of(target.node, at_keys(frame.output, resolve(root, path).dig)):
             return path
-    for called in (call.frame for call in frame.calls() if call.frame is not None):
+    for called in (call.frame for call in frame.calls()):
         for name, given in bound_arguments(called).items():
             if _is_value_of(target.node, given):
                 return format_path((*called.path, name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExportError
@@ -25,7 +25,7 @@ from graphpatch_notebook.notebook.export.source_parts import (
     result_lines,
     unknown_inputs,
 )
-from graphpatch_notebook.notebook.session.chosen_patch import FLAGS, OBSERVING, ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.code_names import (
     Names,
     Needs,
@@ -37,20 +37,12 @@ from graphpatch_notebook.notebook.session.code_names import (
 )
 from graphpatch_notebook.notebook.session.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.notebook.session.patch_kinds import FLAGS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.slices import parse_slice
 from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import NAMED_STEPS
-
-_CLASSES = {
-    "zero": "ZeroPatch",
-    "add": "AddPatch",
-    "replace": "ReplacePatch",
-    "probe": "ProbePatch",
-    "record": "RecordPatch",
-    "custom": "CustomPatch",
-}
-
 
 Form: TypeAlias = Literal["graphpatch", "hooks"]
 
@@ -121,17 +113,17 @@ class _Export:
             self.first_call = parse_arguments(origin.arguments, with_options=True)
         self.names = Names({*user_names(patches, origin), *in_order(self.arguments.expression), "torch"})
         self.model = name_of_model(patches, origin, self.names)
-        used = {_CLASSES[patch.kind] for patch in patches} | ({"PatchableGraph"} if wrap else set())
-        self.classes = {name: self.names.free(name) for name in sorted(used)}
+        used = {_import_of(patch.definition.patch) for patch in patches} | ({_GRAPH} if wrap else set())
+        self.classes = {one: self.names.free(one[1]) if one[0] else one[1] for one in sorted(used)}
         self.result = self.names.free("output", "result")
-        self.observers = {p.number: self.names.free(f"{p.name}_{p.kind}") for p in patches if p.kind in OBSERVING}
+        self.observers = {p.number: self.names.free(f"{p.name}_{p.kind}") for p in patches if p.definition.keeps}
         self.lookups = looked_up(patches, self.first_call, self.names, in_hooks=False)
 
     def source(self, off: int) -> SourceCode:
         """Returns all of the code; `off` patches are not in it."""
         needed = self.needed()
         kept = {
-            p.number: f"{self.observers[p.number]}.activation" + "s" * (p.kind == "record")
+            p.number: f"{self.observers[p.number]}.{p.definition.keeps}"
             for p in self.patches
             if p.number in self.observers
         }
@@ -144,20 +136,26 @@ class _Export:
 
     def needed(self) -> Needs:
         """Returns what the code needs."""
+        made_here = [own for (module, _), own in self.classes.items() if not module]
         first = [self.origin.graph] if not self.wrap else [self.model] if is_name(self.model) else []
         wrapped = [self.model] if self.wrap and not first else []
         arguments = self.first_call.expression
-        found = needs(self.patches, first, [*wrapped, arguments])
+        found = needs(self.patches, [*first, *made_here], [*wrapped, arguments])
         if self.wrap and self.origin.graph not in {*in_order(self.model), *in_order(arguments)}:
             return replace(found, names=tuple(name for name in found.names if name != self.origin.graph))
         return found
 
     def imports(self, needed: Needs) -> list[str]:
         """Returns the import statements."""
-        items = [name if name == own else f"{name} as {own}" for name, own in self.classes.items()]
-        flat = f"from graphpatch import {', '.join(items)}"
-        names = flat if len(flat) <= WIDTH else bracketed("from graphpatch import (", items, ")", 0)
-        return [*["import torch"] * needed.imports_torch, names]
+        items: dict[str, list[str]] = {}
+        for (module, name), own in self.classes.items():
+            items.setdefault(module, []).append(name if name == own else f"{name} as {own}")
+        lines = ["import torch"] * needed.imports_torch
+        for module, names in items.items():
+            flat = f"from {module} import {', '.join(names)}"
+            if module:
+                lines.append(flat if len(flat) <= WIDTH else bracketed(f"from {module} import (", names, ")", 0))
+        return lines
 
     def preparations(self) -> list[str]:
         """Returns what comes before the patch context: the graph, values and probes."""
@@ -165,7 +163,7 @@ class _Export:
         if self.wrap:
             items = [as_source(self.model, "the model"), *self.first_call.sources]
             found += unknown_inputs(self.origin)
-            found.append(bracketed(f"{self.origin.graph} = {self.classes['PatchableGraph']}(", items, ")"))
+            found.append(bracketed(f"{self.origin.graph} = {self.classes[_GRAPH]}(", items, ")"))
         found += self.lookups.lines
         for patch in self.patches:
             if patch.number in self.observers:
@@ -192,15 +190,26 @@ class _Export:
     def _construction(self, patch: ChosenPatch, start: str) -> str:
         """Returns the source of the patch, with `start` before it."""
         items: list[str] = []
-        if patch.value is not None:
-            field = "custom_op" if patch.kind == "custom" else "value"
-            items.append(f"{field}={self.lookups.values[patch.number]}")
-        if patch.index is not None and patch.kind not in OBSERVING:
+        kind = patch.definition
+        if kind.value is not None:
+            items.append(f"{kind.value.field}={self.lookups.values[patch.number]}")
+        if patch.index is not None and kind.keeps is None:
             items.append(f"slice={self.lookups.slices[patch.number]}")
         items += [f"{what}={_numbers(text)}" for what in ("steps", "positions") if (text := getattr(patch, what))]
         items += [] if patch.position_dim is None else [f"position_dim={patch.position_dim}"]
         items += [f"{flag}=True" for flag in FLAGS if getattr(patch, flag)]
-        return bracketed(f"{start}{self.classes[_CLASSES[patch.kind]]}(", items, ")", WIDTH - 5)
+        return bracketed(f"{start}{self.classes[_import_of(kind.patch)]}(", items, ")", WIDTH - 5)
+
+
+_GRAPH = ("graphpatch", "PatchableGraph")
+
+
+def _import_of(patch: type[Patch[Any]]) -> tuple[str, str]:
+    """Returns the module and the name of a patch class; no module for one that cannot be imported."""
+    if patch.__module__ == "__main__" or "<locals>" in patch.__qualname__:
+        return "", patch.__name__
+    package = patch.__module__.partition(".")[0]
+    return "graphpatch" if package == "graphpatch_notebook" else patch.__module__, patch.__name__
 
 
 def _numbers(text: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node
 from graphpatch_notebook.notebook.export.source_code import text_literal
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.code_names import (
     Arguments,
     Names,
@@ -73,7 +73,7 @@ def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices
         if patch.number not in kept:
             continue
         part = kept[patch.number]
-        if patch.index is not None and patch.kind == "probe":
+        if patch.index is not None and not patch.definition.keeps_list:
             # Where the probe did not fire, which a warning says, this raises.
             part = f"{part}[{slices[patch.number]}]"
         elif patch.index is not None:
@@ -128,13 +128,13 @@ def looked_up(patches: Sequence[ChosenPatch], arguments: Arguments, names: Names
     if (
         sum(not is_name(value) for value in values.values()) > (0 if in_hooks else 1)
         or any(map(_may_assign, [arguments.expression, *found.values.values()]))
-        or any(p.kind == "custom" and p.number in values and len(values) + len(slices) > 1 for p in patches)
+        or any(p.is_function and p.number in values and len(values) + len(slices) > 1 for p in patches)
         or any(p.name in used_in_slices for p in patches)
     ):
         for patch in patches:
             start = last_words(patch.path)
             if patch.number in slices:
-                source = slices[patch.number].source(is_bracketed=in_hooks or patch.kind in OBSERVING)
+                source = slices[patch.number].source(is_bracketed=in_hooks or patch.definition.keeps is not None)
                 name = found.slices[patch.number] = names.free(as_name(*start, "slice"))
                 found.lines.append(f"{name} = {source}")
             if patch.number in values:
@@ -144,10 +144,9 @@ def looked_up(patches: Sequence[ChosenPatch], arguments: Arguments, names: Names
 
 
 def _slice_source(patch: ChosenPatch, index: SliceText, in_hooks: bool) -> str:
-    if in_hooks or patch.kind in OBSERVING:
+    if in_hooks or patch.definition.keeps is not None:
         return str(index)
-    # What is zeroed is the same with a new dimension, and without.
-    return index.source(is_bracketed=patch.kind == "zero")
+    return index.source(is_bracketed=patch.definition.is_elementwise)
 
 
 def _is_fixed(value: str) -> bool:

@@ -45,7 +45,7 @@ class CellResults:
         names = {name for one, _ in resolved.observing if one.index for name in one.index.names}
         in_slices = {name: self._namespace[name] for name in names}
         self._observed = [_Observed(one, patch, in_slices) for one, patch in resolved.observing]
-        fixed = [one for one in self._patches if one.kind != "custom" or str(one.value).isidentifier()]
+        fixed = [one for one in self._patches if not one.is_function or str(one.value).isidentifier()]
         own = {one.name for one in self._observed}
         used = {name for name in names_used(fixed) if name in self._namespace and name not in own}
         self._used = {name: self._namespace[name] for name in sorted(used)}

@@ -19,7 +19,7 @@ from graphpatch_notebook.execution import PatchContext
 from graphpatch_notebook.notebook.magics.cell_results import CellResults
 from graphpatch_notebook.notebook.magics.choosing import numbers_of
 from graphpatch_notebook.notebook.magics.command_line import arguments, one_line
-from graphpatch_notebook.notebook.magics.commands import COMMANDS
+from graphpatch_notebook.notebook.magics.commands import commands
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatches
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
 
@@ -160,7 +160,7 @@ def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatc
     name = names[0] if names else ""
     if name.startswith("-"):
         raise SessionError(f"there is no option {name}; a cell takes --only PATH|#n ...")
-    if name in COMMANDS and name not in workspace.graphs():
+    if name in commands() and name not in workspace.graphs():
         raise SessionError(f"{name!r} is a command for a line of its own: %graphpatch {' '.join(words)}")
     if len(names) > 1:
         raise SessionError(f"{' '.join(names[1:])!r} is too much; write %%graphpatch [NAME] [--only PATH|#n ...]")

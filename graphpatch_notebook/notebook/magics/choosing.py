@@ -11,16 +11,9 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.magics.command_line import Place, arguments, one_line, split_options, without_comment
 from graphpatch_notebook.notebook.magics.typed_paths import advice, cut_place, unquoted
-from graphpatch_notebook.notebook.session.chosen_patch import (
-    FLAGS,
-    OBSERVING,
-    WITH_VALUE,
-    ChosenPatch,
-    ChosenPatches,
-    Kind,
-    names_used,
-)
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
 from graphpatch_notebook.notebook.session.graph_transfer import counted
+from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PatchKind
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.patchable_graph import captured
@@ -29,7 +22,7 @@ from graphpatch_notebook.paths import nearest, parse_path
 OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
 
 
-def choose(workspace: Workspace, kind: Kind, text: str) -> None:
+def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
     """Chooses one more patch; none, if the same one is chosen already: a cell may be run again.
 
     Raises:
@@ -39,19 +32,19 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
     root = captured(session.graph).root
     place, options, value = _taken_apart(text, root)
     if not place.path:
-        raise SessionError(f"{kind} needs the path of a node: %graphpatch {kind} PATH[slice] ...")
+        raise SessionError(f"{kind.name} needs the path of a node: %graphpatch {kind.name} PATH[slice] ...")
     fields: dict[str, Any] = {"slice": place.slice, **_restrictions(options)}
     # The path first: a mistake in it would make nonsense of what is said about the rest.
-    path = _path(session, place, kind, root)
-    variable = _variable(value) if kind in OBSERVING else None
-    if kind in OBSERVING:
+    path = _path(session, place, kind.name, root)
+    variable = _variable(value) if kind.keeps is not None else None
+    if kind.keeps is not None:
         fields["name"] = variable or session.free_name(path, workspace.results.names_of_others())
-    elif kind in WITH_VALUE:
+    elif kind.value is not None:
         fields["value"] = value or None
     elif value:
         hint = "; a slice stands directly behind the path" if value.startswith("[") else ""
-        raise SessionError(f"{kind} takes no value, but {value!r} was given{hint}")
-    wanted = ChosenPatch(path, kind, **fields)
+        raise SessionError(f"{kind.name} takes no value, but {value!r} was given{hint}")
+    wanted = ChosenPatch(path, kind.name, **fields)
     if (same := _same(session.chosen, wanted, any_name=variable is None)) is not None:
         how = "" if same.is_enabled else f", but disabled: %graphpatch enable #{same.number}"
         print(f"#{same.number} {described(same)} is chosen already{how}")
@@ -67,7 +60,7 @@ def choose(workspace: Workspace, kind: Kind, text: str) -> None:
         print(f"note: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
 
 
-def _path(session: Session, place: Place, kind: Kind, root: Frame) -> str:
+def _path(session: Session, place: Place, kind: str, root: Frame) -> str:
     """Returns the path in its usual spelling."""
     try:
         return session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
@@ -154,7 +147,7 @@ def described(patch: ChosenPatch) -> str:
 def _shape_note(sliced: tuple[int, ...] | None, patch: ChosenPatch) -> str:
     if sliced is None:
         return ""
-    return f" -> {'list of ' if patch.kind == 'record' else ''}{sliced}"
+    return f" -> {'list of ' if patch.definition.keeps_list else ''}{sliced}"
 
 
 def _name_note(workspace: Workspace, patch: ChosenPatch) -> str:

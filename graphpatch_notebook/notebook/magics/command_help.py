@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind
+
 _PATH = """
 PATH names a node: h_0.mlp.output. A value in a container follows a bar:
 output|sub_0 is the first of a tuple, output|state.h leads on. Tab completes.
@@ -19,10 +21,6 @@ _WHEN = """
                        be told: 1, -2
 --any-shape            also for values of other shapes than in the example
 --allow-empty          the slice may select nothing
-"""
-_VALUE = """
-VALUE is a number, a variable or any Python expression. It is evaluated when a
-cell runs under the patches, and must broadcast to the slice.
 """
 _VARIABLE = """
 NAME is the variable; without it one is chosen, after the path. It is filled
@@ -74,32 +72,6 @@ Patches that were chosen for a graph in NAME are carried over.
     "find": (_QUERY, ("find mlp op:linear -is:patched", "find shape:[1,*,768] is:output")),
     "code": (_PLACE, ("code h_0.mlp", "code h_0.mlp.mul")),
     "shape": (_PLACE + _SLICE, ("shape h_0.output", "shape h_0.output[:, -1]")),
-    "zero": (_PATH + _SLICE + _WHEN, ("zero h_0.mlp.output[:, -1]", "zero h_0.attn.output|sub_0 --steps decoding")),
-    "add": (
-        _VALUE + _PATH + _SLICE + _WHEN,
-        ("add h_0.output 0.5 * steering", "add h_0.output[:, -1] noise --steps prefill"),
-    ),
-    "replace": (
-        _VALUE + _PATH + _SLICE + _WHEN,
-        ("replace h_0.mlp.output other_run", "replace h_0.output[:, 3] torch.ones(768) --any-shape"),
-    ),
-    "probe": (
-        _VARIABLE + _PATH + _SLICE + _WHEN,
-        ("probe h_1.output[:, -1] hidden", "probe h_{i}.mlp.output mlp_{i}"),
-    ),
-    "record": (
-        _VARIABLE + _PATH + _SLICE + _WHEN,
-        ("record h_1.output[:, -1] states", "record output|logits --steps decoding"),
-    ),
-    "custom": (
-        """
-FUNCTION takes the value and returns another one: a variable, or a lambda.
-"""
-        + _PATH
-        + _SLICE
-        + _WHEN,
-        ("custom h_0.output lambda value: value.clamp(-1, 1)", "custom h_0.mlp.output[:, -1] rotate"),
-    ),
     "rm": (_WHICH, ("rm #1 #3", "rm h_*.mlp.output")),
     "enable": (_WHICH, ("enable #1", "enable h_0.output")),
     "disable": (_WHICH, ("disable #1", "disable h_*.mlp.output")),
@@ -152,12 +124,19 @@ Examples:
 
 def explained(name: str) -> str:
     """Returns what the forms and options of a command mean, with examples; no line is longer than 80 columns."""
-    text, typed = _TEXTS[name]
+    kind = PATCH_KINDS.get(name)
+    text = _TEXTS[name][0] if kind is None else _of_kind(kind)
     parts = [text.strip("\n").replace("\n\n", "\n")]
-    parts.append("\n".join(["Examples:", *(f"    %graphpatch {example}" for example in typed)]))
+    if typed := examples(name):
+        parts.append("\n".join(["Examples:", *(f"    %graphpatch {example}" for example in typed)]))
     return "\n\n".join(parts)
+
+
+def _of_kind(kind: PatchKind) -> str:
+    given = _VARIABLE if kind.keeps is not None else "" if kind.value is None else f"{kind.value.help}\n"
+    return given + _PATH + (_SLICE if kind.has_slice else "") + _WHEN
 
 
 def examples(name: str) -> tuple[str, ...]:
     """Returns the examples of a command, as they follow `%graphpatch`."""
-    return _TEXTS[name][1]
+    return PATCH_KINDS[name].examples if name in PATCH_KINDS else _TEXTS[name][1]

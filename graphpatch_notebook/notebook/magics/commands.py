@@ -7,12 +7,14 @@ import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.display.progress import busy
 from graphpatch_notebook.notebook.magics import choosing, files, views, wrapping
 from graphpatch_notebook.notebook.magics.command_line import arguments
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind
 from graphpatch_notebook.notebook.session.workspace import Workspace
 from graphpatch_notebook.paths import nearest
 
@@ -41,12 +43,8 @@ class Command:
         return f"%graphpatch {self.name} {self.usage}".rstrip()
 
 
-def _choose(kind: Any) -> Callable[[Workspace, str], None]:
-    return lambda workspace, text: choosing.choose(workspace, kind, text)
-
-
 _WHEN = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape] [--allow-empty]"
-_ALL = [
+_LOOKING = [
     Command("wrap", "NAME = MODEL(ARGS)", "makes a PatchableGraph of a model, on example inputs", wrapping.wrap),
     Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
     Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "the tree, to patch by click", views.show),
@@ -54,12 +52,8 @@ _ALL = [
     Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, h_*.mlp", views.find, "Searching"),
     Command("code", "PATH", "the code of a graph or a node", views.code, "Building code"),
     Command("shape", "PATH[slice]", "the recorded shape", views.shape),
-    Command("zero", f"PATH[slice] {_WHEN}", "sets a value to zero", _choose("zero")),
-    Command("add", f"PATH[slice] VALUE {_WHEN}", "adds a value", _choose("add")),
-    Command("replace", f"PATH[slice] VALUE {_WHEN}", "replaces a value", _choose("replace")),
-    Command("probe", f"PATH[slice] [NAME] {_WHEN}", "puts a value in a variable", _choose("probe")),
-    Command("record", f"PATH[slice] [NAME] {_WHEN}", "puts the values of all calls in a list", _choose("record")),
-    Command("custom", f"PATH[slice] FUNCTION {_WHEN}", "puts there what a function makes of it", _choose("custom")),
+]
+_EDITING = [
     Command("rm", "PATH|#n ...", "removes patches", choosing.remove),
     Command("enable", "PATH|#n ...", "switches patches on", choosing.enable),
     Command("disable", "PATH|#n ...", "switches patches off, and keeps them", choosing.disable),
@@ -77,7 +71,21 @@ _ALL = [
     Command("save", "FILE [--force]", "writes the chosen patches to a file", files.save),
     Command("load", "FILE [--trust]", "reads them back", files.load),
 ]
-COMMANDS = {command.name: command for command in _ALL}
+
+
+def commands() -> dict[str, Command]:
+    """Returns all commands by their names, in the order of the help; one for each kind of patch is among them."""
+    return {command.name: command for command in (*_LOOKING, *map(_choosing, PATCH_KINDS.values()), *_EDITING)}
+
+
+def _choosing(kind: PatchKind) -> Command:
+    place = "PATH[slice]" if kind.has_slice else "PATH"
+    behind = "[NAME] " if kind.keeps is not None else "" if kind.value is None else f"{kind.value.word} "
+    return Command(kind.name, f"{place} {behind}{_WHEN}", kind.summary, partial(_choose, kind))
+
+
+def _choose(kind: PatchKind, workspace: Workspace, text: str) -> None:
+    choosing.choose(workspace, kind, text)
 
 
 def run(workspace: Workspace, line: str) -> Any:
@@ -93,11 +101,11 @@ def run(workspace: Workspace, line: str) -> Any:
         return views.status(workspace)
     if name in ("help", "-h", "--help"):
         return help_on(rest)
-    if name not in COMMANDS:
+    command = commands().get(name)
+    if command is None:
         raise SessionError(_unknown(workspace, name))
     if rest.strip() in ("-h", "--help"):
         return help_on(name)
-    command = COMMANDS[name]
     with busy(command.doing) if command.doing else nullcontext():
         return command.run(workspace, rest)
 
@@ -114,17 +122,21 @@ def help_on(text: str) -> None:
         if name == "%%graphpatch":
             print(CELLS)
             continue
-        if name not in COMMANDS:
-            raise SessionError(f"there is no command {name!r}; nearest: {', '.join(nearest(name, list(COMMANDS)))}")
-        usage = textwrap.wrap(COMMANDS[name].line, 79, subsequent_indent=" " * 8, break_on_hyphens=False)
-        print("\n".join([*usage, f"    {COMMANDS[name].summary}", "", explained(name)]))
+        command = commands().get(name)
+        if command is None:
+            raise SessionError(f"there is no command {name!r}; nearest: {', '.join(nearest(name, list(commands())))}")
+        usage = textwrap.wrap(command.line, 79, subsequent_indent=" " * 8, break_on_hyphens=False)
+        print("\n".join([*usage, f"    {command.summary}", "", explained(name)]))
 
 
 def overview() -> str:
     """Returns how each command is written and what it does, and how cells run; as wide as the terminal."""
     texts = [
         ("%graphpatch", "the active graph and the chosen patches"),
-        *((f"%graphpatch {c.name} {c.usage.replace(_WHEN, '[OPTIONS]')}".rstrip(), c.summary) for c in _ALL),
+        *(
+            (f"%graphpatch {c.name} {c.usage.replace(_WHEN, '[OPTIONS]')}".rstrip(), c.summary)
+            for c in commands().values()
+        ),
         ("%graphpatch help [COMMAND]", "how it is written"),
         ("%%graphpatch [NAME] [--only PATH|#n ...]", "runs the cell under the chosen patches"),
     ]
@@ -167,5 +179,5 @@ def _unknown(workspace: Workspace, name: str) -> str:
         return f"{name!r} is a graph, not a command; %graphpatch use {name} picks it"
     if name in _OTHER_WORDS:
         return f"there is no command {name!r}; it is written {_OTHER_WORDS[name]}"
-    close = ", ".join(map(repr, nearest(name, list(COMMANDS))))
+    close = ", ".join(map(repr, nearest(name, list(commands()))))
     return f"there is no command {name!r}; nearest: {close}; %graphpatch help shows all"

@@ -14,8 +14,8 @@ from IPython.utils.text import EvalFormatter
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.magics.choosing import leading_options
 from graphpatch_notebook.notebook.magics.command_line import STRING, Place, words
-from graphpatch_notebook.notebook.session.chosen_patch import KINDS, OBSERVING
 from graphpatch_notebook.notebook.session.expressions import undefined
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 
 Variables: TypeAlias = Callable[[], Mapping[str, Any]]
 
@@ -43,10 +43,10 @@ def expanded(line: str, variables: Variables) -> str:
     if match is None or not ("{" in line or "$" in line):
         return line
     command, rest = match[1], line[match.end() :].rstrip()
-    if command in KINDS:
+    if (kind := PATCH_KINDS.get(command)) is not None:
         after = leading_options(rest)[1]
         front = rest[: len(rest) - len(after)]
-        return line[: match.end()] + front + _of_patch(after, variables, has_name=command in OBSERVING)
+        return line[: match.end()] + front + _of_patch(after, variables, has_name=kind.keeps is not None)
     if command in _WITH_PATHS:
         return line[: match.end()] + _of_words(rest, variables)
     return line

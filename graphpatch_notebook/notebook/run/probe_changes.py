@@ -15,7 +15,7 @@ from graphpatch_notebook.notebook.display.statistics import bounded
 from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.run.model_calls import PatchMap
 from graphpatch_notebook.notebook.run.run_report import Buffers, Taken, compared
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.session import ResolvedPatches
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.torch_compat import is_compiled
@@ -47,7 +47,7 @@ class ProbedPasses:
         self.maps: list[PatchMap] = [{}, resolved.patch_map] if resolved.patch_map else [{}]
         self.unpatched: list[tuple[ChosenPatch, Patch[Any]]] = []
         self._without: list[Taken] = []
-        if not resolved.observing or all(one.kind in OBSERVING for one in chosen.enabled):
+        if not resolved.observing or all(one.definition.keeps is not None for one in chosen.enabled):
             return
         self.unpatched = [(one, one.patch(namespace)) for one, _ in resolved.observing]
         probes: dict[str, list[Patch[Any]]] = {}
@@ -113,7 +113,7 @@ def probe_change(before: Taken, after: Taken) -> dict[str, Any] | None:
 
 
 def _values(taken: Taken) -> list[Any]:
-    if taken.chosen.kind == "record":
+    if taken.chosen.definition.keeps_list:
         return list(taken.value)
     return [] if taken.value is None else [taken.value]
 

@@ -294,7 +294,7 @@ class Taken:
             "note": self.problem,
         }
         shown = self.value
-        if self.chosen.kind == "record" and self.value is not None:
+        if self.chosen.definition.keeps_list and self.value is not None:
             shown = self.value[-1] if self.value else None
             if len(self.value) > 1:
                 report["note"] = f"{len(self.value)} values were recorded; this is the last one"

@@ -8,7 +8,7 @@ import keyword
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -20,26 +20,13 @@ from graphpatch_notebook.notebook.session.expressions import (
     parse_expression,
     without_syntax_warnings,
 )
+from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PATCH_KINDS, PatchKind
 from graphpatch_notebook.notebook.session.slices import Bounds, SliceText, parse_slice
-from graphpatch_notebook.patches.kinds import (
-    AddPatch,
-    CustomPatch,
-    Patch,
-    ProbePatch,
-    RecordPatch,
-    ReplacePatch,
-    ZeroPatch,
-)
+from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 from graphpatch_notebook.paths import nearest
 
-Kind: TypeAlias = Literal["zero", "add", "replace", "probe", "record", "custom"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-WITH_VALUE = {"add": "a number or a tensor", "replace": "a number or a tensor", "custom": "a function"}
 _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
-OBSERVING = frozenset({"probe", "record"})
-FLAGS = ("any_shape", "allow_empty")
-"""The fields of a patch that are `True` or `False`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +53,10 @@ class ChosenPatch:
 
     Attributes:
         path: The node path, with what it digs out of a container.
-        kind: `zero`, `add`, `replace`, `probe`, `record` or `custom`.
+        kind: The name of a `PatchKind`: `zero`, `add`, `probe`, ...
         slice: What was typed between brackets; `None` for the whole value.
-        value: A Python expression: what to add or put there, or the function of a `custom` patch.
-        name: The variable that receives what a probe or record keeps.
+        value: A Python expression, for the kinds that take one: what to add, the function to apply.
+        name: The variable that receives what the patch keeps, for the kinds that keep something.
         is_enabled: Whether it is applied.
         steps: The steps of a generation it is for: `prefill`, `decoding`, or numbers as in a slice (`0`, `2, 4`, `1:`).
         positions: The positions in the sequence it is for, as numbers in the same way.
@@ -89,7 +76,7 @@ class ChosenPatch:
     """
 
     path: str
-    kind: Kind
+    kind: str
     slice: str | None = None
     value: str | None = None
     name: str | None = None
@@ -106,16 +93,14 @@ class ChosenPatch:
         for field in fields(self):
             if field.name != "untrusted":
                 _check_type(field.name, getattr(self, field.name), str(field.type))
-        if self.kind not in KINDS:
-            close = nearest(self.kind, KINDS, 1)
-            raise ChosenPatchError(
-                "kind", f"there is no kind {self.kind!r}; nearest: {close[0]!r} of {', '.join(KINDS)}"
-            )
+        if self.kind not in PATCH_KINDS:
+            close, names = nearest(self.kind, list(PATCH_KINDS), 1), ", ".join(PATCH_KINDS)
+            raise ChosenPatchError("kind", f"there is no kind {self.kind!r}; nearest: {close[0]!r} of {names}")
         self._check_fields_of_kind()
         for what, parse in (("slice", parse_slice), ("value", parse_expression), ("steps", parse_numbers)):
             self._check_text(what, parse)
-        if self.value is not None and self.kind != "custom":
-            _check_number(self.kind, self.value)
+        if (wanted := self.definition.value) is not None and not wanted.is_function:
+            _check_number(self.kind, wanted.noun, str(self.value))
         self._check_text("positions", parse_numbers)
         if self.positions in NAMED_STEPS:
             raise ChosenPatchError("positions", f"positions are numbers, not {self.positions!r}, which names steps")
@@ -127,14 +112,17 @@ class ChosenPatch:
             _check_variable(self.name)
 
     def _check_fields_of_kind(self) -> None:
-        if self.kind in WITH_VALUE and self.value is None:
-            raise ChosenPatchError("value", f"{self.kind} needs a value: {WITH_VALUE[self.kind]}")
-        if self.kind not in WITH_VALUE and self.value is not None:
+        kind = self.definition
+        if kind.value is not None and self.value is None:
+            raise ChosenPatchError("value", f"{self.kind} needs a value: {kind.value.noun}")
+        if kind.value is None and self.value is not None:
             raise ChosenPatchError("value", f"{self.kind} takes no value, but {self.value!r} was given")
-        if self.kind in OBSERVING and self.name is None:
+        if kind.keeps is not None and self.name is None:
             raise ChosenPatchError("name", f"{self.kind} needs the name of a variable to put the activation in")
-        if self.kind not in OBSERVING and self.name is not None:
+        if kind.keeps is None and self.name is not None:
             raise ChosenPatchError("name", f"{self.kind} puts nothing in a variable, but {self.name!r} was named")
+        if not kind.has_slice and self.slice is not None:
+            raise ChosenPatchError("slice", f"{self.kind} takes no slice, but [{self.slice}] was given")
 
     def _check_text(self, what: str, parse: Any) -> None:
         text = getattr(self, what)
@@ -146,6 +134,16 @@ class ChosenPatch:
             named = f"; steps are also named {' and '.join(NAMED_STEPS)}" if what == "steps" else ""
             raise ChosenPatchError(what, f"{error}{named}") from None
         object.__setattr__(self, what, parsed if isinstance(parsed, str) else str(parsed))
+
+    @property
+    def definition(self) -> PatchKind:
+        """The entry of its kind."""
+        return PATCH_KINDS[self.kind]
+
+    @property
+    def is_function(self) -> bool:
+        """Whether its value is a function."""
+        return self.definition.value is not None and self.definition.value.is_function
 
     @property
     def index(self) -> SliceText | None:
@@ -178,16 +176,12 @@ class ChosenPatch:
             )
         index = None if self.index is None else self.index.index(namespace)
         value = None if self.value is None else evaluate(self.value, namespace, f"value of patch #{self.number}")
-        more = self.restrictions()
-        if self.kind == "zero":
-            return ZeroPatch(slice=index, **more)
-        if self.kind == "add":
-            return AddPatch(value=value, slice=index, **more)  # type: ignore[arg-type]
-        if self.kind == "replace":
-            return ReplacePatch(value=value, slice=index, **more)  # type: ignore[arg-type]
-        if self.kind == "custom":
-            return CustomPatch(custom_op=value, slice=index, **more)  # type: ignore[arg-type]
-        return ProbePatch(**more) if self.kind == "probe" else RecordPatch(**more)
+        given: dict[str, Any] = self.restrictions()
+        if self.definition.value is not None:
+            given[self.definition.value.field] = value
+        if index is not None and self.definition.keeps is None:
+            given["slice"] = index
+        return self.definition.patch(**given)
 
     def taken(self, patch: Patch[Any], namespace: Mapping[str, Any]) -> Any:
         """Returns what a probe or record kept, its slice taken: what its variable receives.
@@ -197,10 +191,10 @@ class ChosenPatch:
         Raises:
             PatchValueError: The model has overwritten a value that was kept, or one has no such part.
         """
-        if isinstance(patch, RecordPatch):
-            return [self.part(value, namespace) for value in patch.activations]
-        assert isinstance(patch, ProbePatch)
-        return None if patch.activation is None else self.part(patch.activation, namespace)
+        kept = getattr(patch, str(self.definition.keeps))
+        if self.definition.keeps_list:
+            return [self.part(value, namespace) for value in kept]
+        return None if kept is None else self.part(kept, namespace)
 
     def part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
         """Returns what the slice of a probe or record takes out of a value.
@@ -306,13 +300,13 @@ def _quoted(text: str) -> str:
 
 
 def _check_type(what: str, value: Any, annotation: str) -> None:
-    kinds = {"str": str, "Kind": str, "bool": bool, "int": int, "None": type(None)}
+    kinds = {"str": str, "bool": bool, "int": int, "None": type(None)}
     allowed = tuple(kinds[word.strip()] for word in annotation.split("|"))
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise ChosenPatchError(what, f"{what} must be {annotation.replace('Kind', 'str')}, not {value!r}")
+        raise ChosenPatchError(what, f"{what} must be {annotation}, not {value!r}")
 
 
-def _check_number(kind: Kind, value: str) -> None:
+def _check_number(kind: str, noun: str, value: str) -> None:
     """Makes sure that what is written out in the code is a number; of what is computed nothing is known yet."""
     try:
         with without_syntax_warnings():
@@ -323,7 +317,7 @@ def _check_number(kind: Kind, value: str) -> None:
         return
     what = "None" if literal is None else f"a {type(literal).__name__}"
     repair = f": torch.tensor({as_argument(value)})" if isinstance(literal, (list, tuple)) else ""
-    raise ChosenPatchError("value", f"{kind} takes {WITH_VALUE[kind]}, not {what}, {value}{repair}")
+    raise ChosenPatchError("value", f"{kind} takes {noun}, not {what}, {value}{repair}")
 
 
 def _check_variable(name: str) -> None:

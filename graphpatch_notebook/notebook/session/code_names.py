@@ -100,7 +100,9 @@ def needs(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Seq
     """Returns what the code needs: the names in `first`, what `expressions` use, and what the patches do."""
     slice_names = [name for patch in patches if patch.index is not None for name in patch.index.names]
     # A variable as a function is called, also where it is a builtin.
-    values = [f"({p.value}\n)()" if p.kind == "custom" else p.value for p in patches if p.value is not None]
+    values = [
+        f"({patch.value}\n)()" if patch.is_function else patch.value for patch in patches if patch.value is not None
+    ]
     texts = [*expressions, *values]
     used = [*first, *(name for text in texts for name in in_order(text)), *slice_names]
     trees = [ast.parse(f"(\n{text}\n)") for text in texts]

@@ -21,7 +21,7 @@ from graphpatch_notebook.checks.dimensions import fixed_sizes
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.display.labels import visible
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch, ChosenPatches, UntrustedFile
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, UntrustedFile
 from graphpatch_notebook.notebook.session.listeners import Listeners
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.slices import Sliced, sliced_shape
@@ -354,7 +354,7 @@ class Session:
                 problems.append(f"#{one.number} ({visible(str(one))}): {type(error).__name__}: {error}")
                 continue
             patch_map.setdefault(one.path, []).append(patch)
-            if one.kind in OBSERVING:
+            if one.definition.keeps is not None:
                 observing.append((one, patch))
         if problems:
             raise SessionError("; ".join(problems)) from cause

@@ -9,6 +9,8 @@ from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.browser.requests import answer
 from tests.notebook.shells import Shell
 
+pytestmark = pytest.mark.hosts
+
 
 class Words:
     def decode(self, tokens: list[int]) -> str:

@@ -184,7 +184,6 @@ def test_a_patch_that_is_being_changed_is_not_in_its_own_way(front: Front) -> No
         (fields("sub_0.linear", "zero", slice=":, :, 0"), "slice", "has 3 dimensions"),
         (fields("sub_0.linear", "zero", slice=":, 3:6"), "slice", "selects nothing: dimension 1"),
         (fields("sub_0.linear", "zero", slice="f()"), "slice", "is not possible"),
-        (fields("sub_0.linear", "add"), "value", "needs a value"),
         (fields("sub_0.linear", "add", value="1 +"), "value", "no Python expression"),
         (fields("sub_0.linear", "add", value="[1, 2]"), "value", "not a list"),
         (fields("sub_0.linear", "replace", value="None"), "value", "not None"),
@@ -203,6 +202,14 @@ def test_mistakes_are_told_at_their_field(front: Front, patch: dict[str, Any], f
     assert checked["field"] == field
     assert message in checked["message"]
     assert front.refused_edit("add", patch=patch) == checked
+
+
+def test_a_slice_is_checked_before_a_value_is_typed(front: Front) -> None:
+    patch = fields("sub_0.linear", "add", slice=":, 0")
+    assert front.ask("check", patch=patch, number=None)["sliced"] == [2]
+    refused = front.refused_edit("add", patch=patch)
+    assert refused["field"] == "value"
+    assert "add needs a value: a number or a tensor" in refused["message"]
 
 
 @pytest.mark.parametrize(

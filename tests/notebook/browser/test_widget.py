@@ -43,6 +43,8 @@ from tests.notebook.browser.test_requests import fields
 from tests.notebook.hosts import Kernel, environment
 from tests.notebook.shells import Shell
 
+pytestmark = pytest.mark.hosts
+
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 

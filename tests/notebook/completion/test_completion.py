@@ -18,13 +18,15 @@ from IPython.core.completer import CompletionContext, provisionalcompleter, rect
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.places import Place, is_child
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
-from graphpatch_notebook.notebook.completion.command_arguments import COMMANDS as COMPLETED
+from graphpatch_notebook.notebook.completion.command_arguments import arguments_by_command
 from graphpatch_notebook.notebook.completion.python_text import cursor_at_end
 from graphpatch_notebook.notebook.completion.segments import next_segments
-from graphpatch_notebook.notebook.magics.commands import COMMANDS
+from graphpatch_notebook.notebook.magics.commands import commands
 from tests.notebook.hostile import KEYS, hostile_graph
 from tests.notebook.shells import Shell
 from tests.zoo import case_by_name
+
+pytestmark = pytest.mark.hosts
 
 hostile = cache(hostile_graph)
 
@@ -81,11 +83,12 @@ def test_commands_and_paths_wherever_the_magic_may_stand(typing: Shell, before: 
 
 
 def test_every_command_is_completed_and_none_else(typing: Shell) -> None:
-    assert set(COMPLETED) == {*COMMANDS, "help"}
-    assert set(texts(typing, "%graphpatch ")) == set(COMPLETED)
+    completed_commands = arguments_by_command()
+    assert set(completed_commands) == {*commands(), "help"}
+    assert set(texts(typing, "%graphpatch ")) == set(completed_commands)
     assert texts(typing, "%graphpatch help sav") == ["save"]
-    for name, command in COMPLETED.items():
-        usage = "" if name == "help" else COMMANDS[name].usage
+    for name, command in completed_commands.items():
+        usage = "" if name == "help" else commands()[name].usage
         assert all(option in usage for option in command.options), name
         assert set(texts(typing, f"%graphpatch {name} x -")) >= set(command.options) or name == "find"
 

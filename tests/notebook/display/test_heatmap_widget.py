@@ -26,6 +26,8 @@ from tests.notebook.browser.test_widget import WIDGET_VIEW, Line
 from tests.notebook.hosts import environment
 from tests.notebook.shells import Shell
 
+pytestmark = pytest.mark.hosts
+
 PATHS = [f"transformer.h_{layer}.mlp.output" for layer in range(3)]
 TOKENS = ["The", " cat", "\n", "<b>"]
 

@@ -25,6 +25,8 @@ from graphpatch_notebook.patchable_graph import captured
 from tests.notebook.hosts import environment
 from tests.zoo import case_by_name
 
+pytestmark = pytest.mark.hosts
+
 SLOW_MODEL = """
 import contextlib, sys, time
 import torch

@@ -19,6 +19,8 @@ from graphpatch_notebook.notebook.export.source_code import as_html
 from graphpatch_notebook.notebook.search.search import find
 from tests.notebook.hostile import KEYS, hostile_graph
 
+pytestmark = pytest.mark.hosts
+
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

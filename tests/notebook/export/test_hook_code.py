@@ -212,13 +212,13 @@ def patch_blocks_0_output(module, args, output):
     return (*output[:1], sub_1)
 
 
-def keep_output_last(module, args, output):
-    calls["keep_output_last"] += 1
+def record_output_last(module, args, output):
+    calls["record_output_last"] += 1
     kept["acts"].append(output["last"])
 
 
-def change_blocks_0_x(module, args):
-    calls["change_blocks_0_x"] += 1
+def custom_blocks_0_x(module, args):
+    calls["custom_blocks_0_x"] += 1
     x_1 = torch.tanh(args[0].clone())
     return (x_1, *args[1:])"""
     )

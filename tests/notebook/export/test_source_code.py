@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from graphpatch_notebook.notebook.export.source_code import SourceCode
+from tests.notebook.shells import Shell
+
+pytestmark = pytest.mark.hosts
 
 TEXT = 'from graphpatch import ZeroPatch\n\n# <script>alert("&")</script>\nx = {"a": 1.5}\nif x:\n    print(f\'{x}\')\n'
 CODE = SourceCode(TEXT)
@@ -41,9 +43,8 @@ def test_html_shows_the_code_and_nothing_else() -> None:
     assert re.search(r'<span style="color:#2c7fb8;[^"]*">from</span>', shown)
 
 
-def test_ipython_formats() -> None:
-    shell = InteractiveShell.instance()
-    data, _ = shell.display_formatter.format(CODE)
+def test_ipython_formats(plain_shell: Shell) -> None:
+    data, _ = plain_shell.ip.display_formatter.format(CODE)
     assert set(data) == {"text/plain", "text/html"}
     assert data["text/plain"] == TEXT.rstrip("\n")
 

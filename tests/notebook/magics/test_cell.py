@@ -22,6 +22,8 @@ from torch import Tensor
 from graphpatch_notebook import PatchNotFiredWarning, PatchValueError
 from tests.notebook.shells import Mlp, Shell
 
+pytestmark = pytest.mark.hosts
+
 
 def zeroed(x: Tensor) -> Tensor:
     """Returns what the model gives with `hidden[:, :4]` set to zero, by plain torch."""

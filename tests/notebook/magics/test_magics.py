@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +13,15 @@ from graphpatch_notebook import AddPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.notebook.magics.choosing import OPTIONS
 from graphpatch_notebook.notebook.magics.command_help import examples
 from graphpatch_notebook.notebook.magics.command_line import Place, split_options
-from graphpatch_notebook.notebook.magics.commands import COMMANDS
+from graphpatch_notebook.notebook.magics.commands import commands
 from graphpatch_notebook.notebook.magics.wrapping import Assignment
 from graphpatch_notebook.notebook.search.query import KEYS, STATES, parse_query
-from graphpatch_notebook.notebook.session.chosen_patch import OBSERVING, ChosenPatch, Kind
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.shells import Mlp, Shell
+
+pytestmark = pytest.mark.hosts
 
 
 def chosen(shell: Shell, name: str = "pg") -> list[str]:
@@ -496,9 +499,9 @@ def test_ls_and_find(four: Shell) -> None:
 
 def test_help(pg: Shell) -> None:
     overview = pg.ok("%graphpatch help").out
-    assert all(f"%graphpatch {name}" in overview for name in COMMANDS)
+    assert all(f"%graphpatch {name}" in overview for name in commands())
     assert pg.ok("%graphpatch -h").out == overview
-    for name, command in COMMANDS.items():
+    for name, command in commands().items():
         assert pg.ok(f"%graphpatch help {name}").out == pg.ok(f"%graphpatch {name} --help").out
         said = pg.ok(f"%graphpatch {name} -h").out
         assert " ".join(said.split()).startswith(" ".join(f"{command.line} {command.summary}".split()))
@@ -517,13 +520,13 @@ def test_the_grammar_of_the_search_is_in_the_help(pg: Shell) -> None:
     assert all(state in said for state in STATES if state != "attribute")
 
 
-@pytest.mark.parametrize("example", [example for name in COMMANDS for example in examples(name)])
+@pytest.mark.parametrize("example", [example for name in commands() for example in examples(name)])
 def test_examples_can_be_typed(example: str) -> None:
     name, _, rest = example.partition(" ")
-    if name in get_args(Kind):
+    if name in PATCH_KINDS:
         options, behind = split_options(Place.cut(rest).rest, OPTIONS)
         texts = {what.lstrip("-").replace("-", "_"): text or True for what, text in options.items()}
-        field, default = ("name", "free") if name in OBSERVING else ("value", None)
+        field, default = ("name", "free") if PATCH_KINDS[name].keeps else ("value", None)
         patch = ChosenPatch("x", name, **{field: behind.replace("{i}", "0") or default}, **texts)  # type: ignore[arg-type]
         assert patch.kind == name
     elif name == "find":
@@ -531,7 +534,7 @@ def test_examples_can_be_typed(example: str) -> None:
     elif name == "wrap":
         assert Assignment.parse(rest).name == "pg"
     else:
-        assert name in COMMANDS
+        assert name in commands()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from graphpatch_notebook.capture.example_inputs import ExampleInputs
 from graphpatch_notebook.notebook.session.input_names import changed_variables, written_arguments
 from tests.notebook.shells import Shell
 
+pytestmark = pytest.mark.hosts
+
 A, B, C = (torch.tensor([float(number)]) for number in range(3))
 
 

@@ -23,6 +23,8 @@ from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 
+pytestmark = pytest.mark.hosts
+
 
 class Model(nn.Module):
     def __init__(self) -> None:

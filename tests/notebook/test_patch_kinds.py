@@ -1,0 +1,202 @@
+"""A kind of patch is registered in one call, and everything in the notebook knows it: commands, files, code, editor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from IPython.core.completer import provisionalcompleter
+from torch import Tensor
+
+from graphpatch_notebook import Patch, ZeroPatch
+from graphpatch_notebook.errors import ChosenPatchError, ExportError
+from graphpatch_notebook.notebook import PATCH_KINDS, PatchKind, PatchValue, register_patch_kind
+from graphpatch_notebook.notebook.browser.requests import Desk, answer
+from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+from graphpatch_notebook.notebook.export.patch_code import export
+from graphpatch_notebook.notebook.run.runs import Runs
+from graphpatch_notebook.notebook.session import session_file
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.session import session_of
+from graphpatch_notebook.notebook.session.workspace import Workspace
+from tests.notebook.shells import Shell
+
+FRONT_END = Path(__file__).parents[2] / "js" / "tests" / "fixtures" / "patch_kinds.json"
+
+
+@dataclass(kw_only=True, eq=False)
+class ScalePatch(Patch[Tensor]):
+    """Multiplies the value, as in the contributor's guide."""
+
+    requires_clone: ClassVar[bool] = True
+    factor: float
+
+    def op(self, original_output: Tensor) -> Tensor:
+        return original_output.mul_(self.factor)
+
+
+@dataclass(kw_only=True, eq=False)
+class FlipPatch(Patch[Tensor]):
+    """A patch without a value, which cannot be written as a hook."""
+
+    def op(self, original_output: Tensor) -> Tensor:
+        return original_output.flip(-1)
+
+
+SCALE = PatchKind(
+    "scale",
+    ScalePatch,
+    "multiplies the value",
+    value=PatchValue("factor", "a number", "0.5", help="VALUE is a number."),
+    examples=("scale h_0.output 0.5",),
+    hook_statement="{target} *= {value}",
+)
+
+
+@pytest.fixture(autouse=True)
+def kinds() -> Iterator[None]:
+    register_patch_kind(SCALE)
+    register_patch_kind(PatchKind("flip", FlipPatch, "turns the value around"))
+    yield
+    del PATCH_KINDS["scale"], PATCH_KINDS["flip"]
+
+
+def expected(pg: Shell) -> Tensor:
+    """Returns the output of the model whose `down.output` is halved, by a plain hook."""
+    model, x = pg.namespace["model"], pg.namespace["x"]
+    handle = model.down.register_forward_hook(lambda module, args, output: output * 0.5)
+    try:
+        return model(x)
+    finally:
+        handle.remove()
+
+
+def test_it_is_a_command(pg: Shell) -> None:
+    assert pg.ok("%graphpatch scale down.output 0.5").out == "#1 scale down.output 0.5 -> (3, 2)\n"
+    assert torch.equal(pg.ok("%%graphpatch\npg(x)").value, expected(pg))
+    assert "takes no slice" in pg.run("%graphpatch scale down.output[0] 0.5").err
+    assert "scale needs a value: a number" in pg.run("%graphpatch scale up.output").err
+    assert "scale takes a number, not a str" in pg.run("%graphpatch scale up.output 'x'").err
+
+
+def test_it_has_help_and_completion(pg: Shell) -> None:
+    assert "%graphpatch scale PATH VALUE [OPTIONS]" in pg.ok("%graphpatch help").out
+    said = pg.ok("%graphpatch help scale").out
+    assert all(
+        text in said for text in ("multiplies the value", "VALUE is a number.", "%graphpatch scale h_0.output 0.5")
+    )
+    assert "[slice]" not in said
+    assert "Examples" not in pg.ok("%graphpatch help flip").out
+    pg.namespace["strength"] = 0.5
+    for typed, completed in (("sca", "scale"), ("scale dow", "down."), ("scale down.output stren", "strength")):
+        line = f"%graphpatch {typed}"
+        with provisionalcompleter():
+            assert completed in [one.text for one in pg.ip.Completer.completions(line, len(line))]
+
+
+def test_it_is_in_session_files(pg: Shell, tmp_path: Path) -> None:
+    session = session_of(pg.namespace["pg"])
+    chosen = [ChosenPatch("down.output", "scale", value="0.5"), ChosenPatch("up.output", "flip")]
+    session.extend(chosen)
+    session_file.save(session, tmp_path / "session.json")
+    session.clear()
+    assert [str(patch) for patch in session_file.load(session, tmp_path / "session.json")] == [*map(str, chosen)]
+    del PATCH_KINDS["flip"]
+    try:
+        with pytest.raises(ChosenPatchError, match="there is no kind 'flip'"):
+            ChosenPatch("up.output", "flip")
+    finally:
+        register_patch_kind(PatchKind("flip", FlipPatch, "turns the value around"))
+
+
+@pytest.mark.parametrize("form", ["graphpatch", "hooks"])
+def test_it_is_exported(pg: Shell, form: Any) -> None:
+    session = session_of(pg.namespace["pg"])
+    session.add(ChosenPatch("down.output", "scale", value="0.5"))
+    source = export(session, form)
+    assert (f"from {__name__} import ScalePatch\n" in source) == (form == "graphpatch")
+    found = {name: pg.namespace[name] for name in ("pg", "model", "x")}
+    exec(source, found)
+    assert torch.equal(found["output"], expected(pg))
+
+
+def test_a_class_that_cannot_be_imported_is_needed(pg: Shell) -> None:
+    session = session_of(pg.namespace["pg"])
+    pg.ok(
+        "from dataclasses import dataclass\nfrom graphpatch_notebook import Patch\n@dataclass(kw_only=True, eq=False)\n"
+        "class HalfPatch(Patch):\n    def op(self, original_output):\n        return original_output * 0.5"
+    )
+    register_patch_kind(PatchKind("half", pg.namespace["HalfPatch"], "halves the value"))
+    try:
+        session.add(ChosenPatch("down.output", "half"))
+        source = export(session)
+        assert source.startswith("# Needs: pg, HalfPatch, x\n\nwith pg.patch(")
+        found = {name: pg.namespace[name] for name in ("pg", "x", "HalfPatch")}
+        exec(source, found)
+        assert torch.equal(found["output"], expected(pg))
+        session.clear()
+    finally:
+        del PATCH_KINDS["half"]
+
+
+def test_one_without_a_hook_is_refused_as_a_hook(pg: Shell) -> None:
+    session = session_of(pg.namespace["pg"])
+    session.add(ChosenPatch("down.output", "flip"))
+    with pytest.raises(ExportError, match=r"'down\.output' is a flip patch, a kind that cannot be written as a hook"):
+        export(session, "hooks")
+
+
+def test_it_is_in_the_editor(pg: Shell) -> None:
+    graph = pg.namespace["pg"]
+    session, workspace = session_of(graph), Workspace(lambda: pg.namespace, print)
+    desk = Desk(session, workspace, lambda: skeleton_of(graph), Runs(session, lambda: pg.namespace, workspace.results))
+    patch = {"path": "down.output", "kind": "scale", "value": None}
+    reply, _ = answer(desk, {"id": 1, "request": "check", "payload": {"patch": patch, "number": None}})
+    assert reply["result"]["shape"] == [3, 2]
+    edit = {"action": "add", "patch": {**patch, "value": "0.5"}}
+    answer(desk, {"id": 2, "request": "edit", "payload": {"based_on": session.chosen.version, "edit": edit}})
+    assert [str(one) for one in session.chosen.patches] == ["scale down.output 0.5"]
+    browser = graph.browse()
+    assert {
+        "name": "scale",
+        "summary": "multiplies the value",
+        "value": {"noun": "a number", "example": "0.5"},
+    }.items() <= (browser.about["patch_kinds"][-2].items())
+    assert browser.about["patch_kinds"][-1]["fields"] == [
+        "steps",
+        "positions",
+        "position_dim",
+        "any_shape",
+        "allow_empty",
+    ]
+    browser.close()
+
+
+def test_the_tests_of_the_front_end_have_the_kinds_of_the_kernel() -> None:
+    known = json.loads(FRONT_END.read_text("utf8"))
+    assert known == [kind.state() for kind in PATCH_KINDS.values()][:-2]
+
+
+@pytest.mark.parametrize("name", ["zero", "save", "help"])
+def test_names_of_commands_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"has a command '{name}' already"):
+        register_patch_kind(PatchKind(name, FlipPatch, "turns the value around"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "two words"}, "must be an identifier"),
+        ({"value": PatchValue("size", "a number", "2")}, "ZeroPatch has no field 'size'"),
+        ({"value": PatchValue("slice", "a number", "2"), "keeps": "slice"}, "takes a value or keeps one"),
+        ({"hook_statement": "{part} = 0", "hook_result": "{input} * 0"}, "not both"),
+    ],
+)
+def test_mistakes_of_an_entry(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PatchKind(**{"name": "one", "patch": ZeroPatch, "summary": "sets the value to zero", **fields})
