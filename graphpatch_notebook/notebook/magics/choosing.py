@@ -22,10 +22,9 @@ from graphpatch_notebook.notebook.magics.command_line import (
     without_comment,
 )
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
-from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PatchKind
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest, parse_path
 

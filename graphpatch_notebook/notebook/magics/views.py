@@ -19,9 +19,8 @@ from graphpatch_notebook.notebook.magics.choosing import refuse_arguments
 from graphpatch_notebook.notebook.magics.command_line import cut_place, split_options, without_comment, words
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import undefined
-from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, counted
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, ValueSpec
 
