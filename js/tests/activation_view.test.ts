@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { type ActivationPart, makeActivation } from "../src/activation_view";
-import { setInputs } from "../src/inputs";
-import { RequestFailed } from "../src/parts";
+import { type ActivationPart, makeActivation } from "../src/details/activation_view";
+import { setInputs } from "../src/runs/inputs";
+import { RequestFailed } from "../src/view";
 import { activation, activationStatus, HISTOGRAM, heatmap, JobView, patch, statistics } from "./job_fixtures";
 
 let view: JobView;

@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { DEBOUNCE_MS } from "../src/checker";
-import { type Editor, makeEditor } from "../src/editor";
-import type { Checked, PatchKind } from "../src/protocol";
+import type { Checked, PatchKind } from "../src/kernel/protocol";
+import { DEBOUNCE_MS } from "../src/patches/checker";
+import { type Editor, makeEditor } from "../src/patches/editor";
 import { ABOUT } from "./fixtures";
 import { choose, HOSTILE, named, patch, Rig, settled, type } from "./panel_rig";
 

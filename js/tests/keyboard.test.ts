@@ -1,9 +1,9 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
-import { type TreeActions, watchKeys } from "../src/keyboard";
-import type { Edit, PatchState } from "../src/protocol";
-import { makeToolbar, type Toolbar } from "../src/toolbar";
-import { TreeState } from "../src/tree_state";
-import { makeTree } from "../src/tree_view";
+import type { Edit, PatchState } from "../src/kernel/protocol";
+import { type TreeActions, watchKeys } from "../src/tree/keyboard";
+import { makeToolbar, type Toolbar } from "../src/tree/toolbar";
+import { TreeState } from "../src/tree/tree_state";
+import { makeTree } from "../src/tree/tree_view";
 import { FakeView } from "./fixtures";
 
 class Widget {

@@ -1,6 +1,6 @@
 import { expect, it } from "vitest";
-import { makeNotices } from "../src/notices";
-import type { Kernel, KernelState } from "../src/parts";
+import { makeNotices } from "../src/page/notices";
+import type { Kernel, KernelState } from "../src/view";
 import { HOSTILE, named } from "./panel_rig";
 
 function made(state: KernelState = "idle") {

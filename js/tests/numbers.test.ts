@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
-import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape } from "../src/numbers";
-import { statisticsRows } from "../src/statistics";
-import { visibleToken } from "../src/tokens";
+import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape } from "../src/page/numbers";
+import { visibleToken } from "../src/page/tokens";
+import { statisticsRows } from "../src/plots/statistics";
 import { statistics } from "./job_fixtures";
 
 describe("formatNumber", () => {

@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import type { Part } from "../src/parts";
-import { makePatchList } from "../src/patch_list";
+import { makePatchList } from "../src/patches/patch_list";
+import type { Part } from "../src/view";
 import { HOSTILE, named, patch, Rig, settled } from "./panel_rig";
 
 let rig: Rig;

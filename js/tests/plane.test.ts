@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
-import { colour, type Rgb } from "../src/colours";
-import { leadingOf, moveAlong } from "../src/leading";
-import { cellSize, colourOf, type Plane, readPlane, summarise } from "../src/plane";
+import { leadingOf, moveAlong } from "../src/details/leading";
+import { colour, type Rgb } from "../src/plots/colours";
+import { cellSize, colourOf, type Plane, readPlane, summarise } from "../src/plots/plane";
 import { float32, heatmap } from "./job_fixtures";
 
 function plane(rows: number, columns: number, values: number[]): Plane {

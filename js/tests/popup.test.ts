@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it } from "vitest";
-import { makePopup, type Popup } from "../src/popup";
-import type { Details } from "../src/protocol";
+import { makePopup, type Popup } from "../src/details/popup";
+import type { Details } from "../src/kernel/protocol";
 import { HOSTILE, named, Rig, settled } from "./panel_rig";
 
 const PATH = "transformer.h_0.attn.attn_weights";

@@ -1,5 +1,5 @@
 import { afterEach, expect, it } from "vitest";
-import { makePopup, type SectionPart } from "../src/popup";
+import { makePopup, type SectionPart } from "../src/details/popup";
 import { JobView } from "./job_fixtures";
 
 let view: JobView;

@@ -1,10 +1,10 @@
 import { expect, test } from "vitest";
-import { Folding } from "../src/folding";
-import type { PatchState } from "../src/protocol";
-import { CLOSED, firstOpen, OPEN } from "../src/rows";
-import { insideText, Scores, scoreText } from "../src/scores";
-import { Skeleton } from "../src/skeleton";
-import { TreeState } from "../src/tree_state";
+import type { PatchState } from "../src/kernel/protocol";
+import { Folding } from "../src/tree/folding";
+import { CLOSED, firstOpen, OPEN } from "../src/tree/rows";
+import { insideText, Scores, scoreText } from "../src/tree/scores";
+import { Skeleton } from "../src/tree/skeleton";
+import { TreeState } from "../src/tree/tree_state";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "./fixtures";
 
 const skeleton = new Skeleton(transformer(6));

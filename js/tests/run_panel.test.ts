@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { RequestFailed } from "../src/parts";
-import type { RunStatus } from "../src/protocol";
-import { makeRunPanel } from "../src/run_panel";
+import type { RunStatus } from "../src/kernel/protocol";
+import { makeRunPanel } from "../src/runs/run_panel";
+import { RequestFailed } from "../src/view";
 import { ABOUT } from "./fixtures";
 import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "./job_fixtures";
 

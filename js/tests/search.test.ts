@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
-import { parseQuery, QueryError } from "../src/query";
-import { SearchIndex } from "../src/search";
-import { Skeleton } from "../src/skeleton";
+import { parseQuery, QueryError } from "../src/tree/query";
+import { SearchIndex } from "../src/tree/search";
+import { Skeleton } from "../src/tree/skeleton";
 import { ColumnsBuilder, tensor, transformer } from "./fixtures";
 
 const index = new SearchIndex(new Skeleton(transformer(3)));

@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
-import { SharedTraits } from "../src/shared_traits";
+import { SharedTraits } from "../src/kernel/shared_traits";
 import { FakeModel, FakeView, traits } from "./fixtures";
 
 let model: FakeModel;

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
-import { FLAG } from "../src/protocol";
-import { BrokenSkeleton, decodeSkeleton, Skeleton } from "../src/skeleton";
+import { FLAG } from "../src/kernel/protocol";
+import { BrokenSkeleton, decodeSkeleton, Skeleton } from "../src/tree/skeleton";
 import { ColumnsBuilder, deflated, tensor, transformer } from "./fixtures";
 
 const skeleton = new Skeleton(transformer(2));

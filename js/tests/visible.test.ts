@@ -1,8 +1,8 @@
 import { expect, test } from "vitest";
-import { RowView } from "../src/row_view";
-import { Skeleton } from "../src/skeleton";
-import { TreeState } from "../src/tree_state";
-import { visible, visibleLines } from "../src/visible";
+import { visible, visibleLines } from "../src/page/visible";
+import { RowView } from "../src/tree/row_view";
+import { Skeleton } from "../src/tree/skeleton";
+import { TreeState } from "../src/tree/tree_state";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits } from "./fixtures";
 
 test.each([

@@ -1,0 +1,130 @@
+/** The values of a heatmap, and how they become colours. */
+
+import type { Heatmap } from "../kernel/protocol";
+import { type ColourMap, colour, type Rgb } from "./colours";
+
+/** Fill values of masks (the least float32, bfloat16) are no amounts. */
+const LARGEST_AMOUNT = 1e30;
+/** Outliers lie so many times farther out than nearly all values. */
+const OUTLIER_FACTOR = 5;
+const NEARLY_ALL = 0.99;
+const FEWEST_WITH_OUTLIERS = 64;
+
+export interface Plane {
+  rows: number;
+  columns: number;
+  /** Row by row. */
+  values: Float32Array;
+}
+
+/** A copy of the values. Buffers may start anywhere, so that a typed array over them is no option. */
+export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane {
+  const { rows, columns, buffer } = heatmap;
+  const view = buffers[buffer];
+  const count = rows * columns;
+  if (view === undefined || view.byteLength < 4 * count) {
+    throw new Error(`The kernel sent ${view?.byteLength ?? 0} bytes for a heatmap of ${rows} x ${columns} values.`);
+  }
+  const values = new Float32Array(count);
+  for (let index = 0; index < count; index++) values[index] = view.getFloat32(4 * index, true);
+  return { rows, columns, values };
+}
+
+/** Whether a value has a place on the scale of colours. */
+export function isAmount(value: number): boolean {
+  return Math.abs(value) < LARGEST_AMOUNT;
+}
+
+/** Which values get the colours at both ends. */
+export interface Scale {
+  map: ColourMap;
+  low: number;
+  high: number;
+}
+
+export interface Summary {
+  /** Of the amounts; `null`: there are none. */
+  minimum: number | null;
+  maximum: number | null;
+  mean: number | null;
+  /** How many are NaN, infinite or a fill value. */
+  missing: number;
+  /** From the least to the greatest amount. */
+  whole: Scale;
+  /** The same with outliers cut off; `null`: there are none. */
+  cut: Scale | null;
+  /** How many amounts lie beyond `cut`. */
+  beyond: number;
+}
+
+function scaleOf(minimum: number, maximum: number): Scale {
+  if (minimum < 0 && maximum > 0) {
+    const limit = Math.max(-minimum, maximum);
+    return { map: "diverging", low: -limit, high: limit };
+  }
+  return { map: "sequential", low: minimum, high: maximum };
+}
+
+/**
+ * The scale that nearly all values fill; `null`: the whole one does for all. Zeros do not count (masked attention, dead
+ * units), else few true amounts among them would pass for outliers. `sorted`: in ascending order.
+ */
+function cutScale(sorted: Float32Array, whole: Scale): Scale | null {
+  const amounts = sorted.filter((value) => value !== 0);
+  if (amounts.length < FEWEST_WITH_OUTLIERS) return null;
+  const few = Math.ceil((amounts.length * (1 - NEARLY_ALL)) / 2);
+  const low = amounts[few] ?? 0;
+  const high = amounts[amounts.length - 1 - few] ?? 0;
+  if (whole.map === "diverging") {
+    const limit = Math.max(-low, high);
+    return whole.high > OUTLIER_FACTOR * limit ? { ...whole, low: -limit, high: limit } : null;
+  }
+  const far = OUTLIER_FACTOR * (high - low);
+  const isLowFar = low - whole.low > far;
+  const isHighFar = whole.high - high > far;
+  if (far === 0 || !(isLowFar || isHighFar)) return null;
+  return { ...whole, low: isLowFar ? low : whole.low, high: isHighFar ? high : whole.high };
+}
+
+/** What is to be known of a plane before it is drawn. */
+export function summarise(plane: Plane): Summary {
+  const amounts = plane.values.filter(isAmount).sort();
+  const missing = plane.values.length - amounts.length;
+  const minimum = amounts[0];
+  const maximum = amounts[amounts.length - 1];
+  if (minimum === undefined || maximum === undefined) {
+    const whole: Scale = { map: "sequential", low: 0, high: 0 };
+    return { minimum: null, maximum: null, mean: null, missing, whole, cut: null, beyond: 0 };
+  }
+  const mean = amounts.reduce((sum, value) => sum + value, 0) / amounts.length;
+  const whole = scaleOf(minimum, maximum);
+  const cut = cutScale(amounts, whole);
+  const beyond = cut === null ? 0 : amounts.filter((value) => value < cut.low || value > cut.high).length;
+  return { minimum, maximum, mean, missing, whole, cut, beyond };
+}
+
+/** `null`: the value has no place on any scale. */
+export function colourOf(value: number, { map, low, high }: Scale): Rgb | null {
+  if (!isAmount(value)) return null;
+  return colour(high > low ? (value - low) / (high - low) : 0.5, map);
+}
+
+export interface CellSize {
+  width: number;
+  height: number;
+}
+
+/** The size of a cell in whole device pixels (so that all cells look alike), for a plot of about `box` CSS pixels. */
+export function cellSize(plane: { rows: number; columns: number }, box: CellSize, ratio: number): CellSize {
+  const fit = (length: number, count: number) =>
+    Math.max(Math.ceil(ratio), Math.min(Math.floor((length * ratio) / Math.max(count, 1)), Math.round(26 * ratio)));
+  const width = fit(box.width, plane.columns);
+  const height = fit(box.height, plane.rows);
+  if (plane.rows === plane.columns) {
+    const side = Math.min(width, height);
+    return { width: side, height: side };
+  }
+  // Bars rather than squares where one side is long, but not very thin ones.
+  const thick = Math.round(14 * ratio);
+  return { width: Math.min(width, Math.max(height, thick)), height: Math.min(height, Math.max(width, thick)) };
+}
