@@ -1,14 +1,11 @@
 /** What anywidget loads: puts the parts of a view together. */
-
 import { makeActivation } from "./details/activation_view";
 import { makePopup } from "./details/popup";
 import { connect } from "./kernel/kernel";
 import type { HeatmapTraits } from "./kernel/protocol";
 import { showFailure, watchErrors } from "./page/boundary";
-import { copyText } from "./page/clipboard";
-import { element } from "./page/dom";
+import { copyText, element } from "./page/dom";
 import { makeNotices } from "./page/notices";
-import { hideStaticTree } from "./page/static_tree";
 import { followTheme } from "./page/theme";
 import { makeEditor } from "./patches/editor";
 import { tryEdit } from "./patches/edits";
@@ -125,3 +122,23 @@ function whenIdle(work: () => void, onRemove: (undo: Undo) => void): void {
 }
 
 export default { render };
+
+/** Hides the static tree that the kernel displays beside the view. Returns a function that shows it again. */
+function hideStaticTree(modelId: string, root: Element): () => void {
+  const name = `.gp-static-${CSS.escape(modelId)}`;
+  // With the output around it, so that no gap stays.
+  const around = [".jp-OutputArea-child", ".output_area", ".output-container", ".cell-output-display"];
+  const text = `${name} { display: none !important; }
+${around.map((output) => `${output}:has(${name}):not(:has(.gp-root))`).join(", ")} { display: none !important; }`;
+  const scope = root.getRootNode();
+  const places = scope instanceof ShadowRoot ? [document.head, scope] : [document.head];
+  const styles = places.map((place) => {
+    const style = document.createElement("style");
+    style.textContent = text;
+    place.append(style);
+    return style;
+  });
+  return () => {
+    for (const style of styles) style.remove();
+  };
+}

@@ -1,15 +1,18 @@
 /**
- * The parts of a view, and what they know of each other. Parts import nothing of one another but these types; `index.ts`
- * puts them together.
+ * The view: what its parts get, and the types they know each other by. `index.ts` creates the parts and connects them;
+ * they import nothing else of one another.
  *
- *     view
- *     ├── toolbar      search, count, plumbing, legend of scores      toolbar.ts, scores.ts
- *     ├── tree         the rows                                       tree_view.ts, rows.ts, keyboard.ts
- *     ├── popup        details of a node, its activation              popup.ts, activation_view.ts
- *     ├── editor       a patch, being typed                           editor.ts
- *     ├── patches      the chosen patches                             patch_list.ts
- *     ├── run          what they change                               run_panel.ts
- *     └── notices      the live region; errors; the lost kernel       notices.ts
+ *     index.ts       creates the view of a model in the page
+ *     ├── kernel/    messages: requests, replies, polling; a lost kernel            protocol.ts, kernel.ts
+ *     ├── tree/      rows, search, scores, keyboard, toolbar                        tree_view.ts, tree_state.ts
+ *     ├── details/   the popup of a node, and its activation                        popup.ts, activation_view.ts
+ *     ├── patches/   the editor of a patch, the list of chosen patches              editor.ts, edits.ts, patch_list.ts
+ *     ├── runs/      the inputs of a run, its progress and its report               run_panel.ts, run_report.ts
+ *     ├── plots/     heatmaps and histograms; the heatmap of a sweep's results      plots.ts, result_heatmap.ts
+ *     └── page/      elements, floating panels, notices, theme, formatted text      dom.ts, notices.ts
+ *
+ * From a click to a patch: a row calls `View.editPatch`, `patches/editor.ts` sends what is typed as a `check` request,
+ * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/browser/requests.py` answers both.
  */
 
 import type { RequestError, RequestName, Requests, Traits } from "./kernel/protocol";

@@ -1,15 +1,12 @@
 /** What a node's value is, on request: statistics, a plot of a 2-D slice of it, and steps through the other slices. */
-
 import { Poller, type Reported } from "../kernel/polling";
 import type { ActivationStatus, ActivationView } from "../kernel/protocol";
 import { element } from "../page/dom";
 import { makePlot } from "../plots/plots";
 import { makeStatistics } from "../plots/statistics";
-import { choiceOf } from "../runs/choice";
-import { describeInputs, inputsOf } from "../runs/inputs";
+import { choiceOf, describeInputs, inputsOf } from "../runs/inputs";
 import { Progress } from "../runs/progress";
 import { type Part, RequestFailed, type View } from "../view";
-import { type Leading, leadingOf, moveAlong } from "./leading";
 
 export interface ActivationPart extends Part {
   /** Nobody looks at it any more: what runs is let go, and so is what the kernel keeps. */
@@ -244,4 +241,46 @@ class Activation implements ActivationPart {
 /** Shown in a node's popup; asks the kernel for nothing before somebody presses its button. */
 export function makeActivation(view: View, row: number): ActivationPart {
   return new Activation(view, row);
+}
+
+/** A dimension that one can walk along. */
+export interface Leading {
+  dimension: number;
+  index: number;
+  size: number;
+}
+
+function expand(slice: string, dimensions: number): string[] | null {
+  const parts = slice.split(",").map((part) => part.trim());
+  if (parts[parts.length - 1] === "") parts.pop();
+  const ellipsis = parts.indexOf("...");
+  if (ellipsis >= 0) {
+    const missing = dimensions - (parts.length - 1);
+    if (missing < 0 || parts.indexOf("...", ellipsis + 1) >= 0) return null;
+    parts.splice(ellipsis, 1, ...Array<string>(missing).fill(":"));
+  }
+  while (parts.length < dimensions) parts.push(":");
+  const isPlain = parts.every((part) => /^-?\d+$/.test(part) || part.includes(":"));
+  return parts.length === dimensions && isPlain ? parts : null;
+}
+
+/** Empty for a slice that takes no single positions, or in which they cannot be told (`None`, names). */
+export function leadingOf(slice: string | null, shape: readonly number[]): Leading[] {
+  const parts = slice === null ? null : expand(slice, shape.length);
+  return (parts ?? []).flatMap((part, dimension) => {
+    const size = shape[dimension] ?? 1;
+    if (part.includes(":") || size < 2) return [];
+    const typed = Number(part);
+    const index = typed < 0 ? typed + size : typed;
+    return index >= 0 && index < size ? [{ dimension, index, size }] : [];
+  });
+}
+
+/** The slice with one dimension at another index; `null` if that cannot be written. */
+export function moveAlong(slice: string, shape: readonly number[], dimension: number, index: number): string | null {
+  const parts = expand(slice, shape.length);
+  const size = shape[dimension] ?? 0;
+  if (parts === null || index < 0 || index >= size) return null;
+  parts[dimension] = String(index);
+  return parts.join(", ");
 }

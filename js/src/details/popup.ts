@@ -2,8 +2,7 @@
 
 import { wordsOf } from "../kernel/kernel";
 import type { Details, Kind, Link, Source } from "../kernel/protocol";
-import { copyText } from "../page/clipboard";
-import { element, icon, replaceChildren } from "../page/dom";
+import { copyText, element, icon, replaceChildren } from "../page/dom";
 import { type Floating, focusedElement, makeFloating } from "../page/floating";
 import { visible, visibleLines } from "../page/visible";
 import { shapeText } from "../patches/edits";

@@ -19,3 +19,21 @@ function escaped(character: string): string {
   const written = digits.length <= 2 ? `x${digits.padStart(2, "0")}` : `u${digits.padStart(4, "0")}`;
   return NAMED[character] ?? `\\${digits.length <= 4 ? written : `U${digits.padStart(8, "0")}`}`;
 }
+
+const TOKEN_MARKS: Record<string, string> = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
+/** Controls, separators, what is put over other characters, and what turns the direction of writing around. */
+const UNSEEN_IN_TOKENS = /[\p{C}\p{Z}]/gu;
+/** An accent that would land on whatever stands before the token. */
+const LOOSE_MARK = /^\p{M}/u;
+
+function seen(character: string): string {
+  const code = character.codePointAt(0) ?? 0;
+  return TOKEN_MARKS[character] ?? `\\u${code.toString(16).padStart(4, "0")}`;
+}
+
+/** ` the` as `␣the`; line ends, tabs and invisible characters are seen, too. */
+export function visibleToken(text: string): string {
+  if (text === "") return "(empty)";
+  const marked = LOOSE_MARK.test(text) ? `◌${text}` : text;
+  return marked.replace(UNSEEN_IN_TOKENS, seen);
+}

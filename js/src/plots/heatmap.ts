@@ -3,11 +3,22 @@
 import type { Heatmap } from "../kernel/protocol";
 import { element } from "../page/dom";
 import { formatCount, formatNumber, sentence } from "../page/numbers";
-import { visibleToken } from "../page/tokens";
-import { cssColour, cssGradient, MISSING, MISSING_STRIPE } from "./colours";
-import { type AxisLabels, HeatmapFrame, widest } from "./heatmap_frame";
-import { type CellSize, cellSize, colourOf, type Plane, readPlane, type Scale, type Summary, summarise } from "./plane";
-import { makeZoom, type Zoom } from "./zoom";
+import { visibleToken } from "../page/visible";
+import { type AxisLabels, HeatmapFrame, makeZoom, widest, type Zoom } from "./heatmap_frame";
+import {
+  type CellSize,
+  cellSize,
+  colourOf,
+  cssColour,
+  cssGradient,
+  MISSING,
+  MISSING_STRIPE,
+  type Plane,
+  readPlane,
+  type Scale,
+  type Summary,
+  summarise,
+} from "./plane";
 
 export interface PlotOptions {
   /** What is drawn, in words: `Activation of transformer.h_0.attn`. */

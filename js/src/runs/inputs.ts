@@ -1,4 +1,5 @@
-/** The arguments that a view's runs are made with: typed in the run panel, used for activations, too. */
+/** What a run depends on: the inputs typed in the run panel (activations use them, too), and the enabled patches. */
+import type { SessionState } from "../kernel/protocol";
 import type { View } from "../view";
 
 const typed = new WeakMap<HTMLElement, string>();
@@ -21,4 +22,27 @@ export function unwritten(isGiven: boolean): string {
 export function describeInputs(view: View): string {
   const { arguments: written, has_given_inputs } = view.model.get("about");
   return inputsOf(view) ?? written ?? unwritten(has_given_inputs);
+}
+
+/** Returns a key of the enabled patches: equal keys give equal runs. Probe names and warnings do not change a number. */
+export function choiceOf({ patches }: SessionState): string {
+  const enabled = patches.filter((patch) => patch.is_enabled);
+  return JSON.stringify(
+    enabled.map((patch) => [
+      patch.number,
+      patch.path,
+      patch.kind,
+      patch.slice,
+      patch.value,
+      patch.steps,
+      patch.positions,
+      patch.position_dim,
+      patch.any_shape,
+      patch.allow_empty,
+    ]),
+  );
+}
+
+export function numbersOf({ patches }: SessionState): number[] {
+  return patches.filter((patch) => patch.is_enabled).map((patch) => patch.number);
 }

@@ -5,8 +5,7 @@ import type { RunReport, RunStatus } from "../kernel/protocol";
 import { element } from "../page/dom";
 import { formatSeconds } from "../page/numbers";
 import { type Part, RequestFailed, type View } from "../view";
-import { choiceOf, numbersOf } from "./choice";
-import { inputsOf, setInputs, unwritten } from "./inputs";
+import { choiceOf, inputsOf, numbersOf, setInputs, unwritten } from "./inputs";
 import { Progress } from "./progress";
 import { makeRunReport } from "./run_report";
 

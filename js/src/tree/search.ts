@@ -1,7 +1,7 @@
 /** Finds rows by a query, as `graphpatch_notebook/notebook/search/search.py` finds nodes. */
 
 import { FLAG, KINDS } from "../kernel/protocol";
-import { isShape, type Term } from "./query";
+import { isShape, parseQuery, QueryError, type Term } from "./query";
 import type { Skeleton } from "./skeleton";
 
 type Test = (row: number) => boolean;
@@ -199,4 +199,51 @@ export function hasNames(path: string, wanted: string): boolean {
 /** The names in a path, without their quotes. */
 function namesOf(path: string): string[] {
   return (path.match(/"(?:[^"\\]|\\.)*"|[^.|"]+/g) ?? []).map((name) => (name[0] === '"' ? JSON.parse(name) : name));
+}
+
+export class Found {
+  /** The rows found, in order; `null`: there is no query. */
+  matches: number[] | null = null;
+  /** How many more are in the plumbing, where nothing else was found. */
+  inPlumbing = 0;
+  /** Why the text in the search field is no query. */
+  error: string | null = null;
+  readonly index: SearchIndex;
+
+  constructor(skeleton: Skeleton) {
+    this.index = new SearchIndex(skeleton);
+  }
+
+  /** Searches; where the text is no query, `error` says why and what was found before stays. */
+  search(text: string, patched: ReadonlySet<number>): void {
+    this.error = null;
+    try {
+      const terms = parseQuery(text);
+      this.matches = terms.length ? this.index.find(terms, patched) : null;
+      this.inPlumbing = this.matches?.length === 0 ? this.index.find(terms, patched, true).length : 0;
+    } catch (error) {
+      if (!(error instanceof QueryError)) throw error;
+      this.error = error.message;
+    }
+  }
+
+  /** Whether a row was found, rather than what is in it. */
+  has(row: number): boolean {
+    const matches = this.matches ?? [];
+    let [from, to] = [0, matches.length];
+    while (from < to) {
+      const middle = (from + to) >> 1;
+      if ((matches[middle] ?? 0) < row) from = middle + 1;
+      else to = middle;
+    }
+    return matches[from] === row;
+  }
+}
+
+/** The position in `rows` that follows that of `row`, or the one before it; around the ends. */
+export function nextPosition(rows: readonly number[], row: number, step: 1 | -1): number {
+  const here = rows.indexOf(row);
+  if (here >= 0) return (here + step + rows.length) % rows.length;
+  const beyond = step > 0 ? rows.findIndex((other) => other > row) : rows.findLastIndex((other) => other < row);
+  return beyond >= 0 ? beyond : step > 0 ? 0 : rows.length - 1;
 }

@@ -2,15 +2,46 @@
  * What the tree shows, between the traits and the eye: tree and toolbar act on it and are told when it changes. Views of
  * one model share the traits `expanded`, `selected`, `query`, `shows_plumbing`; the rest is each view's own.
  */
-
+import type { PatchState } from "../kernel/protocol";
 import { SharedTraits } from "../kernel/shared_traits";
 import type { View } from "../view";
-import { Folding } from "./folding";
-import { Found, nextPosition } from "./found";
-import { PatchedRows } from "./patched_rows";
-import { firstOpen, type Lines, layOut, withAncestors } from "./rows";
+import { Folding, firstOpen, type Lines, layOut, withAncestors } from "./rows";
 import { type ScoreFilter, Scores } from "./scores";
+import { Found, nextPosition } from "./search";
 import type { Skeleton } from "./skeleton";
+
+/** Which rows the chosen patches are on, and in. */
+export class PatchedRows {
+  private readonly byRow = new Map<number, PatchState[]>();
+  private readonly below = new Map<number, number>();
+
+  constructor(patches: readonly PatchState[], skeleton: Skeleton) {
+    for (const patch of patches) {
+      if (patch.row < 0 || patch.row >= skeleton.length) continue;
+      this.byRow.set(patch.row, [...this.at(patch.row), patch]);
+      for (const above of skeleton.ancestors(patch.row)) this.below.set(above, this.countBelow(above) + 1);
+    }
+  }
+
+  get rows(): ReadonlySet<number> {
+    return new Set(this.byRow.keys());
+  }
+
+  /** The patches of a row, in order. */
+  at(row: number): readonly PatchState[] {
+    return this.byRow.get(row) ?? [];
+  }
+
+  /** How many patches there are on what is in a row. */
+  countBelow(row: number): number {
+    return this.below.get(row) ?? 0;
+  }
+
+  /** Whether there is a patch on a row or in it. */
+  isIn(row: number): boolean {
+    return this.byRow.has(row) || this.below.has(row);
+  }
+}
 
 /** `lines`: other lines, or other things on them; `selected`: another row is; `followed`: as in another view. */
 export type Change = "lines" | "selected" | "followed";

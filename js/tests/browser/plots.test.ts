@@ -3,7 +3,7 @@ import { afterEach, describe, expect, it } from "vitest";
 import { userEvent } from "vitest/browser";
 import { makeActivation } from "../../src/details/activation_view";
 import type { Plot } from "../../src/kernel/protocol";
-import { colour, MISSING } from "../../src/plots/colours";
+import { colour, MISSING } from "../../src/plots/plane";
 import { makePlot } from "../../src/plots/plots";
 import { makeRunPanel } from "../../src/runs/run_panel";
 import "../../src/style.css";

@@ -3,7 +3,7 @@ import { afterEach, expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
 import widget from "../../src/index";
 import type { HeatmapTraits, ResultHeatmap } from "../../src/kernel/protocol";
-import { colour } from "../../src/plots/colours";
+import { colour } from "../../src/plots/plane";
 import "../../src/style.css";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";

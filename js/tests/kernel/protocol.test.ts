@@ -1,7 +1,7 @@
 /** The numbers and words that kernel and front end share. */
 
 import { expect, test } from "vitest";
-import { FLAG, KINDS } from "../src/kernel/protocol";
+import { FLAG, KINDS } from "../../src/kernel/protocol";
 
 test("flags are single bits, each another", () => {
   const bits = Object.values(FLAG);

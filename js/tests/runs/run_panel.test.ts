@@ -1,9 +1,9 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import type { RunStatus } from "../src/kernel/protocol";
-import { makeRunPanel } from "../src/runs/run_panel";
-import { RequestFailed } from "../src/view";
-import { ABOUT } from "./fixtures";
-import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "./job_fixtures";
+import type { RunStatus } from "../../src/kernel/protocol";
+import { makeRunPanel } from "../../src/runs/run_panel";
+import { RequestFailed } from "../../src/view";
+import { ABOUT } from "../fixtures";
+import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "../job_fixtures";
 
 let view: JobView;
 let panel: HTMLElement;

@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { connect, PATIENCE_MS } from "../src/kernel/kernel";
-import { CLOSED, GONE, UNCONNECTED } from "../src/kernel/kernel_life";
-import { type Kernel, type KernelState, type Model, RequestFailed } from "../src/view";
+import { connect, PATIENCE_MS } from "../../src/kernel/kernel";
+import { CLOSED, GONE, UNCONNECTED } from "../../src/kernel/kernel_life";
+import { type Kernel, type KernelState, type Model, RequestFailed } from "../../src/view";
 
 interface Sent {
   id: number;

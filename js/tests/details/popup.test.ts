@@ -1,7 +1,8 @@
-import { afterEach, beforeEach, describe, expect, it } from "vitest";
-import { makePopup, type Popup } from "../src/details/popup";
-import type { Details } from "../src/kernel/protocol";
-import { HOSTILE, named, Rig, settled } from "./panel_rig";
+import { afterEach, beforeEach, describe, expect, it, onTestFinished } from "vitest";
+import { makePopup, type Popup, type SectionPart } from "../../src/details/popup";
+import type { Details } from "../../src/kernel/protocol";
+import { JobView } from "../job_fixtures";
+import { HOSTILE, named, Rig, settled } from "../panel_rig";
 
 const PATH = "transformer.h_0.attn.attn_weights";
 
@@ -138,4 +139,25 @@ describe("a popup", () => {
     document.body.dispatchEvent(new Event("pointerdown", { bubbles: true, composed: true }));
     expect(popup.element.hidden).toBe(true);
   });
+});
+
+it("closes what it shows of a node when it shows another one, and when it is closed", async () => {
+  const view = new JobView();
+  onTestFinished(() => view.remove());
+  const facts = { path: "", kind: "op" as const, notes: [], shape: null, dtype: null, device: null, code: "" };
+  const rest = { source: [], inputs: [], users: [] };
+  view.kernel.script = { details: ({ row }) => ({ result: { row, ...facts, ...rest }, buffers: [] }) };
+  const events: string[] = [];
+  const section = (_view: unknown, row: number): SectionPart => {
+    events.push(`open ${row}`);
+    return { element: document.createElement("div"), close: () => events.push(`close ${row}`) };
+  };
+  const popup = makePopup(view, [section]);
+  view.root.append(popup.element);
+  popup.show(1, view.root);
+  await expect.poll(() => events).toEqual(["open 1"]);
+  popup.show(4, view.root);
+  await expect.poll(() => events).toEqual(["open 1", "close 1", "open 4"]);
+  popup.close();
+  expect(events.slice(3)).toEqual(["close 4"]);
 });

@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { makePatchList } from "../src/patches/patch_list";
-import type { Part } from "../src/view";
-import { HOSTILE, named, patch, Rig, settled } from "./panel_rig";
+import { makePatchList } from "../../src/patches/patch_list";
+import type { Part } from "../../src/view";
+import { HOSTILE, named, patch, Rig, settled } from "../panel_rig";
 
 let rig: Rig;
 let list: Part;

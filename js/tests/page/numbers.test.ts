@@ -1,8 +1,8 @@
 import { describe, expect, it } from "vitest";
-import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape } from "../src/page/numbers";
-import { visibleToken } from "../src/page/tokens";
-import { statisticsRows } from "../src/plots/statistics";
-import { statistics } from "./job_fixtures";
+import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape } from "../../src/page/numbers";
+import { visibleToken } from "../../src/page/visible";
+import { statisticsRows } from "../../src/plots/statistics";
+import { statistics } from "../job_fixtures";
 
 describe("formatNumber", () => {
   it.each([

@@ -1,5 +1,5 @@
 import { expect, it } from "vitest";
-import { colouredPython } from "../src/details/python_code";
+import { colouredPython } from "../../src/details/python_code";
 
 function shown(code: string): [text: string, spans: string[][]] {
   const element = document.createElement("pre");

@@ -1,7 +1,7 @@
 import { expect, it } from "vitest";
-import { makeNotices } from "../src/page/notices";
-import type { Kernel, KernelState } from "../src/view";
-import { HOSTILE, named } from "./panel_rig";
+import { makeNotices } from "../../src/page/notices";
+import type { Kernel, KernelState } from "../../src/view";
+import { HOSTILE, named } from "../panel_rig";
 
 function made(state: KernelState = "idle") {
   const listeners = new Set<(state: KernelState) => void>();

@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
-import { SharedTraits } from "../src/kernel/shared_traits";
-import { FakeModel, FakeView, traits } from "./fixtures";
+import { SharedTraits } from "../../src/kernel/shared_traits";
+import { FakeModel, FakeView, traits } from "../fixtures";
 
 let model: FakeModel;
 let shared: SharedTraits;

@@ -1,10 +1,10 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
-import type { Edit, PatchState } from "../src/kernel/protocol";
-import { type TreeActions, watchKeys } from "../src/tree/keyboard";
-import { makeToolbar, type Toolbar } from "../src/tree/toolbar";
-import { TreeState } from "../src/tree/tree_state";
-import { makeTree } from "../src/tree/tree_view";
-import { FakeView } from "./fixtures";
+import type { Edit, PatchState } from "../../src/kernel/protocol";
+import { type TreeActions, watchKeys } from "../../src/tree/keyboard";
+import { makeToolbar, type Toolbar } from "../../src/tree/toolbar";
+import { TreeState } from "../../src/tree/tree_state";
+import { makeTree } from "../../src/tree/tree_view";
+import { FakeView } from "../fixtures";
 
 class Widget {
   readonly view = new FakeView();

@@ -1,9 +1,9 @@
 import { expect, test } from "vitest";
-import { visible, visibleLines } from "../src/page/visible";
-import { RowView } from "../src/tree/row_view";
-import { Skeleton } from "../src/tree/skeleton";
-import { TreeState } from "../src/tree/tree_state";
-import { ColumnsBuilder, FakeModel, FakeView, tensor, traits } from "./fixtures";
+import { visible, visibleLines } from "../../src/page/visible";
+import { RowView } from "../../src/tree/row_view";
+import { Skeleton } from "../../src/tree/skeleton";
+import { TreeState } from "../../src/tree/tree_state";
+import { ColumnsBuilder, FakeModel, FakeView, tensor, traits } from "../fixtures";
 
 test.each([
   ["h_0.größe 名 ش 😀", "h_0.größe 名 ش 😀"],

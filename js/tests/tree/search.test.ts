@@ -1,8 +1,8 @@
 import { expect, test } from "vitest";
-import { parseQuery, QueryError } from "../src/tree/query";
-import { SearchIndex } from "../src/tree/search";
-import { Skeleton } from "../src/tree/skeleton";
-import { ColumnsBuilder, tensor, transformer } from "./fixtures";
+import { parseQuery, QueryError } from "../../src/tree/query";
+import { SearchIndex } from "../../src/tree/search";
+import { Skeleton } from "../../src/tree/skeleton";
+import { ColumnsBuilder, tensor, transformer } from "../fixtures";
 
 const index = new SearchIndex(new Skeleton(transformer(3)));
 const find = (query: string, patched: number[] = []) =>

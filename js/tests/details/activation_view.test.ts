@@ -1,8 +1,8 @@
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { type ActivationPart, makeActivation } from "../src/details/activation_view";
-import { setInputs } from "../src/runs/inputs";
-import { RequestFailed } from "../src/view";
-import { activation, activationStatus, HISTOGRAM, heatmap, JobView, patch, statistics } from "./job_fixtures";
+import { type ActivationPart, makeActivation } from "../../src/details/activation_view";
+import { setInputs } from "../../src/runs/inputs";
+import { RequestFailed } from "../../src/view";
+import { activation, activationStatus, HISTOGRAM, heatmap, JobView, patch, statistics } from "../job_fixtures";
 
 let view: JobView;
 let part: ActivationPart;

@@ -1,11 +1,10 @@
 import { expect, test } from "vitest";
-import type { PatchState } from "../src/kernel/protocol";
-import { Folding } from "../src/tree/folding";
-import { CLOSED, firstOpen, OPEN } from "../src/tree/rows";
-import { insideText, Scores, scoreText } from "../src/tree/scores";
-import { Skeleton } from "../src/tree/skeleton";
-import { TreeState } from "../src/tree/tree_state";
-import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "./fixtures";
+import type { PatchState } from "../../src/kernel/protocol";
+import { CLOSED, Folding, firstOpen, OPEN } from "../../src/tree/rows";
+import { insideText, Scores, scoreText } from "../../src/tree/scores";
+import { Skeleton } from "../../src/tree/skeleton";
+import { TreeState } from "../../src/tree/tree_state";
+import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
 
 const skeleton = new Skeleton(transformer(6));
 const paths = Array.from({ length: skeleton.length }, (_, row) => skeleton.path(row));

@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
-import { FLAG } from "../src/kernel/protocol";
-import { BrokenSkeleton, decodeSkeleton, Skeleton } from "../src/tree/skeleton";
-import { ColumnsBuilder, deflated, tensor, transformer } from "./fixtures";
+import { FLAG } from "../../src/kernel/protocol";
+import { BrokenSkeleton, decodeSkeleton, Skeleton } from "../../src/tree/skeleton";
+import { ColumnsBuilder, deflated, tensor, transformer } from "../fixtures";
 
 const skeleton = new Skeleton(transformer(2));
 const rows = new Map(Array.from({ length: skeleton.length }, (_, row) => [skeleton.path(row), row]));

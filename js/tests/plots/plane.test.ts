@@ -1,8 +1,7 @@
 import { describe, expect, it } from "vitest";
-import { leadingOf, moveAlong } from "../src/details/leading";
-import { colour, type Rgb } from "../src/plots/colours";
-import { cellSize, colourOf, type Plane, readPlane, summarise } from "../src/plots/plane";
-import { float32, heatmap } from "./job_fixtures";
+import { leadingOf, moveAlong } from "../../src/details/activation_view";
+import { cellSize, colour, colourOf, type Plane, type Rgb, readPlane, summarise } from "../../src/plots/plane";
+import { float32, heatmap } from "../job_fixtures";
 
 function plane(rows: number, columns: number, values: number[]): Plane {
   return readPlane(heatmap(rows, columns), [float32(values)]);
