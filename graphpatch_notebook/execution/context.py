@@ -36,7 +36,7 @@ from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.unfired import unfired_entries
-from graphpatch_notebook.execution.with_blocks import WithBlock
+from graphpatch_notebook.interrupts import Block, completed
 from graphpatch_notebook.torch_compat import (
     EagerCode,
     function_mode_depth,
@@ -76,7 +76,7 @@ class ActiveContext:
         self.is_used = False
         self.has_compiled_parts = prepared.callers.has_compiled_parts
         self.called_itself: Module | None = None
-        self.block: WithBlock | None = None
+        self.block: Block | None = None
         self.awaits_backward = False
         self.is_left = False
         self.is_quiet = False
@@ -186,11 +186,7 @@ def leave(context: ActiveContext) -> None:
 
 def take_back(context: ActiveContext) -> None:
     """Makes the model what it was before `context` was entered, and says nothing."""
-    try:
-        _let_go(context)
-    except BaseException:
-        _let_go(context)  # an impatient user's second interrupt: the model must be left as it was all the same
-        raise
+    completed(partial(_let_go, context))
 
 
 def _let_go(context: ActiveContext) -> None:

@@ -14,7 +14,7 @@ from graphpatch_notebook.execution.context import ActiveContext, enter, entered_
 from graphpatch_notebook.execution.patch_map import Snapshot
 from graphpatch_notebook.execution.plan import Prepared
 from graphpatch_notebook.execution.repetitions import warn_of_data_loops
-from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
+from graphpatch_notebook.interrupts import Block, discards_value
 from graphpatch_notebook.warning_places import warn_each_time
 
 
@@ -48,7 +48,7 @@ class PatchContext:
         before = entered_by(self)
         try:
             context = enter(self._captured, self._prepared(), is_strict=self._is_strict, origin=self)
-            context.block = WithBlock.around(sys._getframe(1))
+            context.block = Block.entered_by(sys._getframe(1))
             context.is_quiet = self.is_quiet
             if self.after_call is not None:
                 context.after_call = (*context.after_call, self.after_call)
@@ -79,7 +79,7 @@ class PatchContext:
         if self._was_entered:
             return
         frame = sys._getframe().f_back
-        if frame is not None and throws_away(frame):
+        if frame is not None and discards_value(frame):
             warn_each_time(
                 "pg.patch(...) patches nothing by itself: call the model inside of `with pg.patch(...):`",
                 PatchNotFiredWarning,
