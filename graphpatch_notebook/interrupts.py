@@ -1,7 +1,7 @@
 """Interrupts: everything is put back wherever one comes, between any two instructions, those that put back included.
 
-`afterwards`, `holding` and `completed` run the steps that put things back, and run them again if an interrupt came in
-between; so each step must allow to be run twice. `deferred` makes an interrupt wait. An interrupt that comes right
+`afterwards` and `holding` run the steps that put things back, and run them again if an interrupt came in between; so
+each step must allow to be run twice. `deferred` makes an interrupt wait. An interrupt that comes right
 before the first line of an `__exit__` ends a `with` block without it, which no Python code can prevent: `Block` says
 later that the block is over.
 """
@@ -25,20 +25,9 @@ _T = TypeVar("_T")
 # -- putting things back -----------------------------------------------------------------------------------------------
 
 
-def completed(*steps: Callable[[], object]) -> None:
-    """Runs steps, one after the other; runs all of them again if an interrupt comes in between, and then raises it."""
-    try:
-        for step in steps:
-            step()
-    except BaseException:
-        for step in steps:
-            step()
-        raise
-
-
 @contextmanager
 def afterwards(*steps: Callable[[], object]) -> Iterator[None]:
-    """Runs steps, one after the other, when the block ends, whatever ends it."""
+    """Runs steps, one after the other, when the block ends, whatever ends it; twice if an interrupt comes meanwhile."""
     try:
         try:
             yield
