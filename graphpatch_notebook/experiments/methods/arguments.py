@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,10 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.checks.sharding import REPAIR, sharding
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.inspection.node_path import NodePath
+from graphpatch_notebook.inspection.resolution import Target
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.values import ContainerSpec, TensorSpec
 
 # What models of transformers may take among their `**kwargs`, and is close to an option.
@@ -187,3 +190,53 @@ def _instance(made: Callable[..., Any]) -> str:
 
 def _kind(value: Any) -> str:
     return type(value).__name__
+
+
+Paths: TypeAlias = "Iterable[str | NodePath]"
+
+
+def several_paths(pg: PatchableGraph, given: Any, what: str = "paths") -> list[str]:
+    """Returns the paths that a user gave, checked.
+
+    Raises:
+        UnknownPathError, PatchMapError: There are paths that cannot be patched: all of them are named.
+        ExperimentError: One path is given alone, none, or one twice.
+    """
+    if isinstance(given, (str, NodePath)):
+        raise ExperimentError(f"{what} must be several, in a list: {what}=[{str(given)!r}]")
+    if given is None or isinstance(given, Tensor) or not isinstance(given, Iterable):
+        shown = "None" if given is None else f"a {type(given).__name__}"
+        raise ExperimentError(f"{what} is {shown}; give a list of paths, such as those that pg.nodes has")
+    paths = [str(path) for path in given]
+    if not paths:
+        raise ExperimentError(f"{what} is empty: give at least one path")
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ExperimentError(f"{what} has {twice!r} more than once")
+    targets(pg, paths)
+    return paths
+
+
+def targets(pg: PatchableGraph, paths: Iterable[str]) -> dict[str, Target]:
+    """Returns what paths mean.
+
+    Raises:
+        UnknownPathError, PatchMapError: There are paths that cannot be patched: all of them are named.
+    """
+    probes = {str(path): ProbePatch() for path in paths}
+    entries = captured(pg).entries_of(probes)
+    return {path: entry.target for path, entry in zip(probes, entries, strict=True)}
+
+
+def check_same_shapes(values: Mapping[str, Tensor], others: Mapping[str, Tensor], names: tuple[str, str]) -> None:
+    """Checks that the values of two runs can stand for each other.
+
+    Raises:
+        ExperimentError: They cannot; the message has path and shapes.
+    """
+    for path, value in values.items():
+        if path in others and value.shape != others[path].shape:
+            raise ExperimentError(
+                f"{path!r} is of shape {tuple(value.shape)} on the {names[0]} inputs and of "
+                f"{tuple(others[path].shape)} on the {names[1]} ones; give inputs of the same shapes (pad the shorter)"
+            )

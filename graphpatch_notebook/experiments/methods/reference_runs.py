@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graphpatch_notebook.checks.model_state import SharedRandomState
-from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
+from graphpatch_notebook.errors import ExperimentError, ExperimentWarning, SweepInterrupted
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
 from graphpatch_notebook.experiments.engine.random_draws import draws_from_python
-from graphpatch_notebook.experiments.methods.call_checks import check_inputs
+from graphpatch_notebook.experiments.methods.arguments import check_inputs
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.warning_places import warn_each_time
 
-Paths: TypeAlias = "Iterable[str | NodePath]"
+if TYPE_CHECKING:
+    from xarray import DataArray
 
 
 @dataclass(frozen=True)
@@ -77,48 +78,55 @@ def record(
     return Recording(values, given, drawn)
 
 
-def several_paths(pg: PatchableGraph, given: Any, what: str = "paths") -> list[str]:
-    """Returns the paths that a user gave, checked.
+Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the metric gives in the two runs.
+
+    Args:
+        clean: On the clean inputs.
+        corrupted: On the corrupted ones.
+        normalize: Whether results are told as shares of the way from `corrupted` (0) to `clean` (1).
 
     Raises:
-        UnknownPathError, PatchMapError: There are paths that cannot be patched: all of them are named.
-        ExperimentError: One path is given alone, none, or one twice.
+        ExperimentError: There is no such way.
     """
-    if isinstance(given, (str, NodePath)):
-        raise ExperimentError(f"{what} must be several, in a list: {what}=[{str(given)!r}]")
-    if given is None or isinstance(given, Tensor) or not isinstance(given, Iterable):
-        shown = "None" if given is None else f"a {type(given).__name__}"
-        raise ExperimentError(f"{what} is {shown}; give a list of paths, such as those that pg.nodes has")
-    paths = [str(path) for path in given]
-    if not paths:
-        raise ExperimentError(f"{what} is empty: give at least one path")
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise ExperimentError(f"{what} has {twice!r} more than once")
-    targets(pg, paths)
-    return paths
 
+    clean: Array
+    corrupted: Array
+    normalize: bool
 
-def targets(pg: PatchableGraph, paths: Iterable[str]) -> dict[str, Target]:
-    """Returns what paths mean.
-
-    Raises:
-        UnknownPathError, PatchMapError: There are paths that cannot be patched: all of them are named.
-    """
-    probes = {str(path): ProbePatch() for path in paths}
-    entries = captured(pg).entries_of(probes)
-    return {path: entry.target for path, entry in zip(probes, entries, strict=True)}
-
-
-def check_same_shapes(values: Mapping[str, Tensor], others: Mapping[str, Tensor], names: tuple[str, str]) -> None:
-    """Checks that the values of two runs can stand for each other.
-
-    Raises:
-        ExperimentError: They cannot; the message has path and shapes.
-    """
-    for path, value in values.items():
-        if path in others and value.shape != others[path].shape:
+    def __post_init__(self) -> None:
+        with np.errstate(invalid="ignore"):  # of infinite numbers
+            way = self.clean - self.corrupted
+        if self.normalize and (not np.all(np.isfinite(way)) or np.any(way == 0)):
             raise ExperimentError(
-                f"{path!r} is of shape {tuple(value.shape)} on the {names[0]} inputs and of "
-                f"{tuple(others[path].shape)} on the {names[1]} ones; give inputs of the same shapes (pad the shorter)"
+                f"there is nothing to normalize by: the metric is {self.clean.tolist()} on the clean inputs and "
+                f"{self.corrupted.tolist()} on the corrupted ones; leave normalize out, or change the inputs"
             )
+
+    def result_of(self, run: Callable[[], DataArray], form: Callable[[DataArray], DataArray]) -> DataArray:
+        """Returns what a sweep gives, with the numbers of the two runs in its `attrs`.
+
+        Args:
+            run: Does the sweep. If it is interrupted, what is done gets the same form.
+            form: Takes away dimensions that nobody asked for, and keeps the `attrs`.
+        """
+        try:
+            swept = run()
+        except SweepInterrupted as stopped:
+            stopped.result = self._finished(form(stopped.result))
+            raise
+        return self._finished(form(swept))
+
+    def _finished(self, result: DataArray) -> DataArray:
+        attrs, baseline = result.attrs, self.corrupted
+        if self.normalize:
+            result = (result - self.corrupted) / (self.clean - self.corrupted)
+            result.name = f"{result.name}, normalized"
+            baseline = np.zeros_like(baseline)
+        ends = {"clean": self.clean, "corrupted": self.corrupted, "baseline": baseline}
+        result.attrs = attrs | {name: numbers.tolist() for name, numbers in ends.items()}
+        return result

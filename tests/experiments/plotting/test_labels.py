@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from graphpatch_notebook.experiments.plotting.tick_texts import any_glyph, tick_texts
-from graphpatch_notebook.experiments.results.path_labels import are_paths, path_labels
+from graphpatch_notebook.experiments.plotting.labels import any_glyph, are_paths, path_labels, tick_texts
 
 
 def short(texts: list[str]) -> list[str]:
