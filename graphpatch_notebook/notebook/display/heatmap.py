@@ -20,7 +20,7 @@ import numpy as np
 import traitlets
 
 from graphpatch_notebook.experiments.plotting.grids import IN_FULL, Grid, Numbers, Scale, Side
-from graphpatch_notebook.experiments.plotting.tick_texts import shown_labels, tick_text
+from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
 from graphpatch_notebook.notebook.display.labels import escaped
 

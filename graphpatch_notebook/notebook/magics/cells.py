@@ -24,8 +24,6 @@ end          a value that was modified in place since is not a result: its varia
 from __future__ import annotations
 
 import ast
-import asyncio
-import inspect
 import re
 import sys
 import threading
@@ -42,6 +40,7 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import PatchMapError, PatchValueError, SessionError, add_note
 from graphpatch_notebook.execution import PatchContext, innermost
+from graphpatch_notebook.interrupts import Block
 from graphpatch_notebook.notebook.magics.choosing import numbers_of
 from graphpatch_notebook.notebook.magics.command_line import arguments, one_line
 from graphpatch_notebook.notebook.magics.commands import commands
@@ -427,7 +426,7 @@ class CellRun:
         workspace.notice_new_graphs()
         active, chosen = chosen_for(workspace, line)
         self._is_silent = is_silent
-        self._stack: _Stack | None = _Stack(frame)
+        self._block: Block | None = Block(frame)
         self._has_begun = False
         resolved = active.session.resolve(workspace.namespace, chosen)
         context = active.graph.patch(dict(resolved.patch_map.items()))
@@ -448,7 +447,7 @@ class CellRun:
             SessionError: There is none.
         """
         run = _current.get()
-        if run is None or run._stack is None:
+        if run is None or run._block is None:
             raise SessionError("no %%graphpatch cell is running")
         return run
 
@@ -459,11 +458,11 @@ class CellRun:
     def end(self) -> None:
         """Called before they are taken away. This object keeps nothing alive then."""
         self._has_begun = False
-        self._stack = self._entry = self._results = None
+        self._block = self._entry = self._results = None
 
     def is_running(self) -> bool:
         """Whether the cell is being run; not after an interrupt so untimely that `end` was not reached."""
-        return self._has_begun and self._stack is not None and self._stack.is_alive()
+        return self._has_begun and self._block is not None and not self._block.is_over()
 
     def leave(self) -> None:
         """Takes the patches away, if they are still there although the cell has ended."""
@@ -497,35 +496,6 @@ def leave_what_is_left() -> None:
     if run is not None and not run.is_running():
         run.leave()
         _current.set(None)
-
-
-class _Stack:
-    """Where a cell runs.
-
-    Args:
-        frame: The frame of the cell.
-    """
-
-    def __init__(self, frame: FrameType) -> None:
-        self._frame = frame
-        self._thread = threading.get_ident()
-        self._task = _task() if frame.f_code.co_flags & inspect.CO_COROUTINE else None
-
-    def is_alive(self) -> bool:
-        """Whether the cell has not come to its end."""
-        if self._task is not None and self._task is not _task():
-            return not self._task.done()  # it may be waiting
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
-
-
-def _task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop is running
-        return None
 
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
