@@ -1,4 +1,4 @@
-"""Records of frames as JSON, and back."""
+"""Writes the records of frames, and the descriptions of their values, as JSON, and reads them back as a tree of frames."""
 
 from __future__ import annotations
 
@@ -254,6 +254,9 @@ def check_repeats(frame: Frame, item: Item) -> None:
         indices.add(node.call_index)
 
 
+# -- reading the frames of a file --------------------------------------------------------------------------------------
+
+
 _DEEPEST = 100
 _FIELDS = ("module", "attribute_path", "training", "unstored", "parameters", "nodes")
 
@@ -326,6 +329,9 @@ def _set_forward(module: LoadedModule, frame: Frame) -> None:
             "model whose graph it is: PatchableGraph.load(file, model=model)"
         )
     module.__dict__["forward"] = StoredForward(type(module).__name__, frame.parameters, reason)
+
+
+# -- descriptions of values --------------------------------------------------------------------------------------------
 
 
 def encoded_spec(spec: ValueSpec) -> list[Any]:

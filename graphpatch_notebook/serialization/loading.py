@@ -1,4 +1,7 @@
-"""`load`: from a file to a model of plain modules, and records whose graphs are these modules."""
+"""`load`: reads a file strictly, into plain modules and records whose graphs are these modules.
+
+With a model, the modules of the file are found in it, and their weights have to be the same.
+"""
 
 from __future__ import annotations
 
@@ -218,6 +221,9 @@ def decoded_options(item: Item) -> ExtractionOptions:
             raise entry.error(f"there should be a {type(before).__name__}")
         values[name] = value
     return ExtractionOptions(**values)
+
+
+# -- the model that is given -------------------------------------------------------------------------------------------
 
 
 def check_weights(

@@ -1,4 +1,8 @@
-"""The modules of a loaded graph: what the model's classes were is not needed, only what they held."""
+"""The modules of a file, and those of a loaded graph: parameters, buffers, children, and the names that graphs use.
+
+A loaded module has what the module of the model held, not its code. `ModuleTable` writes the table of modules,
+`ModuleReader` reads it.
+"""
 
 from __future__ import annotations
 
@@ -211,6 +215,9 @@ def own_tensor_attribute(module: Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+# -- the table of modules, written -------------------------------------------------------------------------------------
+
+
 class ModuleTable:
     """The modules that are to be written, each under a number: children before those that hold them.
 
@@ -352,6 +359,9 @@ _DEEPEST = 200
 _FIELDS = (
     "class", "is_container", "training", "parameters", "buffers", "children", "lost", "attributes", "called", "paths",
 )  # fmt: skip
+
+
+# -- the table of modules, read ----------------------------------------------------------------------------------------
 
 
 class ModuleReader:

@@ -1,4 +1,9 @@
-"""`save`: checks the graphs of a model against it, and writes those that hold to one file."""
+"""`save`: checks the graphs of a model against it, and writes those that hold to one file.
+
+Nothing is kept of the example inputs but what they looked like, so the graphs are compared with the model on inputs
+that are made up to look like them, at the example's sizes, with gradients on and off. What the records hold proves the
+rest (`sizes`); this comparison stays, because a value may come from where no record sees it.
+"""
 
 from __future__ import annotations
 
@@ -339,6 +344,9 @@ def _write(file: Path | IO[bytes], found: Document) -> None:
         return
     with whole_file(file) as written:
         save_file(tensors, written, metadata=metadata)
+
+
+# -- inputs like the example's -----------------------------------------------------------------------------------------
 
 
 Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"

@@ -13,8 +13,7 @@ from graphpatch_notebook import CustomPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graphs import CompiledGraphModule, code_generations
 from graphpatch_notebook.graphs.build import build
-from graphpatch_notebook.graphs.lazy_code import generate
-from graphpatch_notebook.graphs.weaving import patches_from, weave
+from graphpatch_notebook.graphs.generated_code import generate, patches_from, weave
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import (

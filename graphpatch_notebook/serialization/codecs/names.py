@@ -1,4 +1,4 @@
-"""Names of what lies outside of torch (functions, classes): looked up only where the caller allows it."""
+"""Functions and classes by their names: those of torch are known, others are looked up only if the caller allows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import SerializationError
-from graphpatch_notebook.graphs.targets import Container, NamedFunction
+from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.serialization.codecs.reading import Item
 from graphpatch_notebook.serialization.codecs.value_reads import unchanged
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded_key, encoded_key
@@ -124,6 +124,9 @@ def _are_plain(parts: list[str]) -> bool:
 
 # Where transformers defines the outputs of its models; what is in these files runs when it is imported, as for any
 # transformers model that is used at all.
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
 _TRANSFORMERS = re.compile(r"transformers\.(modeling_outputs|models\.[a-z0-9_]+\.modeling_[a-z0-9_]+):\w+")
 _KINDS = {"tuple": tuple, "list": list, "mapping": collections.UserDict, "object": object}
 
@@ -220,6 +223,9 @@ def _stand_in(name: str, kind: str) -> type:
     module, _, qualified = name.rpartition(":")
     namespace: dict[str, Any] = {"__module__": module, "__qualname__": qualified}
     return type(qualified.rsplit(".", 1)[-1], (_KINDS[kind],), namespace)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 Function: TypeAlias = Callable[..., Any]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from graphpatch_notebook.errors import SerializationError
-from graphpatch_notebook.graphs.targets import Container, NamedFunction
+from graphpatch_notebook.graphs.build import Container, NamedFunction
 from graphpatch_notebook.serialization.codecs.names import (
     Allowed,
     check_method,
