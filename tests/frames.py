@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpatch_notebook.capture.records import Frame, Kind, Node, Site
+from graphpatch_notebook.capture.records import CallNode, Frame, Kind, Node, OpNode, Site
 from graphpatch_notebook.values import ScalarSpec, TensorSpec, ValueSpec, describe
 
 FLOAT = torch.float32
@@ -28,17 +28,13 @@ class FrameBuilder:
 
     def __init__(self, module: nn.Module | None = None, parent: Frame | None = None, attribute_path: str = "") -> None:
         self.frame = Frame(module or nn.Identity(), attribute_path, parent)
+        if parent is not None:
+            self.frame.capture = parent.capture
 
     def add(self, kind: Kind, name: str, spec: Any = None, **fields: Any) -> Node:
-        node = Node(
-            kind=kind,
-            op=fields.pop("op", name),
-            target=fields.pop("target", name),
-            spec=spec_of(spec),
-            name=name,
-            base_name=name,
-            **fields,
-        )
+        common = {"op": name, "target": name, "spec": spec_of(spec), "name": name, "base_name": name} | fields
+        kinds = {"op": OpNode, "call": CallNode}
+        node = kinds[kind](**common) if kind in kinds else Node(kind=kind, **common)
         self.frame.nodes.append(node)
         self.frame.names.setdefault(name, node)
         return node

@@ -52,7 +52,7 @@ def capture(module: Module, options: ExtractionOptions, args: tuple[Any, ...], k
     options.check()
     recorder = Recorder(module, options)
     root = record(recorder, args, kwargs)
-    root.options = options
+    root.capture.options = options
     _report_failures(recorder)
     _report_unopened(recorder)
     _check_unused(root, options)
@@ -77,7 +77,8 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         pop_function_modes(modes)
         swaps.let_go()
         eager.let_go()
-        _settle(module, recorder)
+        if recorder.has_kept_values():
+            _settle(module, recorder)
 
     try:
         try:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.functions import function_name
-from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node
+from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node, OpNode
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.values import describe
@@ -285,7 +285,7 @@ def custom_record(fx_node: fx.Node, module: Module) -> Node:
     if fx_node.op == "get_attr":
         return Node(kind=_kind(module, target), op=target, target=target)
     op = function_name(fx_node.target) if callable(fx_node.target) else target.rsplit(".", 1)[-1]
-    return Node(kind="op", op=op, target=fx_node.name, base_name=fx_node.name)
+    return OpNode(op=op, target=fx_node.name, base_name=fx_node.name)
 
 
 def _kind(module: Module, path: str) -> Kind:

@@ -12,7 +12,7 @@ import linecache
 from collections.abc import Iterator
 
 from graphpatch_notebook.capture.functions import SIZE_READS
-from graphpatch_notebook.capture.records import Frame, Node, Site, SourceLine, line_at
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, SourceLine, line_at
 from graphpatch_notebook.capture.value_sizes import comes_of_values, part_count_by_values
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -42,9 +42,10 @@ def data_loop_of(frame: Frame, node: Node) -> SourceLine | None:
 
 def data_loops(root: Frame) -> dict[int, SourceLine]:
     """Returns the nodes of all frames that loops over data give, by their ids, with the head of the loop."""
-    if root.data_loops is None:
-        root.data_loops = {id(node): line for each in root.walk() for node, line in _marked(each)}
-    return root.data_loops
+    findings = root.capture.findings
+    if data_loops not in findings:
+        findings[data_loops] = {id(node): line for each in root.walk() for node, line in _marked(each)}
+    return findings[data_loops]  # type: ignore[no-any-return]
 
 
 def _marked(frame: Frame) -> Iterator[tuple[Node, SourceLine]]:
@@ -55,7 +56,7 @@ def _marked(frame: Frame) -> Iterator[tuple[Node, SourceLine]]:
     loops = [loop for read in reads for loop in _loops_over(read)]
     for node in frame.nodes if loops else ():
         # A module that is called once has its own name, whenever that is.
-        if node.site is not None and (node.kind == "op" or node.call_count > 1):
+        if node.site is not None and (not isinstance(node, CallNode) or node.call_count > 1):
             for file, first, last, head in loops:
                 lines = [line_at(code, offset) for code, offset in node.site.steps if code.co_filename == file]
                 if any(first <= line <= last for line in lines):

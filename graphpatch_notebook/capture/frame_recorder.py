@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,9 +17,20 @@ from graphpatch_notebook.capture.bytecode import Assigned
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
-from graphpatch_notebook.capture.identity import alias, memory_of, weak
+from graphpatch_notebook.capture.identity import alias, memory_of, still_used, weak
 from graphpatch_notebook.capture.quantization.packed_weights import held_by
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Ref, Site, Structure, ValueRead
+from graphpatch_notebook.capture.records import (
+    CallNode,
+    CompositeCall,
+    ElementNode,
+    Frame,
+    Node,
+    OpNode,
+    Ref,
+    Site,
+    Structure,
+    ValueRead,
+)
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
 from graphpatch_notebook.capture.value_sizes import part_count_by_values
@@ -43,12 +53,14 @@ class FrameStack(Protocol):
         owners: The nodes whose values lie in the same memory, by its address: of what lies there now.
         freed_later: The addresses of weights that are gathered for a call only.
         held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
+        kept_sizes: Sizes that were still in use when their frame was over.
     """
 
     stack: list[FrameRecorder]
     owners: dict[int, list[Node]]
     freed_later: set[int]
     held: dict[int, tuple[Tensor, Tensor]]
+    kept_sizes: list[Size]
 
     def original(self, value: Any) -> Any: ...
 
@@ -77,6 +89,7 @@ class FrameRecorder:
     def close(self) -> None:
         """Forgets the values; sizes that the model keeps somewhere turn into plain numbers."""
         self._values.clear()
+        self.recorder.kept_sizes += still_used(self._sizes)
         for size in self._sizes:
             size.release()
         self._sizes.clear()
@@ -97,7 +110,7 @@ class FrameRecorder:
         result, original = alias(value), self.recorder.original(value)
         node = self.node_of(value)
         # The model may put the alias where it had the tensor: `self.table = self.table.to(device)`. Both live anyway.
-        if (node is not None and node.kind in _OF_THE_MODEL) or original is not value:
+        if result is not value and ((node is not None and node.kind in _OF_THE_MODEL) or original is not value):
             self.recorder.held[id(result)] = (result, original)
         return result
 
@@ -116,7 +129,7 @@ class FrameRecorder:
         if isinstance(value, Tensor):
             if node.kind == "input" and (other := self._lookup(value)) is not None:
                 same = ((other.node.target, other.dig), (node.target, dig))
-                self.record.same_inputs = (*self.record.same_inputs, same)
+                self.record.conditions.same_inputs += (same,)
             self._values[id(value)] = (weakref.ref(value), Ref(node, dig))
             self._own(value, node)
             return
@@ -212,7 +225,7 @@ class FrameRecorder:
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
         """Adds a node for each parameter of `forward`; returns the values that `forward` is to be given."""
         given = dict(bound)
-        self.record.input_flags = tensor_flags(bound)
+        self.record.conditions.input_flags = tensor_flags(bound)
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)
@@ -277,15 +290,14 @@ class FrameRecorder:
         finally:
             self.composite, self._occurrences = outside
 
-    def add_call(self, node: Node) -> None:
+    def add_call(self, node: CallNode) -> None:
         """Adds a call of a submodule."""
-        assert node.frame is not None
         key = id(node.frame.module)
         node.call_index = self._calls.get(key, 0)
         self._calls[key] = node.call_index + 1
         self.record.nodes.append(node)
 
-    def forget(self, call: Node) -> None:
+    def forget(self, call: CallNode) -> None:
         """Takes back a call that raised: its frame is not whole."""
         self.record.nodes.remove(call)
         self.doubt(Reason.HANDLES_ERROR, str(call.target))
@@ -299,7 +311,7 @@ class FrameRecorder:
                 self.recorder.owners.pop(memory, None)
                 self.recorder.freed_later.discard(memory)
 
-    def add_op(self, node: Node, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
+    def add_op(self, node: OpNode, name: str, result: Any, wrote: list[Tensor], variable: Assigned) -> Any:
         """Adds an op with its result, and returns what the model is to go on with.
 
         Args:
@@ -315,7 +327,7 @@ class FrameRecorder:
             self._mark_mutated(tensor)
         if (wrote or result is None) and _is_on_parameter(node):
             self.doubt(Reason.WRITES_PARAMETER, node.op)  # a graph that ran on trial would do so, too
-        if wrote and (result is None or result is wrote[0]):
+        if node.is_in_place:
             return self._add_in_place(node, result, wrote[0])
         if isinstance(result, Tensor):
             if self.knows(result):
@@ -346,8 +358,7 @@ class FrameRecorder:
         self.record.nodes.append(node)
         self.register(value, node)
 
-    def _add_in_place(self, node: Node, result: Any, wrote: Tensor) -> Any:
-        node.is_in_place = True
+    def _add_in_place(self, node: OpNode, result: Any, wrote: Tensor) -> Any:
         node.spec = describe(wrote)
         self._append(node, wrote)
         return result
@@ -361,7 +372,7 @@ class FrameRecorder:
                 if (ref := frame._lookup(tensor)) is not None:
                     ref.node.is_view_filled_later = True
 
-    def _add_size_read(self, node: Node, result: Any, variable: Assigned) -> Any:
+    def _add_size_read(self, node: OpNode, result: Any, variable: Assigned) -> Any:
         node.spec = describe(result)
         node.is_plumbing = True
         self.record.nodes.append(node)
@@ -373,7 +384,7 @@ class FrameRecorder:
             self._add_elements(node, result, variable)
         return result
 
-    def _add_elements(self, node: Node, result: Any, variables: tuple[str | None, ...]) -> None:
+    def _add_elements(self, node: OpNode, result: Any, variables: tuple[str | None, ...]) -> None:
         """Adds a node for each value that the user's code unpacked into a variable of its own."""
         if len(variables) != len(result):
             return
@@ -381,9 +392,10 @@ class FrameRecorder:
             is_value = isinstance(value, Tensor) or type(value) is Size
             if variable is None or not is_value:
                 continue
-            element = dataclasses.replace(
-                node, base_name=variable, args=(), kwargs={}, spec=describe(value), element=(node, position)
-            )
+            element = ElementNode(
+                op=node.op, target=node.target, spec=describe(value), base_name=variable, whole=node, position=position,
+                is_plumbing=node.is_plumbing,
+            )  # fmt: skip
             self.record.nodes.append(element)
             if type(value) is Size:
                 value.ref = Ref(element)
@@ -394,8 +406,8 @@ class FrameRecorder:
     def record_size(self, func: Callable[..., Any], operands: tuple[Any, ...], result: int) -> Any:
         """Records arithmetic on sizes."""
         variable = call_sites.result_variable(call_sites.caller(1), func.__name__)
-        node = Node(
-            kind="op", op=func.__name__, target=func, args=self.refs(operands), spec=ScalarSpec(result),
+        node = OpNode(
+            op=func.__name__, target=func, args=self.refs(operands), spec=ScalarSpec(result),
             base_name=variable if isinstance(variable, str) else func.__name__, is_plumbing=True, is_live=False,
             composite=self.composite,
         )  # fmt: skip

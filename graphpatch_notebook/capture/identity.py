@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -35,3 +38,15 @@ def weak(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
+
+
+def still_used(values: list[T], holders: int = 1) -> list[T]:
+    """Returns the values of a list that something outside of it refers to.
+
+    Args:
+        values: The values.
+        holders: How many references of the caller each of them has, the list included.
+    """
+    counts = [sys.getrefcount(value) for value in values]
+    own = next(sys.getrefcount(value) for value in [object()]) + holders - 1
+    return [value for value, count in zip(values, counts, strict=True) if count > own]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.paths import numbered
 from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec
 
@@ -39,7 +39,7 @@ def _rank(node: Node) -> int:
 
 def _base(node: Node) -> str:
     base = node.base_name or node.op
-    if node.kind == "call":
+    if isinstance(node, CallNode):
         base = call_name(base)
         return f"{base}_{node.call_index}" if node.call_count > 1 else base
     if node.kind in ("parameter", "buffer", "attribute"):
@@ -65,9 +65,8 @@ def call_name(attribute_path: str) -> str:
 
 
 def _number_calls(frame: Frame) -> None:
-    by_module: dict[int, list[Node]] = {}
+    by_module: dict[int, list[CallNode]] = {}
     for node in frame.calls():
-        assert node.frame is not None
         by_module.setdefault(id(node.frame.module), []).append(node)
     for nodes in by_module.values():
         # An attempt that raised leaves a gap, but still was the call with that number.

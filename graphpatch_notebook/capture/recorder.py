@@ -20,10 +20,12 @@ from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.frame_count import frame_count
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
+from graphpatch_notebook.capture.identity import still_used
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site
+from graphpatch_notebook.capture.records import CallNode, CompositeCall, Conditions, Frame, Node, OpNode, Site
+from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
@@ -55,6 +57,7 @@ class Recorder(TorchFunctionMode):
         self.unopened: dict[tuple[str, str], Frame] = {}
         self.failures: list[tuple[Frame, BaseException]] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kept_sizes: list[Size] = []
         self.muted = 0
         self.depth = 0
         self.count = frame_count.get()
@@ -68,6 +71,10 @@ class Recorder(TorchFunctionMode):
         """Returns the tensor of the model that `value` is an alias of, or else `value` itself."""
         known = self.held.get(id(value))
         return known[1] if known is not None and known[0] is value else value
+
+    def has_kept_values(self) -> bool:
+        """Whether sizes or aliases of this capture are still in use after the run: the model may hold them."""
+        return bool(still_used(self.kept_sizes) or still_used([alias for alias, _ in self.held.values()], holders=2))
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -157,12 +164,12 @@ class Recorder(TorchFunctionMode):
         if refs is None or occurrence is None:
             return result
         try:
-            node = Node(
-                kind="op", op=function_name(func) if target is None else name, target=target or func,
+            node = OpNode(
+                op=function_name(func) if target is None else name, target=target or func,
                 args=refs[0], kwargs=refs[1], site=site, occurrence=occurrence, composite=frame.composite,
             )  # fmt: skip
             wrote = self._written(name, args, kwargs, result, before)
-            if wrote:
+            if wrote and (result is None or result is wrote[0]):
                 named: dict[int | str, Any] = dict(enumerate(args))
                 named.update(kwargs)
                 node.written_argument = next(key for key, value in named.items() if value is wrote[0])
@@ -268,23 +275,20 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[FrameRecorder, tuple[Any, ...], dict[str, Any]]:
-        call = None
         path = ""
         if parent is not None:
             parent.notice_switches()
             path = self.paths.path(parent.record.module, module)
-            call = Node(kind="call", op=type(module).__name__, target=path, base_name=path)
+        record = Frame(module, path, conditions=_conditions(module))
+        frame = FrameRecorder(record, self)
+        if parent is not None:
+            call = CallNode(op=type(module).__name__, target=path, base_name=path, frame=record)
             call.site = self.sites.site(call_sites.caller(1))
             try:
                 call.args, call.kwargs = parent.refs(args), parent.refs(kwargs)
             except Exception as failure:
                 self._fail(parent, failure)
-        record = Frame(module, path, parent.record if parent is not None else None, call, training=module.training)
-        if module._forward_hooks or module._forward_pre_hooks:
-            record.hooks = frozenset((*module._forward_hooks, *module._forward_pre_hooks))
-        frame = FrameRecorder(record, self)
-        if call is not None and parent is not None:
-            call.frame = record
+            record.parent, record.call, record.capture = parent.record, call, parent.record.capture
             parent.add_call(call)
         signature = signature_of(forward)
         record.parameters = input_parameters(signature)
@@ -327,14 +331,22 @@ class Recorder(TorchFunctionMode):
         return output
 
 
+def _conditions(module: Module) -> Conditions:
+    hooks = frozenset((*module._forward_hooks, *module._forward_pre_hooks))
+    return Conditions(module.training, hooks or _NO_HOOKS)
+
+
+_NO_HOOKS: frozenset[int] = frozenset()
+
+
 def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: Assigned) -> None:
     """Makes the steps whose values an opened call returned stand for the call: at its site, under its name."""
     for position, value in enumerate(result) if isinstance(result, tuple) else [(None, result)]:
         node = frame.node_of(value)
-        if node is None or node.composite is not call or node.element is not None or node.is_in_place:
+        if not isinstance(node, OpNode) or node.composite is not call or node.is_in_place:
             continue
         node.site, node.occurrence, node.composite = call.site, call.occurrence, call.outer
-        node.result_position = position
+        node.position = position
         if position is None:
             node.base_name = variable if isinstance(variable, str) else call.name
         elif isinstance(variable, tuple) and len(variable) == len(result):

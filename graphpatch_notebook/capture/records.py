@@ -1,12 +1,15 @@
 """What capture keeps: light records of frames, nodes and call sites. No tensors, no fx, no code.
 
-    Capture
-    └── Frame                one invocation of one module's `forward`
-        ├── Node ...         one value: input, parameter, buffer, attribute, op, call (of a submodule), output
-        │   ├── Site         the chain of call sites from `forward` down to the op: what the op *is*
-        │   ├── CompositeCall    the opened call that the op is a step of, if it is one
-        │   └── Frame        the frame of the submodule, for calls
-        └── output           structure of what `forward` returned, over `Ref`s to nodes
+    Frame                one invocation of one module's `forward`
+    ├── Conditions       the training flag, hooks and flags of inputs at that time
+    ├── Capture          what all frames of a capture share: its options, and what analyses found
+    ├── Node ...         one value: input, parameter, buffer, attribute, constant, output
+    │   ├── OpNode       the result of a torch function
+    │   │   ├── Site     the chain of call sites from `forward` down to the op: what the op *is*
+    │   │   └── CompositeCall    the opened call that the op is a step of, if it is one
+    │   ├── ElementNode  a part of the result of an op, unpacked into a variable of its own
+    │   └── CallNode     a call of a submodule, with its Frame
+    └── output           structure of what `forward` returned, over `Ref`s to nodes
 
 Arguments of a node are kept as they were, but for values that have a node: a `Ref` stands there.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal, TypeAlias
@@ -148,9 +151,12 @@ def refs_in(value: Any) -> Iterator[Ref]:
             yield from refs_in(item)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Node:
-    """One value in a frame.
+    """One value in a frame: an input, a held tensor, the output. Subclasses are for values that the frame computes.
+
+    Code that goes over all nodes can read the properties below from each of them: a node that has no such thing
+    returns an empty value.
 
     Attributes:
         kind: What it is.
@@ -159,58 +165,145 @@ class Node:
             buffer, attribute: the attribute path from the frame's module (`weight`, `emb.weight`). call: the attribute
             path of the submodule from the frame's module (`h.3`). input: the parameter's name. constant: a weak
             reference to the tensor, or the object itself.
-        args, kwargs: The arguments, with `Ref`s (also inside containers and slices).
         spec: What is known of the value.
         base_name: The name it asks for, before numbering: the local variable, or else the torch function.
         name: The name in the graph, unique in the frame: fixed when the frame is complete.
-        site: The call site (ops and calls).
-        occurrence: How often the same call site came up before in this frame; for a step of an opened call, in that.
-        composite: The opened call that this is a step of. The last step, whose value the call returns, *is* the call
-            for whoever patches: it has the call's site and name, and belongs to what is around the call.
-        result_position: The position of that value in what the call returns, if that is a tuple.
-        element: For a value that the user's code unpacked from an op's result (`q, k = qkv.split(...)`): that op's
-            node and the position in it. Such a node has the site of that op, and no arguments.
-        is_plumbing: Whether the value only carries sizes (or is the container that such `element`s came from).
-        is_live: Whether a live run sees this value come up (arithmetic on sizes is not seen).
-        is_in_place: Whether the op is one that writes into an argument: its value is that argument.
-        written_argument: Which one: its position, or its keyword.
+        is_plumbing: Whether the value only carries sizes (or is the container that an `ElementNode` came from).
+        is_live: Whether a live run sees this value (it does not see arithmetic on sizes).
         is_mutated_later: Whether an op of the model wrote into this very tensor later, or its memory was freed.
         is_view_filled_later: Whether that tensor is a view, so that the write was meant for its base.
-        frame: The frame of the called submodule (calls only).
-        call_index: Which call of this submodule in this frame it is, from zero (calls only).
-        call_count: How often the submodule is called in this frame (calls only).
     """
 
     kind: Kind
     op: str
     target: Any
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
     spec: ValueSpec = field(default_factory=lambda: ScalarSpec(None))
     base_name: str = ""
     name: str = ""
-    site: Site | None = None
-    occurrence: int = 0
-    composite: CompositeCall | None = None
-    result_position: int | None = None
-    element: tuple[Node, int] | None = None
     is_plumbing: bool = False
     is_live: bool = True
-    is_in_place: bool = False
-    written_argument: int | str = 0
     is_mutated_later: bool = False
     is_view_filled_later: bool = False
-    frame: Frame | None = None
-    call_index: int = 0
-    call_count: int = 1
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments of what computed the value, with `Ref`s (also inside containers and slices)."""
+        return ()
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments, likewise."""
+        return {}
+
+    @property
+    def site(self) -> Site | None:
+        """The call site of what computed the value."""
+        return None
+
+    @property
+    def occurrence(self) -> int:
+        """How often the call site was reached before in this frame; for a step of an opened call, in that call."""
+        return 0
+
+    @property
+    def composite(self) -> CompositeCall | None:
+        """The opened call that this is a step of."""
+        return None
 
     @property
     def position(self) -> int | None:
-        """The position of the value in what is called at `site`; `None` where it is all of that."""
-        return self.result_position if self.element is None else self.element[1]
+        """The position of the value in what the call at `site` returns; `None` where it is all of that."""
+        return None
+
+    @property
+    def written_argument(self) -> int | str | None:
+        """The argument that the op wrote into and that is its value: its position, or its keyword."""
+        return None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the value is an argument that the op wrote into."""
+        return self.written_argument is not None
+
+    def written_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the argument that an in-place op wrote into, from the arguments of a call of it."""
+        where = self.written_argument
+        return kwargs[where] if isinstance(where, str) else args[where or 0]
+
+    @property
+    def whole(self) -> Node:
+        """The node itself; for a part of what an op returned, the node of that op."""
+        return self
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name or self.base_name or self.op}: {self.spec}>"
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class OpNode(Node):
+    """The result of a torch function.
+
+    The last step of an opened call, whose value the call returns, *is* the call for patches: it has the call's site
+    and name, and belongs to what is around the call.
+    """
+
+    kind: Kind = "op"
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    site: Site | None = None
+    occurrence: int = 0
+    composite: CompositeCall | None = None
+    position: int | None = None
+    written_argument: int | str | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class ElementNode(Node):
+    """A value that the user's code unpacked from the result of an op: `q, k = qkv.split(...)`.
+
+    Attributes:
+        whole: The node of that op.
+        position: The position in its result.
+    """
+
+    kind: Kind = "op"
+    whole: OpNode = field()
+    position: int = field()
+
+    @property
+    def site(self) -> Site | None:
+        """That of the op."""
+        return self.whole.site
+
+    @property
+    def occurrence(self) -> int:
+        """That of the op."""
+        return self.whole.occurrence
+
+    @property
+    def composite(self) -> CompositeCall | None:
+        """That of the op."""
+        return self.whole.composite
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class CallNode(Node):
+    """A call of a submodule.
+
+    Attributes:
+        frame: The frame of the call.
+        args, kwargs, site: As those of an op.
+        call_index: Which call of this submodule in the calling frame it is, from zero.
+        call_count: How often the submodule is called in that frame.
+    """
+
+    kind: Kind = "call"
+    frame: Frame = field()
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    site: Site | None = None
+    call_index: int = 0
+    call_count: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +328,37 @@ InputPlace: TypeAlias = "tuple[str, tuple[Key, ...]]"
 
 
 @dataclass(slots=True, eq=False)
+class Conditions:
+    """What held for a module and its inputs when it was called.
+
+    Attributes:
+        training: The module's `training` flag.
+        hooks: The ids of the forward hooks and pre-hooks that the module had.
+        input_flags: For each tensor in the inputs, whether it required gradients, and was contiguous.
+        same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records know
+            it by the second only.
+    """
+
+    training: bool = False
+    hooks: frozenset[int] = frozenset()
+    input_flags: tuple[tuple[bool, bool], ...] = ()
+    same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """What belongs to a capture as a whole.
+
+    Attributes:
+        options: How it was captured.
+        findings: Results of analyses of all frames, by the function that returns them: each is computed once.
+    """
+
+    options: ExtractionOptions | None = None
+    findings: dict[Callable[..., Any], Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class Frame:
     """One invocation of one module.
 
@@ -246,11 +370,8 @@ class Frame:
         parameters: The parameters of `forward`, each with an `input` node, in order.
         nodes: All nodes in order of execution, inputs first, the output last.
         output: What `forward` returned, with a `Ref` for each value that has a node.
-        training: The module's `training` flag at capture.
-        hooks: The ids of the forward hooks and pre-hooks that the module had.
-        input_flags: For each tensor in the inputs, whether it required gradients, and was contiguous.
-        same_inputs: Pairs of places in the inputs, as parameter and dig, that were given one tensor: the records know
-            it by the second only.
+        conditions: What held for the module and its inputs when it was called.
+        capture: What is known of the whole capture; all its frames share it.
         opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
         doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
@@ -260,23 +381,17 @@ class Frame:
         custom_failure: Why such a function returned none.
         names: The nodes by name.
         value_reads: What was read into Python, and where.
-        data_loops: What `data_loops` found out of all frames below, once it was asked: by the ids of nodes, the loop
-            over data that they are in; of the root only.
-        options: How it was captured; of the root only.
-        dimensions: What `checks.dimensions` found out of all frames below, once it was asked; of the root only.
     """
 
     module: Module
     attribute_path: str
-    parent: Frame | None
-    call: Node | None = None
+    parent: Frame | None = None
+    call: CallNode | None = None
     parameters: list[InputParameter] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     output: Any = None
-    training: bool = False
-    hooks: frozenset[int] = frozenset()
-    input_flags: tuple[tuple[bool, bool], ...] = ()
-    same_inputs: tuple[tuple[InputPlace, InputPlace], ...] = ()
+    conditions: Conditions = field(default_factory=Conditions)
+    capture: Capture = field(default_factory=Capture)
     opaque_reason: str | None = None
     doubts: list[Doubt] = field(default_factory=list)
     custom_graph: Any = None
@@ -284,9 +399,6 @@ class Frame:
     is_edited: bool = False
     names: dict[str, Node] = field(default_factory=dict)
     value_reads: list[ValueRead] = field(default_factory=list)
-    data_loops: dict[int, SourceLine] | None = None
-    options: ExtractionOptions | None = None
-    dimensions: Any = None
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -326,16 +438,15 @@ class Frame:
         """The node of what `forward` returned."""
         return self.nodes[-1]
 
-    def calls(self) -> Iterator[Node]:
+    def calls(self) -> Iterator[CallNode]:
         """Yields the nodes that call submodules, in order."""
-        return (node for node in self.nodes if node.kind == "call")
+        return (node for node in self.nodes if isinstance(node, CallNode))
 
     def walk(self) -> Iterator[Frame]:
         """Yields this frame and all below it, in order of execution."""
         yield self
         for node in self.calls():
-            if node.frame is not None:
-                yield from node.frame.walk()
+            yield from node.frame.walk()
 
     def inputs(self) -> Iterator[Node]:
         """Yields the input nodes, in the order of `forward`'s parameters."""

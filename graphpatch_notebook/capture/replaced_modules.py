@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture.inputs import input_parameters, signature_of
 from graphpatch_notebook.capture.naming import name_nodes
-from graphpatch_notebook.capture.records import Frame, Node, Ref
+from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Node, Ref
 from graphpatch_notebook.capture.tensor_sources import held_tensors
 from graphpatch_notebook.values import ScalarSpec, ValueSpec, describe
 
@@ -23,10 +23,10 @@ class CalledModules:
 
     def __init__(self, root: Frame) -> None:
         self._root = root
-        self._originals: dict[Node, Frame] = {}
+        self._originals: dict[CallNode, Frame] = {}
         self._calls = self._found()
 
-    def _found(self) -> list[tuple[Frame, Node, list[str]]]:
+    def _found(self) -> list[tuple[Frame, CallNode, list[str]]]:
         frames = [frame for frame in self._root.walk() if frame.custom_graph is not None]
         return [(frame, call, str(call.target).split(".")) for frame in frames for call in frame.calls()]
 
@@ -38,7 +38,7 @@ class CalledModules:
         replaced = False
         for frame, call, names in self._calls:
             module = _called(frame.module, names)
-            if call.frame is None or module is None or module is call.frame.module:
+            if module is None or module is call.frame.module:
                 continue
             original = self._originals.setdefault(call, call.frame)
             call.frame = original if module is original.module else _frame(module, call, frame)
@@ -57,11 +57,11 @@ def _called(module: Module, names: list[str]) -> Module | None:
     return found
 
 
-def _frame(module: Module, call: Node, parent: Frame) -> Frame:
+def _frame(module: Module, call: CallNode, parent: Frame) -> Frame:
     """Returns an opaque frame of a call of `module`: what goes in and out, and what the module holds."""
-    assert call.frame is not None
     output = call.frame.output_node
-    frame = Frame(module, call.frame.attribute_path, parent, call, training=module.training, opaque_reason=REASON)
+    frame = Frame(module, call.frame.attribute_path, parent, call, opaque_reason=REASON)
+    frame.conditions, frame.capture = Conditions(module.training), parent.capture
     frame.parameters = input_parameters(signature_of(module.forward))
     for position, parameter in enumerate(frame.parameters):
         given = call.args[position] if position < len(call.args) else call.kwargs.get(parameter.name)

@@ -181,13 +181,13 @@ class CallSignature:
         inputs = tuple((p.name, by_name.get(p.name, ScalarSpec(None))) for p in frame.parameters)
         tensors = [leaf for name, spec in inputs for leaf in tensor_leaves(name, spec)]
         forms = [TensorForm(tuple(spec.shape), spec.device) for _, spec in tensors]
-        if len(frame.input_flags) == len(forms):
-            for number, (requires_grad, is_contiguous) in enumerate(frame.input_flags):
+        if len(frame.conditions.input_flags) == len(forms):
+            for number, (requires_grad, is_contiguous) in enumerate(frame.conditions.input_flags):
                 layout = CONTIGUOUS if is_contiguous else NOT_CONTIGUOUS
                 forms[number] = replace(forms[number], requires_grad=requires_grad, layout=layout)
         numbers = {name: number for number, (name, _) in enumerate(tensors)}
         same = list(range(len(tensors)))
-        for places in frame.same_inputs:
+        for places in frame.conditions.same_inputs:
             names = [functools.reduce(_below, map(key_text, dig), parameter) for parameter, dig in places]
             one, other = sorted(numbers.get(name, 0) for name in names)
             same[other] = same[one]

@@ -12,13 +12,13 @@ coincide have to do: a size that one of the inputs had is taken for that one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeGuard
 
 import torch
 
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, Ref, refs_in
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
@@ -34,6 +34,11 @@ Profile: TypeAlias = "tuple[int, ...]"
 Inputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
 """The arguments of a `forward`, positional and by keyword."""
 
+
+class NoBatchError(Exception):
+    """It is not known which dimension of a value holds the batch, for the reason given (caught inside the package)."""
+
+
 _ABSENT = -1  # the size of what does not occur in a run
 _FAR = (307, 131, 67)
 _FEW = 12
@@ -43,9 +48,10 @@ _lock = threading.RLock()
 def dimensions_of(root: Frame) -> Dimensions:
     """Returns what is known of the dimensions of all values of a capture; the first call runs the model, on meta."""
     with _lock:
-        if root.dimensions is None:
-            root.dimensions = Dimensions(root)
-        return root.dimensions  # type: ignore[no-any-return]
+        findings = root.capture.findings
+        if dimensions_of not in findings:
+            findings[dimensions_of] = Dimensions(root)
+        return findings[dimensions_of]  # type: ignore[no-any-return]
 
 
 class Dimensions:
@@ -71,6 +77,9 @@ class Dimensions:
     def __init__(self, root: Frame) -> None:
         self._root = root
         self._sizes = [input_shapes(root)]
+        self._tensor_count = sum(
+            isinstance(leaf, TensorSpec) for node in root.inputs() for _, leaf in leaves(node.spec)
+        )
         self.groups: list[list[Place]] = []
         self.reason: str | None = None
         self._values_runs: list[int] = []
@@ -204,6 +213,47 @@ class Dimensions:
         """Whether a dimension has other sizes at other sizes of the inputs, or at other values."""
         return len({size for size in profile if size != _ABSENT}) > 1
 
+    def batch_dim(self, spec: TensorSpec) -> int | None:
+        """Returns the dimension of a captured value that holds the batch; `None` where one value serves all of it.
+
+        The batch is dimension 0 of the inputs, see `batch_inputs`. The dimension grows as the batch does. It may hold
+        more than that (batch x heads): in which order is not known.
+
+        Raises:
+            NoBatchError: No dimension, or more than one, grows as the batch does; or the model cannot run with another
+                batch.
+        """
+        runs = self._batch_runs()
+        known = self._profiles.get(id(spec))
+        if known is None or not runs:
+            raise NoBatchError(
+                f"it is not known which dimension of a value of shape {tuple(spec.shape)} holds the batch"
+            )
+        growing = [dim for dim, sizes in enumerate(known) if any(sizes[run] != sizes[0] for run in runs)]
+        if not growing:
+            return None
+        sizes = known[growing[0]]
+        # Where inputs may have batches of their own, each run changes that of one of them.
+        if len(growing) > 1 or any(sizes[run] not in (sizes[0], sizes[0] * factor) for run, factor in runs.items()):
+            raise NoBatchError(f"a value of shape {tuple(spec.shape)} does not grow as the batch does")
+        return growing[0]
+
+    def _batch_runs(self) -> dict[int, float]:
+        """Returns the runs in which nothing but the batch had another size, with how many times as large it was."""
+        places = [(number, 0) for number in batch_inputs(self._sizes[0][: self._tensor_count])]
+        found = {}
+        for run, sizes in enumerate(self._sizes):
+            changed = {
+                (number, dim)
+                for number, (shape, now) in enumerate(zip(self._sizes[0], sizes, strict=True))
+                for dim, (size, other) in enumerate(zip(shape, now, strict=True))
+                if size != other
+            }
+            if changed and changed <= set(places):
+                number, dim = min(changed)
+                found[run] = sizes[number][dim] / self._sizes[0][number][dim]
+        return found
+
     def dims_like(self, spec: TensorSpec, profile: Profile) -> list[int]:
         """Returns the dimensions of a captured value that are the one of `profile`."""
         return [dim for dim, own in enumerate(self.profiles(spec)) if _is_same(own, profile)]
@@ -250,7 +300,7 @@ class Dimensions:
         """
         assert self._reordered is not None
         for node in frame.nodes:
-            if node.frame is not None:
+            if isinstance(node, CallNode):
                 self._order(node.frame)
             own = {profile for spec in _tensors(node.spec) for profile in self.profiles(spec)}
             if found := self._order_of(frame, node) & own:
@@ -259,15 +309,15 @@ class Dimensions:
     def _order_of(self, frame: Frame, node: Node) -> set[Profile]:
         if node.kind in HELD_KINDS:
             return set()
-        if node.kind == "call":
-            return self._order_among(Ref(node.frame.output_node)) if node.frame is not None else set()
+        if isinstance(node, CallNode):
+            return self._order_among(Ref(node.frame.output_node))
         if node.kind == "input":
             call = frame.call
             given = None if call is None else given_input(frame.parameters, node.target, call.args, call.kwargs)
             return self._order_among(given)
         if node.kind == "output":
             return self._order_among(frame.output) & self._order_among([Ref(each) for each in frame.inputs()])
-        source = node.element[0] if node.element is not None else node
+        source = node.whole
         if source.is_in_place or source.op in _INTO_FIRST:
             return self._order_among(source.args[:1])
         found = self._order_among((source.args, source.kwargs))
@@ -281,6 +331,17 @@ class Dimensions:
     def _order_among(self, values: object) -> set[Profile]:
         assert self._reordered is not None
         return {profile for ref in refs_in(values) for profile in self._reordered.get(id(ref.node), ())}
+
+
+def batch_inputs(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Returns which tensors of the inputs hold the batch, in dimension 0: those as long there as the first.
+
+    Example:
+        >>> batch_inputs([(), (2, 7), (2,), (7, 7)])
+        [1, 2]
+    """
+    first = next((shape for shape in shapes if len(shape)), None)
+    return [n for n, shape in enumerate(shapes) if first is not None and len(shape) and shape[0] == first[0]]
 
 
 _SORTS = ("sort", "argsort")

@@ -28,7 +28,7 @@ from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
 from graphpatch_notebook.capture.inputs import call_like
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
-from graphpatch_notebook.capture.records import CompositeCall, Frame, Node, Site, ValueRead
+from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.capture.value_sizes import is_sized_by_values
 from graphpatch_notebook.checks.sharding import communicates
@@ -96,7 +96,7 @@ def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: Sca
         model, copies = _copied(root)
         for frame in root.walk():
             if id(frame.module) in copies:  # not one that the forward itself made
-                copies[id(frame.module)].training = frame.training
+                copies[id(frame.module)].training = frame.conditions.training
         specs = [leaf for leaf in _input_leaves(root) if isinstance(leaf, TensorSpec)]
         tensors, numbers = iter(shapes[: len(specs)]), iter(shapes[len(specs) :])
         args, kwargs = call_like(
@@ -233,7 +233,7 @@ class _Replay(Recorder):
     """Records a run in which the values that go into Python are those of the capture."""
 
     def __init__(self, model: Module, captured: Frame, more_entries: int, more: int) -> None:
-        options = captured.options or ExtractionOptions()
+        options = captured.capture.options or ExtractionOptions()
         super().__init__(model, replace(options, custom_extraction_functions={}, error_on_compilation_failure=False))
         self.count = None
         self._root = captured
@@ -329,7 +329,7 @@ def _matched(captured: Frame, found: Frame) -> list[tuple[int, ValueSpec]]:
         other = known.get(_key(node))
         if other is not None:
             result.append((id(node), other.spec))
-            if node.frame is not None and other.frame is not None:
+            if isinstance(node, CallNode) and isinstance(other, CallNode):
                 result += _matched(node.frame, other.frame)
     return result
 
@@ -349,7 +349,9 @@ def _reads_by_key(frame: Frame) -> dict[Any, ValueRead]:
 def _key(node: Node) -> tuple[Any, ...]:
     if node.kind == "op":
         return _op_key(node.site, node.occurrence, node.composite, node.position)
-    return (node.kind, node.target, node.call_index) if node.kind != "constant" else (node.kind, id(node))
+    if node.kind == "constant":
+        return node.kind, id(node)
+    return node.kind, node.target, node.call_index if isinstance(node, CallNode) else 0
 
 
 def _op_key(

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.decompositions import decomposition_of
-from graphpatch_notebook.capture.records import Node
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries, SiteEntries
@@ -155,7 +154,7 @@ class LiveMode(TorchFunctionMode):
             if not entry.is_special and self.run.is_observed(entry, result):
                 continue
             if node.is_in_place:
-                value = _written(node, args, kwargs)
+                value = node.written_of(args, kwargs)
             else:
                 value = result if node.position is None else result[node.position]
             patched = self.run.apply(entry, value)
@@ -176,9 +175,3 @@ _RECOMPUTED = (
     "patch a value outside of that function"
 )
 _NOTHING: dict[tuple[int, ...], OpEntries] = {}
-
-
-def _written(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the argument that an in-place op wrote into."""
-    where = node.written_argument
-    return args[where] if isinstance(where, int) else kwargs[where]

@@ -329,7 +329,7 @@ def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
     """Raises where the graph that calls a module has, as operations of its own, what hooks made of the output."""
     frame, call = entry.target.frame, entry.target.frame.call
     above = plans.get(id(frame.parent))
-    if entry.target.node.kind != "output" or not frame.hooks or above is None or above.own_graph is None:
+    if entry.target.node.kind != "output" or not frame.conditions.hooks or above is None or above.own_graph is None:
         return
     if call is None or call.site is None or call not in above.frame.nodes:
         return

@@ -59,11 +59,11 @@ class _Way:
 
     def enter(self, module: Module) -> None:
         """Goes down into a call of `module`."""
-        calls = [n for frame in self.frames for n in frame.calls() if n.frame is not None and n.frame.module is module]
+        calls = [n for frame in self.frames for n in frame.calls() if n.frame.module is module]
         here = [n for n in calls if n.site is not None and list(n.site.steps) == self.steps]
         if id(module) in self.counts:  # the one that began last
             here = [n for n in here or calls if n.call_index == self.counts[id(module)] - 1]
-        self.frames = [n.frame for n in here or calls if n.frame is not None]
+        self.frames = [n.frame for n in here or calls]
         self.module, self.steps, self.fx_name, self.counts = module, [], None, {}
 
     def nodes(self) -> list[tuple[Frame, Node]]:
@@ -130,7 +130,7 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
             way.call, way.opened = None, list(way.steps)
         if way.call is None:  # what any other call does inside belongs to its one node
             _follow(way, python_frame, lasti)
-    candidates = [(frame, node) for frame, node in way.nodes() if node.element is None] or way.nodes()
+    candidates = [(frame, node) for frame, node in way.nodes() if node.whole is node] or way.nodes()
     line = str(_line(way)) if way.steps else ""
     now = arguments_text(*way.call) if way.call is not None else ""
     if not candidates:
@@ -178,7 +178,7 @@ def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
         way.enter(owner)  # type: ignore[arg-type]  # the `self` of `Module.__call__`
     elif call_sites.is_users(code):
         is_direct = code.co_name == "forward" and isinstance(owner, Module) and owner is not way.module
-        if is_direct and any(n.frame is not None and n.frame.module is owner for f in way.frames for n in f.calls()):
+        if is_direct and any(n.frame.module is owner for f in way.frames for n in f.calls()):
             way.enter(owner)  # type: ignore[arg-type]  # is a module, as just asked
         way.steps.append((code, call_sites.offset_of(code, lasti)))
         way.leaf = python_frame

@@ -30,7 +30,16 @@ from torch.fx.graph import CodeGen
 
 from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref, Structure, refs_in
+from graphpatch_notebook.capture.records import (
+    CallNode,
+    ElementNode,
+    Frame,
+    InputParameter,
+    Node,
+    Ref,
+    Structure,
+    refs_in,
+)
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_overload
@@ -54,7 +63,7 @@ _LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis))
 class Targets(Protocol):
     """How the code of a frame's graph module reaches what lies outside the graph."""
 
-    def of_call(self, node: Node) -> str:
+    def of_call(self, node: CallNode) -> str:
         """Returns the attribute path of the graph module that a call node calls."""
 
     def of_attribute(self, path: str) -> str:
@@ -150,18 +159,17 @@ class _Builder:
         is_silent = getattr(node.target, "__name__", "") in ("__setitem__", "__set__", "__iset__")
         if not node.is_in_place or not (is_silent or is_overload(node.target)):
             return None
-        where = node.written_argument
-        wrote = node.args[where] if isinstance(where, int) else node.kwargs[where]
+        wrote = node.written_of(node.args, node.kwargs)
         return self._ref(wrote) if isinstance(wrote, Ref) else None
 
     def _add(self, node: Node) -> None:
         name = _identifier(node.name)
-        if node.element is not None:
-            parent, position = node.element
+        if isinstance(node, ElementNode):
+            parent, position = node.whole, node.position
             fx_node = self.graph.create_node(
                 "call_function", operator.getitem, (self.values[parent, ()], position), name=name
             )
-        elif node.kind == "call":
+        elif isinstance(node, CallNode):
             args, kwargs = self._arguments(node)
             fx_node = self.graph.create_node("call_module", self.targets.of_call(node), args, kwargs, name)
         elif node.kind == "op":

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import Comparison
 from graphpatch_notebook.errors import GraphError
@@ -239,7 +239,7 @@ class CompiledGraphModule(GraphModule):
             return value
         return super().__getattr__(name)
 
-    def of_call(self, node: Node) -> str:
+    def of_call(self, node: CallNode) -> str:
         """Returns how the code calls the graph module of a call node."""
         callee = self._callee_of(node)
         if callee is None:
@@ -251,7 +251,7 @@ class CompiledGraphModule(GraphModule):
             node.name, callee
         )
 
-    def _callee_of(self, node: Node) -> GraphModule | None:
+    def _callee_of(self, node: CallNode) -> GraphModule | None:
         known = self._callee_by_frame
         if len(known) != len(self._callees):
             known.clear()

@@ -8,13 +8,24 @@ import dataclasses
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Site, SourceLine, Structure
+from graphpatch_notebook.capture.records import (
+    CallNode,
+    Capture,
+    ElementNode,
+    Frame,
+    Node,
+    OpNode,
+    Ref,
+    Site,
+    SourceLine,
+    Structure,
+)
 from graphpatch_notebook.graphs.build import AUXILIARY, BuiltGraph
 
 
@@ -41,8 +52,9 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
         return memo[id(frame)]  # type: ignore[no-any-return]
     nodes: dict[Node, Node] = {}
     frames: dict[int, Frame] = {}
+    capture = Capture(frame.capture.options)
     for old in frame.walk():
-        new = dataclasses.replace(old, nodes=[], names={}, doubts=list(old.doubts), dimensions=None, data_loops=None)
+        new = dataclasses.replace(old, nodes=[], names={}, doubts=list(old.doubts), capture=capture)
         frames[id(old)] = memo[id(old)] = new
         nodes |= {node: dataclasses.replace(node) for node in old.nodes}
     for old in frame.walk():
@@ -50,7 +62,7 @@ def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
         new.module = copy.deepcopy(old.module, memo)
         new.custom_graph = _copied_graph(old.custom_graph, nodes, memo)
         new.parent = frames.get(id(old.parent), old.parent)
-        new.call = nodes.get(old.call, old.call) if old.call is not None else None
+        new.call = cast(CallNode, nodes.get(old.call, old.call)) if old.call is not None else None
         new.nodes = [_connected(nodes[node], nodes, frames) for node in old.nodes]
         new.names = {name: nodes.get(node, node) for name, node in old.names.items()}
         new.output = _mapped(old.output, nodes)
@@ -66,11 +78,12 @@ def _copied_graph(graph: fx.Graph | None, nodes: dict[Node, Node], memo: dict[in
 
 
 def _connected(node: Node, nodes: dict[Node, Node], frames: dict[int, Frame]) -> Node:
-    node.args = _mapped(node.args, nodes)
-    node.kwargs = _mapped(node.kwargs, nodes)
-    if node.element is not None:
-        node.element = (nodes[node.element[0]], node.element[1])
-    if node.frame is not None:
+    if isinstance(node, (OpNode, CallNode)):
+        node.args = _mapped(node.args, nodes)
+        node.kwargs = _mapped(node.kwargs, nodes)
+    if isinstance(node, ElementNode):
+        node.whole = cast(OpNode, nodes[node.whole])
+    if isinstance(node, CallNode):
         node.frame = frames[id(node.frame)]
     return node
 
@@ -118,12 +131,16 @@ def _new(cls: Any) -> Any:
 def _reduced_node(node: Node) -> tuple[Any, ...]:
     state = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     state["target"] = PackedTarget.of(node.target) if node.kind in ("op", "constant") else node.target
-    return _new, (Node,), state, None, None, _set_node
+    return _new, (type(node),), state, None, None, _set_node
 
 
 def _set_node(node: Node, state: dict[str, Any]) -> None:
     for name, value in state.items():
         setattr(node, name, value.unpacked() if isinstance(value, PackedTarget) else value)
+
+
+def _reduced_capture(capture: Capture) -> tuple[Any, ...]:
+    return Capture, (capture.options,)
 
 
 def _reduced_frame(frame: Frame) -> tuple[Any, ...]:
@@ -142,7 +159,9 @@ def _set_frame(frame: Frame, state: dict[str, Any]) -> None:
 
 # `copy.copy` and pickle ask this table; `deepcopy` of frames goes its own way above.
 copyreg.pickle(Frame, _reduced_frame)
-copyreg.pickle(Node, _reduced_node)
+for _kind in (Node, OpNode, ElementNode, CallNode):
+    copyreg.pickle(_kind, _reduced_node)
+copyreg.pickle(Capture, _reduced_capture)
 copyreg.pickle(Site, _reduced_site)
 copyreg.pickle(SavedSite, _reduced_site)
 

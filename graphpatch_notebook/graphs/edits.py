@@ -82,7 +82,7 @@ class EditedCalls:
         )
         self._is_rounded = Reason.ROUNDS in doubts
         # What code may look at beside its inputs: attributes, submodules and hooks, of the module and of what it calls.
-        self._looked_at = [frame.module, *(node.frame.module for node in frame.calls() if node.frame is not None)]
+        self._looked_at = [frame.module, *(node.frame.module for node in frame.calls())]
         self._look = ModuleState(frame.module, is_look=True)
         self._is_as_captured = True
         self._compared: dict[Hashable, Comparison] = {}
@@ -97,7 +97,7 @@ class EditedCalls:
         """Returns why a patch on this input would not do in the graph what it does in the module, if so."""
         if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
             return f"was {node.spec} in the example, and is so in the edited graph, whatever it is given"
-        if node.target in {name for pair in self._frame.same_inputs for name, _ in pair}:
+        if node.target in {name for pair in self._frame.conditions.same_inputs for name, _ in pair}:
             return "was one tensor with another input of the example, from which the edited graph cannot tell it"
         return None
 
@@ -112,8 +112,8 @@ class EditedCalls:
             EditedGraphWarning: The two cannot be compared on these inputs.
         """
         frame = self._frame
-        if frame.module.training != frame.training:
-            was, now = ("train", "eval") if frame.training else ("eval", "train")
+        if frame.module.training != frame.conditions.training:
+            was, now = ("train", "eval") if frame.conditions.training else ("eval", "train")
             raise GraphError(
                 f"the edited graph of {self._who()} was captured in {was} mode, and the module is in {now} mode now; "
                 f"call pg.{was}(), or make the PatchableGraph in {now} mode"
@@ -285,7 +285,7 @@ def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any
     frame.nodes = nodes
     frame.names = {record.name: record for record in nodes}
     frame.output = None
-    frame.root.dimensions = None
+    frame.capture.findings.clear()
 
 
 def _record_of(node: fx.Node, kept: set[int]) -> Node | None:

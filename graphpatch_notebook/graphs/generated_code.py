@@ -178,8 +178,7 @@ def _insert(graph: fx.Graph, node: fx.Node, record: Node) -> None:
 
 def written_value(node: fx.Node, record: Node) -> fx.Node:
     """Returns the node of the tensor that an in-place op wrote into; `x[i] = v` itself has no value."""
-    where = record.written_argument
     if not record.is_in_place:
         return node
-    value = node.args[where] if isinstance(where, int) else node.kwargs[where]
+    value = record.written_of(node.args, node.kwargs)
     return value if isinstance(value, fx.Node) else node

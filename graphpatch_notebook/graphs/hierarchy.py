@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import CallNode, Frame
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
 from graphpatch_notebook.graphs.edits import fingerprint
@@ -53,7 +53,7 @@ class _HierarchyBuilder:
         result = cls(frame, self._hierarchy)
         calls: dict[int, list[GraphModule]] = {}
         for node in frame.calls():
-            if node.frame is not None:
+            if isinstance(node, CallNode):
                 callee = self._graph_module(node.frame)
                 result._callees.append(callee)
                 calls.setdefault(id(callee._original_module), []).append(callee)

@@ -19,7 +19,7 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, OpNode
 from graphpatch_notebook.checks.call_signature import inputs_of_call
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.errors import UnverifiedGraphWarning, add_note, has_note
@@ -153,7 +153,7 @@ class _FrameInterpreter(fx.Interpreter):
         """Calls a graph module. Graphs of files reach some modules by names that only the user's module knows."""
         module = self.fetch_attr(target)
         record = self._node.meta.get(RECORD) if self._node is not None else None
-        if isinstance(record, Node) and record.frame is not None and module is record.frame.module:
+        if isinstance(record, CallNode) and module is record.frame.module:
             callees = self._graph_module.callees()
             module = next((callee for callee in callees if callee.frame is record.frame), module)
         return module(*args, **kwargs)
@@ -186,12 +186,12 @@ class _FrameInterpreter(fx.Interpreter):
             on_node(format_path((*self._frame.path, self._frame.output_node.name)), value[0] if is_wrapped else value)
         elif isinstance(record, Node) and record.kind != "call":
             on_node(format_path((*self._frame.path, record.name)), value)
-        elif isinstance(record, Node) and record.frame is not None and record.frame.opaque_reason is not None:
+        elif isinstance(record, CallNode) and record.frame.opaque_reason is not None:
             on_node(format_path((*record.frame.path, record.frame.output_node.name)), value)
 
     def _failure(self, n: fx.Node) -> Failure:
         record = n.meta.get(RECORD)
-        node = record if isinstance(record, Node) else Node(kind="op", op=n.op, target=n.target, name=n.name)
+        node = record if isinstance(record, Node) else OpNode(op=n.op, target=n.target, name=n.name)
         what = f"{format_path((*self._frame.path, node.name))!r} ({node.op})"
         lines = node.site.source_lines() if node.site is not None else []
         args, kwargs = self.fetch_args_kwargs_from_env(n)

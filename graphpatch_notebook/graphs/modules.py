@@ -224,7 +224,7 @@ class GraphModule(Mirror):
         if not caller.is_record:
             return Module.__call__(self, *args, **kwargs)
         if caller.is_patched_run:
-            return call_with_hooks(self._original_module, self._frame.hooks, args, kwargs)
+            return call_with_hooks(self._original_module, self._frame.conditions.hooks, args, kwargs)
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

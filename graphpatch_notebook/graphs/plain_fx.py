@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import Container, printable
@@ -166,7 +166,7 @@ class _Writer:
         for path in self._not_saved:
             holder, _, name = path.rpartition(".")
             result.get_submodule(holder)._non_persistent_buffers_set.add(name)
-        result.training = self._frame.training
+        result.training = self._frame.conditions.training
         if self._frame.parent is not None:
             self._input_check.add_module_below(self._source.path, result)
         return result
@@ -179,7 +179,7 @@ class _Writer:
         if new.op == "call_module":
             callee = _callee(self._source, record)
             path = str(old.target if record is None else record.target)
-            if record is not None and record.call_index > 0:
+            if isinstance(record, CallNode) and record.call_index > 0:
                 path = f"{path}_call_{record.call_index}"
             below = old if callee is None else _Writer(callee, self._patched, self._woven, self._input_check).module()
             new.target = self._put(path, below)
@@ -224,7 +224,7 @@ class _Writer:
     def _call(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]], record: Node) -> fx.Node:
         self._woven.add(record)
         name = unique_name(f"patch_{_safe_name(record.name)}", self._held)
-        with_others = {name for pair in self._frame.same_inputs for name, _ in pair}
+        with_others = {name for pair in self._frame.conditions.same_inputs for name, _ in pair}
         self._held[name] = PatchedValue(
             patches,
             dig,
@@ -269,7 +269,7 @@ def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:
 
 
 def _callee(source: CompiledGraphModule, record: Any) -> GraphModule | None:
-    if not isinstance(record, Node) or record.frame is None:
+    if not isinstance(record, CallNode):
         return None
     return next((callee for callee in source.callees() if callee.frame is record.frame), None)
 
@@ -330,7 +330,7 @@ class InputCheck(Module):
         ignored = _IGNORED | {Aspect.SIZE} if any_size else _IGNORED
         self.signature = replace(CallSignature.of_frame(frame), ignored=ignored)
         # Compilers know this module, but not the one whose graph calls it; `train()` and `eval()` reach both.
-        self.training = self.was_training = frame.training
+        self.training = self.was_training = frame.conditions.training
         self.modules_below: list[tuple[str, Module, bool]] = []
         self._is_noting_layouts = False
 

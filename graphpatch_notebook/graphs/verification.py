@@ -241,7 +241,7 @@ _KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook."
 
 def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
     """Yields doubts where a run of the graph would leave out what hooks of the modules that it calls do."""
-    for module in (node.frame.module for node in frame.calls() if node.frame is not None):
+    for module in (node.frame.module for node in frame.calls()):
         if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
         hooks = [hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values()]

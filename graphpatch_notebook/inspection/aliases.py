@@ -136,7 +136,7 @@ def _layers(frame: Frame) -> Iterator[Frame]:
 
 
 def _children(frame: Frame) -> Iterator[Frame]:
-    return (call.frame for call in frame.calls() if call.frame is not None)
+    return (call.frame for call in frame.calls())
 
 
 def _linear_maps(frame: Frame) -> list[Frame]:

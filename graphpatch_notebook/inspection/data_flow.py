@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure, refs_in
+from graphpatch_notebook.capture.records import CallNode, ElementNode, Frame, Node, Ref, Structure, refs_in
 from graphpatch_notebook.inspection.places import Place
 from graphpatch_notebook.values import ContainerSpec, Key
 
@@ -34,8 +34,8 @@ def sources(place: Place) -> list[Ref]:
         return _given(place.frame, node, keys)
     if place.graph is None and node.kind == "output":
         return _unique(refs_in(at_keys(place.frame.output, keys)))
-    if node.element is not None:
-        return [Ref(node.element[0], (node.element[1],))]
+    if isinstance(node, ElementNode):
+        return [Ref(node.whole, (node.position,))]
     return _unique(refs_in((node.args, node.kwargs)))
 
 
@@ -70,18 +70,17 @@ def _uses(other: Node, frame: Frame, node: Node, keys: tuple[Key, ...]) -> Itera
     if other.kind == "output":
         if any(_is_in(ref, node, keys) for ref in refs_in(frame.output)):
             yield Ref(other)
-    elif other.element is not None:
-        base, position = other.element
+    elif isinstance(other, ElementNode):
+        base, position = other.whole, other.position
         if base is node and (not keys or keys[0] == position):
             yield Ref(other)
     elif any(_is_in(ref, node, keys) for ref in refs_in((other.args, other.kwargs))):
-        inputs = _inputs_given(other, node, keys) if other.frame is not None else []
+        inputs = _inputs_given(other, node, keys) if isinstance(other, CallNode) else []
         yield from inputs or [Ref(other)]
 
 
-def _inputs_given(call: Node, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
+def _inputs_given(call: CallNode, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
     """Returns the inputs of the called frame that get the value."""
-    assert call.frame is not None
     bound = bound_arguments(call.frame)
     return [
         Ref(given)

@@ -44,7 +44,7 @@ def arguments_text(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
 
 def arguments_at_capture(node: Node) -> str:
     """Returns the arguments that a recorded call had, in the same words."""
-    source = node.element[0] if node.element is not None else node
+    source = node.whole
     return arguments_text(source.args, source.kwargs)
 
 

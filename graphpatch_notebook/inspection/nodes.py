@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, cast
 
 import torch
 
-from graphpatch_notebook.capture.records import Frame, Node, Site, SourceLine
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, SourceLine
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, resolve
 from graphpatch_notebook.paths import format_path, format_segment, parse_path
@@ -82,8 +82,8 @@ class NodeMap(Mapping[str, NodeMeta]):
 
     Example:
         >>> from graphpatch_notebook.values import TensorSpec
-        >>> node = Node("input", "x", "x", spec=TensorSpec(torch.Size([3, 2]), torch.float32, torch.device("cpu")))
-        >>> node.name = "x"
+        >>> spec = TensorSpec(torch.Size([3, 2]), torch.float32, torch.device("cpu"))
+        >>> node = Node(kind="input", op="x", target="x", spec=spec, name="x")
         >>> nodes = NodeMap(Frame(torch.nn.Identity(), "", None, nodes=[node], names={"x": node}))
         >>> list(nodes), nodes["x"].value
         (['x'], 'Tensor(3, 2)')
@@ -171,7 +171,7 @@ class NodeRows:
         add_frame, add_spec = self.frames.append, self.specs.append
         for node in frame.nodes:
             if node.kind == "call":
-                if node.frame is not None:
+                if isinstance(node, CallNode):
                     self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", states)
             elif node.is_plumbing in states and is_patchable(node):
                 path, spec = prefix + format_segment(node.name), node.spec

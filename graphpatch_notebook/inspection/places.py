@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.errors import UnknownChildError
 from graphpatch_notebook.inspection.resolution import Unresolvable, nearest_paths, parse
 from graphpatch_notebook.inspection.tree import Entry, LabelOf, frame_entry, is_shown, spec_entry
@@ -67,7 +67,7 @@ class Place:
         if self.graph is not None:
             if (node := self.graph.names.get(name)) is None:
                 return None
-            graph = node.frame if node.kind == "call" else None
+            graph = node.frame if isinstance(node, CallNode) else None
             spec = node.spec if graph is None else None
             return Place(self.root, (*self.names, name), (), self.graph, node, graph, spec)
         if isinstance(self.spec, ContainerSpec) and (found := self.spec.child(name)):

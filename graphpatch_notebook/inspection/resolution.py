@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from graphpatch_notebook.capture.naming import call_name
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.inspection.aliases import fused_attention, meant_nodes
 from graphpatch_notebook.paths import ParsedPath, format_path, nearest, parse_path
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, leaves
@@ -66,7 +66,7 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
         if node is None:
             raise _unknown_name(root, frame, parsed, depth)
         rest = parsed.names[depth + 1 :]
-        if node.frame is None or node.kind != "call":
+        if not isinstance(node, CallNode):
             if rest:
                 raise _beyond_node(root, frame, node, rest, parsed)
             return _dug(frame, node, parsed)
@@ -277,14 +277,14 @@ def _respelled(frame: Frame, before: tuple[str, ...], names: tuple[str, ...], di
         yield from _leaf_paths(before, frame.output_node)
         return
     if node := frame.names.get(names[0]):
-        if node.kind == "call" and node.frame is not None:
+        if isinstance(node, CallNode):
             yield from _respelled(node.frame, (*before, names[0]), names[1:], dig)
         elif len(names) == 1:
             yield format_path((*before, names[0]), dig)
         return
     for call in frame.calls():
         attributes = tuple(str(call.target).split("."))
-        if call.frame is not None and attributes == names[: len(attributes)]:
+        if attributes == names[: len(attributes)]:
             yield from _respelled(call.frame, (*before, call.name), names[len(attributes) :], dig)
 
 
@@ -357,8 +357,7 @@ def _likeness(parts: Sequence[str], names: tuple[str, ...], frame: Frame) -> flo
 def _walk(frame: Frame, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Frame]]:
     yield names, frame
     for call in frame.calls():
-        if call.frame is not None:
-            yield from _walk(call.frame, (*names, call.name))
+        yield from _walk(call.frame, (*names, call.name))
 
 
 def _graph_paths(frame: Frame, names: tuple[str, ...]) -> Iterator[str]:

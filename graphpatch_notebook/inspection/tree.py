@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.inspection.resolution import graph_class
 from graphpatch_notebook.paths import format_segment, python_path
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
@@ -100,7 +100,7 @@ def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_o
 
 def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> Entry:
     name = format_segment(node.name)
-    if node.kind == "call" and node.frame is not None:
+    if isinstance(node, CallNode):
         return frame_entry(node.frame, name, show_plumbing=show_plumbing, label_of=label_of)
     if node.kind == "call":
         return Entry(name, "" if label_of else graph_class(None), "graph")

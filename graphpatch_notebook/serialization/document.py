@@ -190,7 +190,7 @@ def _encoded_frame(
     entry: dict[str, Any] = {
         "module": modules.number(frame.module),
         "attribute_path": frame.attribute_path,
-        "training": frame.training,
+        "training": frame.conditions.training,
         "unstored": reason,
     }
     if reason is None:
@@ -215,7 +215,7 @@ def _indistinct_inputs(frame: Frame) -> list[Node]:
     """
     if frame.custom_graph is not None:  # which is no record
         return []
-    names = {name for pair in frame.same_inputs for name, _ in pair}
+    names = {name for pair in frame.conditions.same_inputs for name, _ in pair}
     return [node for node in frame.inputs() if node.target in names]
 
 

@@ -1,4 +1,4 @@
-"""Writes the records of frames, and the descriptions of their values, as JSON, and reads them back as a tree of frames."""
+"""Writes the records of frames, and what is known of their values, as JSON, and reads them back as frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Any, get_args
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node, Site, SourceLine
+from graphpatch_notebook.capture.records import (
+    CallNode,
+    Conditions,
+    Frame,
+    InputParameter,
+    Kind,
+    Node,
+    OpNode,
+    Site,
+    SourceLine,
+)
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.codecs.names import Allowed, class_described, described_class
 from graphpatch_notebook.serialization.codecs.reading import Item
@@ -36,7 +46,8 @@ from graphpatch_notebook.values import (
     key_text,
 )
 
-_FLAGS = ("is_plumbing", "is_live", "is_in_place", "is_mutated_later", "is_view_filled_later")
+_FLAGS = ("is_plumbing", "is_live", "is_mutated_later", "is_view_filled_later")
+_IN_PLACE = "is_in_place"
 _BOUNDARY = ("input", "parameter", "buffer", "attribute", "call", "output")
 _EMPTY = inspect.Parameter.empty
 _LONGEST_LINE = 500
@@ -132,11 +143,12 @@ def _encoded_node(node: Node, frames: dict[int, int], lines: LineTable, *, is_li
     if node.site is not None:
         entry["lines"] = [lines.number(line) for line in node.site.source_lines()]
     flags = [name for name in _FLAGS if (is_live if name == "is_live" else getattr(node, name))]
+    if node.is_in_place:
+        flags.append(_IN_PLACE)
+        entry["written_argument"] = node.written_argument
     if flags != ["is_live"]:
         entry["flags"] = flags
-    if node.is_in_place:
-        entry["written_argument"] = node.written_argument
-    if node.kind == "call" and node.frame is not None:
+    if isinstance(node, CallNode):
         entry |= {"frame": frames[id(node.frame)], "call_index": node.call_index, "call_count": node.call_count}
     return entry
 
@@ -169,36 +181,48 @@ def decoded_parameters(item: Item) -> list[InputParameter]:
     return result
 
 
-def decoded_nodes(item: Item, frame: Frame, lines: Sequence[SourceLine]) -> dict[int, Node]:
+def decoded_nodes(
+    item: Item, frame: Frame, lines: Sequence[SourceLine], frames: Sequence[Frame]
+) -> dict[int, CallNode]:
     """Adds the records in `item` to `frame`, and returns those that call, by the number of the frame they call."""
-    calls: dict[int, Node] = {}
+    calls: dict[int, CallNode] = {}
     sites: dict[tuple[int, ...], Site] = {}
     for entry in item.items():
         fields = entry.fields(
             "kind", "name", "op", "spec",
             optional=("target", "lines", "flags", "written_argument", "frame", "call_index", "call_count"),
         )  # fmt: skip
-        node = Node(
-            kind=fields["kind"].one_of(get_args(Kind)),  # type: ignore[arg-type]  # it is one of them
-            op=fields["op"].text(), target=None, spec=decoded_spec(fields["spec"]), name=fields["name"].text(),
-            base_name=fields["name"].text(),
-        )  # fmt: skip
+        node = _decoded_node(entry, fields, frames)
         if not node.name or node.name in frame.names:
             raise fields["name"].error(f"a node cannot be called {node.name[:60]!r}")
         node.target = fields["target"].text() if "target" in fields else _target(node)
-        if "lines" in fields:
+        if "lines" in fields and isinstance(node, (OpNode, CallNode)):
             numbers = tuple(number.whole(0, len(lines) - 1) for number in fields["lines"].items())
             node.site = sites.setdefault(numbers, StoredSite((), tuple(lines[number] for number in numbers)))
         _read_flags(fields, node)
-        if "frame" in fields:
+        if isinstance(node, CallNode):
             number = fields["frame"].whole()
-            if node.kind != "call" or number in calls:
-                raise fields["frame"].error("only a call has a frame, and each call its own")
+            if number in calls:
+                raise fields["frame"].error("each call has a frame of its own")
             calls[number] = node
-            node.call_index, node.call_count = _calls(entry, fields)
         frame.nodes.append(node)
         frame.names[node.name] = node
     return calls
+
+
+def _decoded_node(entry: Item, fields: dict[str, Item], frames: Sequence[Frame]) -> Node:
+    kind: Kind = fields["kind"].one_of(get_args(Kind))  # type: ignore[assignment]  # it is one of them
+    name = fields["name"].text()
+    common: dict[str, Any] = {
+        "op": fields["op"].text(), "target": None, "spec": decoded_spec(fields["spec"]), "name": name, "base_name": name
+    }  # fmt: skip
+    if (kind == "call") != ("frame" in fields):
+        raise entry.error("each call has a frame, and nothing else has")
+    if kind == "call":
+        index, count = _calls(entry, fields)
+        frame = frames[fields["frame"].whole(0, len(frames) - 1)]
+        return CallNode(frame=frame, call_index=index, call_count=count, **common)
+    return OpNode(**common) if kind == "op" else Node(kind=kind, **common)
 
 
 def _target(node: Node) -> Any:
@@ -211,12 +235,13 @@ def _no_value() -> None:
 
 def _read_flags(fields: dict[str, Item], node: Node) -> None:
     if "flags" in fields:
-        flags = {flag.one_of(_FLAGS) for flag in fields["flags"].items()}
+        flags = {flag.one_of((*_FLAGS, _IN_PLACE)) for flag in fields["flags"].items()}
         for name in _FLAGS:
             setattr(node, name, name in flags)
-    if node.is_in_place and "written_argument" in fields:
-        written = fields["written_argument"]
-        node.written_argument = written.text() if type(written.value) is str else written.whole(0, 1000)
+        if _IN_PLACE in flags and isinstance(node, OpNode):
+            written = fields.get("written_argument")
+            is_name = written is not None and type(written.value) is str
+            node.written_argument = 0 if written is None else written.text() if is_name else written.whole(0, 1000)
 
 
 def _calls(entry: Item, fields: dict[str, Item]) -> tuple[int, int]:
@@ -239,15 +264,12 @@ def check_nodes(frame: Frame, item: Item) -> None:
         raise item.error("a frame has one output, which is its last node")
     if not {node.target for node in inputs} <= names or len({node.target for node in inputs}) != len(inputs):
         raise item.error("each input of a frame is a parameter of forward")
-    if any((node.kind == "call") != (node.frame is not None) for node in frame.nodes):
-        raise item.error("each call has a frame")
 
 
 def check_repeats(frame: Frame, item: Item) -> None:
     """Refuses calls of one module that are not numbered as they follow each other."""
     seen: dict[int, set[int]] = {}
     for node in frame.calls():
-        assert node.frame is not None
         indices = seen.setdefault(id(node.frame.module), set())
         if node.call_index in indices:
             raise item.error(f"two calls of one module in a frame have the number {node.call_index}")
@@ -275,14 +297,14 @@ class FrameReader:
     """
 
     def __init__(self, item: Item, modules: Sequence[Module], lines: Sequence[SourceLine], allowed: Allowed) -> None:
-        self.frames: list[Frame] = []
         self._modules = modules
         self._lines = lines
         items = item.items()
         entries = [entry.fields(*_FIELDS, optional=("graph", "own_graph")) for entry in items]
         if not entries:
             raise item.error("there is no frame")
-        self._callers: dict[int, tuple[Frame, Node, int]] = {}
+        self._callers: dict[int, tuple[Frame, CallNode, int]] = {}
+        self.frames = [self._frame(fields) for fields in entries]
         for number, fields in enumerate(entries):
             if (number == 0) == (number in self._callers):
                 raise items[number].error("each frame but the first is called by one before it")
@@ -302,22 +324,23 @@ class FrameReader:
                 _set_forward(frame.module, frame)
 
     def _add(self, number: int, fields: dict[str, Item], item: Item) -> None:
-        module = self._modules[fields["module"].whole(0, len(self._modules) - 1)]
-        frame = Frame(module, fields["attribute_path"].text(), None, training=fields["training"].flag())
-        depth = 0
+        frame, depth = self.frames[number], 0
         if number:
             frame.parent, frame.call, depth = self._callers[number]
-            frame.call.frame = frame
+            frame.capture = frame.parent.capture
         if depth > _DEEPEST:
             raise item.error("calls are nested too deeply")
         frame.parameters = decoded_parameters(fields["parameters"])
         if not fields["unstored"].is_null:
             frame.opaque_reason = fields["unstored"].text()
-        for called, node in decoded_nodes(fields["nodes"], frame, self._lines).items():
+        for called, node in decoded_nodes(fields["nodes"], frame, self._lines, self.frames).items():
             if called <= number or called in self._callers:
                 raise item.error(f"it cannot call the frame {called}, which comes before it or is called already")
             self._callers[called] = frame, node, depth + 1
-        self.frames.append(frame)
+
+    def _frame(self, fields: dict[str, Item]) -> Frame:
+        module = self._modules[fields["module"].whole(0, len(self._modules) - 1)]
+        return Frame(module, fields["attribute_path"].text(), conditions=Conditions(fields["training"].flag()))
 
 
 def _set_forward(module: LoadedModule, frame: Frame) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
-from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
+from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref
 from graphpatch_notebook.graphs.build import BuiltGraph, ForwardCodeGen
 from graphpatch_notebook.serialization.codecs.names import (
     Allowed,
@@ -119,7 +119,7 @@ def _encoded_target(
         return {"method": check_method(target)}
     if fx_node.op == "call_module":
         record = fx_node.meta.get(RECORD)
-        if not isinstance(record, Node) or record.frame is None:
+        if not isinstance(record, CallNode):
             raise UnstorableError(f"it calls {target!r}, of which there is no record")
         found = module_at(frame.module, target) if frame.custom_graph is not None else None
         if found is not None and found is not record.frame.module:
@@ -253,7 +253,7 @@ class _GraphReader:
         found = module.__dict__.get(path) if path.startswith(ALIAS) else None
         if is_writable(path) and found is None:
             found = module_at(module, path)
-        if record.frame is None or record.kind != "call" or found is not record.frame.module:
+        if not isinstance(record, CallNode) or found is not record.frame.module:
             raise item.error(f"{path[:80]!r} does not lead to the module that is called")
         return path
 
@@ -272,7 +272,7 @@ class _GraphReader:
             raise item.error("this is the record of another node")
         self.recorded.add(id(record))
         fx_node.meta[RECORD] = record
-        if record.kind in ("op", "call", "output"):
+        if isinstance(record, (OpNode, CallNode)):
             record.args = map_arguments(tuple(fx_node.args), self._ref)
             record.kwargs = map_arguments(dict(fx_node.kwargs), self._ref)
         self.refs[fx_node] = Ref(record)

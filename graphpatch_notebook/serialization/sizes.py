@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
-from graphpatch_notebook.capture.records import Frame, Ref, Structure
+from graphpatch_notebook.capture.records import CallNode, Frame, Ref, Structure
 from graphpatch_notebook.checks.dimensions import Place, dimensions_of
 from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, recorded_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
@@ -109,8 +109,10 @@ def steps_of(frame: Frame) -> Iterator[Step]:
     for node in frame.nodes:
         name = f"{node.kind} {(f'{path}.' if path else '') + (node.name or node.op)!r}"
         target = (id(node.target), node.spec) if node.kind == "constant" else node.target
-        yield name, (node.kind, target, node.call_index, _plain(node.args, numbers), _plain(node.kwargs, numbers))
-        if node.frame is not None:
+        index = node.call_index if isinstance(node, CallNode) else 0
+        source = numbers.get(id(node.whole)), node.position, index
+        yield name, (node.kind, target, source, _plain(node.args, numbers), _plain(node.kwargs, numbers))
+        if isinstance(node, CallNode):
             yield from steps_of(node.frame)
     yield f"what {path or 'the model'!r} returns", _plain(frame.output, numbers)
 

@@ -78,7 +78,7 @@ def tensors(capture: Capture) -> list[str]:
 def is_given_twice(capture: Capture, path: str) -> bool:
     """Whether this is an input that was one tensor with another one: a graph refuses patches there."""
     target = resolve(captured(capture.pg).root, path)
-    names = {name for pair in target.frame.same_inputs for name, _ in pair}
+    names = {name for pair in target.frame.conditions.same_inputs for name, _ in pair}
     return target.node.kind == "input" and target.node.target in names
 
 
@@ -156,10 +156,10 @@ def test_woven_code_reads_like_the_graph() -> None:
     code = generate(weave(root.graph, {"x", "setitem"})).text
     assert code.splitlines()[:3] == [
         "def forward(self, x : torch.Tensor, scale = 2.0):",
-        "    woven_patched = graphpatch_notebook_graphs_weaving_woven_patched(x, 'x');  x = None",
+        "    woven_patched = graphpatch_notebook_graphs_generated_code_woven_patched(x, 'x');  x = None",
         "    up = self.up(woven_patched);  woven_patched = None",
     ]
-    assert "weaving_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
+    assert "code_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
 
 
 def test_values_are_handed_over_under_their_names_and_what_comes_back_goes_on() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import ElementNode, Frame, Node
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.values import TensorSpec
 from tests.laws.captures import Capture, run
@@ -74,12 +74,12 @@ def editable_ops(capture: Capture, rng: random.Random) -> Iterator[tuple[Frame, 
     by_span: dict[Any, list[Node]] = {}
     for frame in frames:
         for node in frame.nodes:
-            if node.kind == "op" and node.is_live and node.site is not None and node.element is None:
+            if node.kind == "op" and node.is_live and node.site is not None and node.whole is node:
                 by_span.setdefault((id(frame), _span_of(node)), []).append(node)
     nodes = [(frame, node) for frame in frames for node in frame.nodes if node.kind == "op" and node.site is not None]
     for frame, node in rng.sample(nodes, len(nodes)):
         same = by_span.get((id(frame), _span_of(node)), [])
-        whole = node.element[0] if node.element is not None else node
+        whole = node.whole
         if whole not in same or not isinstance(node.spec, TensorSpec) or node.is_view_filled_later:
             continue
         place = place_of(capture.reference, node, same.index(whole))
@@ -248,8 +248,8 @@ def source_edited(place: Place, module: nn.Module, node: Node, change: Change) -
         evaluation += 1
         if evaluation != place.evaluation:
             return value
-        if node.element is not None:
-            return edited(value, (f"sub_{node.element[1]}",), change.edit)
+        if isinstance(node, ElementNode):
+            return edited(value, (f"sub_{node.position}",), change.edit)
         if not node.is_in_place:
             return change.edit(value)
         value.copy_(change.edit(value))

@@ -160,7 +160,7 @@ def _is_source(node: Node, frame: Frame) -> bool:
         return frame.opaque_reason is not None
     if node.kind != "op":
         return False
-    made = node.element[0] if node.element is not None else node
+    made = node.whole
     arguments = (*refs_in(made.args), *refs_in(made.kwargs))
     return frame.has_own_graph or not any(_is_computed_float(ref.node) for ref in arguments)
 

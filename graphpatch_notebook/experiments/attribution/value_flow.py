@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Structure, refs_in
 from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode
 
 _NO_USE = ("requires_grad_",)
@@ -61,13 +61,12 @@ class ValueFlow:
 
 def _returned(node: Node) -> Node:
     """Returns the output node of what is called, for a call."""
-    is_call = node.kind == "call" and node.frame is not None and node.frame.nodes
-    return node.frame.output_node if is_call and node.frame is not None else node
+    return node.frame.output_node if isinstance(node, CallNode) and node.frame.nodes else node
 
 
 def _made_of(node: Node, frame: Frame) -> Iterator[tuple[Node, Frame]]:
     if node.kind == "call":
-        if node.frame is not None and node.frame.nodes:
+        if isinstance(node, CallNode) and node.frame.nodes:
             yield node.frame.output_node, node.frame
     elif node.kind == "input":
         if frame.parent is not None and frame.call is not None:
@@ -82,6 +81,6 @@ def _made_of(node: Node, frame: Frame) -> Iterator[tuple[Node, Frame]]:
             if inner.kind in ("input", "call"):
                 yield inner, frame
     else:
-        made = node.element[0] if node.element is not None else node
+        made = node.whole
         for ref in refs_in((made.args, made.kwargs)):
             yield ref.node, frame

@@ -1,8 +1,4 @@
-"""Rows: several interventions in one forward, each in rows of the batch of its own.
-
-Which dimension of a value holds the rows is not guessed from shapes alone: the inputs are doubled, and the dimension is
-the one along which a value is twice itself then.
-"""
+"""Rows: several interventions in one forward, each in rows of the batch of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpatch_notebook.checks.dimensions import batch_inputs
 from graphpatch_notebook.execution import Entry, apply_to_rows
-from graphpatch_notebook.execution.replay import FrameStack, FrameTree, leaves_of
+from graphpatch_notebook.execution.replay import leaves_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.values import mapped, readable_children, rebuilt, with_own_containers
@@ -56,43 +53,6 @@ class Rows:
 
 Layout = tuple[Rows | None, ...]
 """Where the rows are in each of the leaves of a value made of containers; `None` for what is no tensor."""
-
-
-def rows_of(single: Tensor, double: Tensor) -> Rows:
-    """Returns where the rows are in a value of which there is one from a run, and one from a run on doubled inputs.
-
-    Raises:
-        RowsError: It cannot be told.
-    """
-    if single.dim() != double.dim() or single.dtype != double.dtype:
-        raise RowsError(f"a value of shape {tuple(single.shape)} becomes one of {tuple(double.shape)} for two rows")
-    dims = [dim for dim, (a, b) in enumerate(zip(single.shape, double.shape, strict=True)) if a != b]
-    if not dims:
-        return Rows(None)
-    dim = dims[0]
-    size = single.shape[dim]
-    if len(dims) > 1 or double.shape[dim] != 2 * size:
-        raise RowsError(f"a value of shape {tuple(single.shape)} becomes one of {tuple(double.shape)} for two rows")
-    if size > 1 and not _differs_along(single, dim):
-        raise RowsError(f"all that is along dimension {dim} of a value of shape {tuple(single.shape)} is the same")
-    pairs = double.unflatten(dim, (2, size))
-    if not is_close(pairs, single.unsqueeze(dim).expand_as(pairs)):
-        raise RowsError(f"two rows mix in a value of shape {tuple(single.shape)}, or have another order there")
-    return Rows(dim, size)
-
-
-def layout_of(single: Any, double: Any) -> Layout:
-    """Returns where the rows are in a value made of containers.
-
-    Raises:
-        RowsError: It cannot be told for one of its tensors.
-    """
-    pairs = list(zip(leaves_of(single), leaves_of(double), strict=False))
-    if len(pairs) != sum(1 for _ in leaves_of(double)) or any(type(a) is not type(b) for a, b in pairs):
-        raise RowsError("the model returns a value of another structure for two rows")
-    if any(a is not b and a != b for a, b in pairs if not isinstance(a, Tensor)):
-        raise RowsError("the model returns numbers that are others for two rows")
-    return tuple(rows_of(a, b) if isinstance(a, Tensor) else None for a, b in pairs)
 
 
 def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False) -> Any:
@@ -146,18 +106,15 @@ def row_inputs(inputs: Inputs) -> Layout:
         RowsError: There is no such tensor, or there is an object (such as a cache) that cannot be repeated.
     """
     leaves = list(leaves_of((inputs.args, inputs.kwargs)))
-    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
-    if first is None:
-        raise RowsError("no input has a batch dimension")
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))):
             raise RowsError(f"an input is of type {type(leaf).__name__}, which cannot be repeated")
-    size = first.shape[0]
+    with_batch = batch_inputs([leaf.shape if isinstance(leaf, Tensor) else () for leaf in leaves])
+    if not with_batch:
+        raise RowsError("no input has a batch dimension")
     return tuple(
-        (Rows(0, size) if leaf.dim() > 0 and leaf.shape[0] == size else Rows(None))
-        if isinstance(leaf, Tensor)
-        else None
-        for leaf in leaves
+        (Rows(0, leaf.shape[0]) if number in with_batch else Rows(None)) if isinstance(leaf, Tensor) else None
+        for number, leaf in enumerate(leaves)
     )
 
 
@@ -183,40 +140,6 @@ def is_close(value: Tensor, reference: Tensor) -> bool:
     finite = reference[reference.isfinite()]
     scale = finite.abs().max().item() if finite.numel() else 0.0
     return torch.allclose(value, reference, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def _differs_along(value: Tensor, dim: int) -> bool:
-    value = value.detach()
-    return not torch.equal(value, value.narrow(dim, 0, 1).expand_as(value))
-
-
-class RowsRecording:
-    """Sees a run on doubled inputs; tells where the rows are in what the frames of a tree return.
-
-    Attributes:
-        layouts: By frame. What is missing cannot be given rows.
-    """
-
-    def __init__(self, tree: FrameTree) -> None:
-        self._stack = FrameStack(tree)
-        self.layouts: dict[Any, Layout] = {}
-
-    def begin(self, module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._stack.push(module)
-
-    def returned(self, output: Any) -> None:
-        running = self._stack.running[-1]
-        node = running.node
-        if running.has_returned or node.problem is not None or node.value is None:
-            return
-        running.has_returned = True
-        try:
-            self.layouts[node] = layout_of(node.value, output)
-        except RowsError:
-            self.layouts.pop(node, None)
-
-    def end(self) -> None:
-        self._stack.running.pop()
 
 
 class RowsPatch(Patch[Any]):

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.capture.records import HELD_KINDS, Frame
+from graphpatch_notebook.checks.dimensions import Dimensions, NoBatchError, dimensions_of
 from graphpatch_notebook.execution import Entry
 from graphpatch_notebook.execution.replay import NEVER, PLAIN, FrameNode, leaves_of
 from graphpatch_notebook.experiments.engine.batch_rows import (
     Layout,
     Rows,
     RowsError,
-    RowsRecording,
-    layout_of,
-    repeated_inputs,
     row_inputs,
-    rows_of,
 )
 from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions, stand_ins
 from graphpatch_notebook.experiments.engine.chunking import Work, overhead, rows_at_once
-from graphpatch_notebook.experiments.engine.clean_run import Survey, paths_read_after, watched_run
+from graphpatch_notebook.experiments.engine.clean_run import Survey, paths_read_after
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, key_text, readable_children
 
+Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, Rows], dict[str, str]]"
+"""Where rows are in the output, in what frames return, and in patched values; why some of these have none."""
+
+_SHARED = "its value is one for all rows"
 _UNREACHED = "the model does not reach it on these inputs"
 
 
@@ -45,8 +48,7 @@ class RowWork:
         work: What a run costs.
         overhead: What it costs besides computing, in rows.
         stand_ins: What computes only positions that patches change, in place of frames.
-        is_assumed: Whether the rows are taken to be where batches are, in dimension 0, and no run on doubled inputs
-            has told.
+        is_assumed: Whether dimension 0 is taken for the batch because of its size.
         never_meet: Whether a test has shown that rows do not meet.
     """
 
@@ -91,8 +93,8 @@ def row_work(
 ) -> RowWork:
     """Returns how interventions share a forward.
 
-    Where every value that matters has the batch in dimension 0, that is believed until a run gives reason for doubt;
-    else the model runs on doubled inputs.
+    Where every value that matters is as long as the batch in dimension 0, that is taken to be the batch until a run
+    gives reason for doubt; else `checks.dimensions` says which dimension it is.
 
     Raises:
         RowsError: They cannot, and why.
@@ -110,14 +112,16 @@ def row_work(
     work = Work.of(survey.tree, instead)
     extra = overhead(work, tokens, device)
     unreached = {path: _UNREACHED for path, mark in survey.marks.items() if mark.came_up == NEVER}
-    more = {**_read_after(pg, inputs, survey, targets), **_asks_for_identity(targets), **unreached}
-    if may_assume:
-        size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
-        assumed = _assumed(survey, size)
-        if assumed is not None:
-            return RowWork(layout, *assumed, more, most, work, extra, instead, is_assumed=True)
-    output, layouts, of_paths, problems = _doubled(pg, inputs, layout, survey, targets)
-    return RowWork(layout, output, layouts, of_paths, {**problems, **more}, most, work, extra, instead)
+    held = {target.path: _SHARED for target in targets if target.node.kind in HELD_KINDS}
+    more = {**_read_after(pg, inputs, survey, targets), **_asks_for_identity(targets), **unreached, **held}
+    size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
+    moving = [target.path for target in targets if target.path not in {**unreached, **held}]
+    assumed = _assumed(survey, moving, size) if may_assume else None
+    output, layouts, of_paths, problems = assumed or _looked_up(pg, survey, [t for t in targets if t.path in moving])
+    problems = {**problems, **more}
+    return RowWork(
+        layout, output, layouts, of_paths, problems, most, work, extra, instead, is_assumed=assumed is not None
+    )
 
 
 def _asks_for_identity(targets: Sequence[Target]) -> dict[str, str]:
@@ -144,58 +148,94 @@ def _read_after(pg: PatchableGraph, inputs: Inputs, survey: Survey, targets: Seq
     return dict.fromkeys(paths_read_after(pg, inputs, targets), why)
 
 
-def _assumed(survey: Survey, size: int) -> tuple[Layout, dict[FrameNode, Layout], dict[str, Rows]] | None:
-    """Returns where rows are if all are in dimension 0; `None` where that cannot be."""
+def _assumed(survey: Survey, paths: Sequence[str], size: int) -> Found | None:
+    """Returns where rows are if patched values and the output are in dimension 0 as long as the batch, else `None`."""
 
-    def rows(value: Any) -> Layout | None:
+    def layout_of(value: Any) -> Layout | None:
         leaves = list(leaves_of(value))
         if all(leaf.dim() > 0 and leaf.shape[0] == size for leaf in leaves if isinstance(leaf, Tensor)):
             return tuple(Rows(0, size) if isinstance(leaf, Tensor) else None for leaf in leaves)
         return None
 
-    output = rows(survey.output)
+    output = layout_of(survey.output)
     if any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves_of(survey.output)):
         return None  # perhaps the size of the batch
-    kept = {
-        node: rows(node.value) for node in survey.tree.root.walk() if node.problem is None and node.value is not None
-    }
-    marks = {path: mark.value for path, mark in survey.marks.items() if mark.came_up != NEVER}
-    if output is None or None in kept.values():
+    values = [survey.marks[path].value for path in paths]
+    if output is None or any(not isinstance(value, Tensor) or layout_of(value) is None for value in values):
         return None
-    if any(not isinstance(value, Tensor) or rows(value) is None for value in marks.values()):
-        return None
-    return output, {node: layout for node, layout in kept.items() if layout}, dict.fromkeys(marks, Rows(0, size))
+    layouts = {node: layout_of(node.value) for node in _kept(survey)}
+    return output, {node: own for node, own in layouts.items() if own}, dict.fromkeys(paths, Rows(0, size)), {}
 
 
-def _doubled(
-    pg: PatchableGraph, inputs: Inputs, layout: Layout, survey: Survey, targets: Sequence[Target]
-) -> tuple[Layout, Mapping[FrameNode, Layout], Mapping[str, Rows], Mapping[str, str]]:
-    """Returns where rows are as a run on doubled inputs shows, and for paths whose values have none, why."""
-    recording = RowsRecording(survey.tree)
-    try:
-        marks, output = watched_run(pg, repeated_inputs(inputs, layout, 2), targets, survey.tree, recording)
-    except Exception as error:
-        raise RowsError(f"on two rows it raises {type(error).__name__}: {error}") from None
-    output_layout = layout_of(survey.output, output)
-    for leaf, place in zip(leaves_of(output), output_layout, strict=True):
+def _kept(survey: Survey) -> list[FrameNode]:
+    return [node for node in survey.tree.root.walk() if node.problem is None and node.value is not None]
+
+
+def _looked_up(pg: PatchableGraph, survey: Survey, targets: Sequence[Target]) -> Found:
+    """Returns where rows are as is known of the dimensions of captured values, and for paths that have none, why."""
+    root = captured(pg).root
+    known = dimensions_of(root)
+    output = _layout(known, survey.output, root.output_node.spec)
+    for leaf, place in zip(leaves_of(survey.output), output, strict=True):
         if place is not None and place.dim is None and leaf.numel() > 0:
             raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} that is one for all rows")
-    reached = {path: mark.value for path, mark in survey.marks.items() if mark.came_up != NEVER}
-    found = {path: _rows_of_mark(value, marks[path].value) for path, value in reached.items()}
-    of_paths = {path: rows for path, rows in found.items() if isinstance(rows, Rows)}
-    problems = {path: problem for path, problem in found.items() if isinstance(problem, str)}
-    return output_layout, recording.layouts, of_paths, problems
+    frames = _captured_frames(survey.tree.root, root)
+    layouts = {}
+    for node in _kept(survey):
+        with suppress(RowsError):
+            if node in frames:
+                layouts[node] = _layout(known, node.value, frames[node].output_node.spec)
+    of_paths: dict[str, Rows] = {}
+    problems: dict[str, str] = {}
+    for target in targets:
+        value = survey.marks[target.path].value
+        try:
+            rows = _rows(known, value, target.spec) if isinstance(value, Tensor) else None
+        except RowsError as problem:
+            problems[target.path] = str(problem)
+            continue
+        if rows is not None and rows.dim is not None:
+            of_paths[target.path] = rows
+        else:
+            problems[target.path] = "it is not a tensor" if rows is None else _SHARED
+    return output, layouts, of_paths, problems
 
 
-def _rows_of_mark(single: Any, double: Any) -> Rows | str:
-    """Returns where the rows are in a value, or why it has none."""
-    if not isinstance(single, Tensor) or not isinstance(double, Tensor):
-        return "it is no tensor"
+def _captured_frames(node: FrameNode, frame: Frame) -> dict[FrameNode, Frame]:
+    """Returns the captured frames of the frames below one that is above the model, or whose own frame is `frame`."""
+    found: dict[FrameNode, Frame] = {}
+    calls = [frame] if node.module is None else [call.frame for call in frame.calls()]
+    by_key = {(id(own.module), 0 if own.call is None else own.call.call_index): own for own in calls}
+    for key, child in node.children.items():
+        if key in by_key:
+            found |= {child: by_key[key], **_captured_frames(child, by_key[key])}
+    return found
+
+
+def _layout(known: Dimensions, value: Any, spec: ValueSpec | None) -> Layout:
+    """Returns where the rows are in a value made of containers, which are those of a captured value.
+
+    Raises:
+        RowsError: It is not known for one of its tensors.
+    """
+    inside = None if isinstance(value, (Tensor, *PLAIN)) else readable_children(value)
+    if inside is None:
+        return (_rows(known, value, spec) if isinstance(value, Tensor) else None,)
+    found: list[Rows | None] = []
+    for key, child in inside:
+        own = spec.child(key_text(key)) if isinstance(spec, ContainerSpec) else None
+        found += _layout(known, child, None if own is None else own[1])
+    return tuple(found)
+
+
+def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> Rows:
+    if not isinstance(spec, TensorSpec) or len(spec.shape) != value.dim():
+        raise RowsError(f"a value of shape {tuple(value.shape)} was not captured like that")
     try:
-        rows = rows_of(single, double)
-    except RowsError as problem:
-        return str(problem)
-    return "its value is one for all rows" if rows.dim is None else rows
+        dim = known.batch_dim(spec)
+    except NoBatchError as problem:
+        raise RowsError(str(problem)) from None
+    return Rows(None) if dim is None else Rows(dim, value.shape[dim])
 
 
 def _size(inputs: Inputs) -> tuple[int, str]:

@@ -57,12 +57,17 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     frames = survey.tree.replayable(survey.came_up(list(rows.of_paths)), rows.layouts)
     values = {frame: repeated(frame.value, rows.layouts[frame], 1 + _WILD) for frame in frames}
     many = repeated_inputs(inputs.fresh(), rows.inputs, 1 + _WILD)
-    with (
-        torch.no_grad(),
-        FramesSeen(Replay(survey.tree, values), all_modules(captured(pg).module)),
-        pg.patch(patches).quiet(),
-    ):
-        output = pg(*many.args, **many.kwargs)
+    try:
+        with (
+            torch.no_grad(),
+            FramesSeen(Replay(survey.tree, values), all_modules(captured(pg).module)),
+            pg.patch(patches).quiet(),
+        ):
+            output = pg(*many.args, **many.kwargs)
+    except (RowsError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
     check_rows(output, survey, rows, 1 + _WILD)
     check_control(taken(output, rows.output, 0), survey)
     known[test] = True

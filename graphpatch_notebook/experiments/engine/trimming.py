@@ -128,5 +128,5 @@ def _is_late(root: Frame, target: Target) -> bool:
     frame = target.frame
     while frame.parent is not None and frame.parent is not root:
         frame = frame.parent
-    first = next((node for node in root.nodes if node.kind == "call"), None)
+    first = next(root.calls(), None)
     return first is None or first.frame is not frame

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.records import Frame, Node, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, refs_in
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.paths import format_path
@@ -42,13 +42,13 @@ def _layers(frame: Frame) -> Iterator[Frame]:
     members: dict[str, list[Frame]] = {}
     for call in frame.calls():
         above, _, last = str(call.target).rpartition(".")
-        if call.frame is not None and last.isdigit():
+        if last.isdigit():
             members.setdefault(above, []).append(call.frame)
     stacked = {id(layer) for layers in members.values() if len(layers) > 1 for layer in layers}
     for call in frame.calls():
-        if call.frame is not None and id(call.frame) in stacked:
+        if id(call.frame) in stacked:
             yield call.frame
-        elif call.frame is not None:
+        else:
             yield from _layers(call.frame)
 
 
@@ -60,7 +60,7 @@ def _components(layer: Frame) -> list[str]:
     _, stream = _output_of(layer)
     found = []
     for call in layer.calls():
-        if call.frame is None or not _has_matrices(call.frame.module):
+        if not _has_matrices(call.frame.module):
             continue
         path, shape = _output_of(call.frame)
         if (shape[-1:], shape.numel()) != (stream[-1:], stream.numel()):
@@ -105,11 +105,11 @@ def _output_has(frame: Frame, handed: set[int], shape: torch.Size) -> bool:
         if not any(isinstance(spec, TensorSpec) for _, spec in leaves(node.spec)):
             continue  # sizes are handed on everywhere
         sources = [ref.node for ref in refs_in((node.args, node.kwargs))]
-        if node.element is not None:
-            sources.append(node.element[0])
+        if node.whole is not node:
+            sources.append(node.whole)
         if node.kind == "parameter" and _is_matrix(node):
             matrices.add(id(node))
-        elif node.kind == "call" and node.frame is not None:
+        elif isinstance(node, CallNode):
             if _call_has(node.frame, [source for source in sources if id(source) in handed]):
                 handed.add(id(node))
         elif any(id(source) in matrices for source in sources):

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, refs_in
 from graphpatch_notebook.experiments.methods.value_sources import SourceValue, maker_of, sources_of
 from graphpatch_notebook.inspection.resolution import Target, is_patchable
 from graphpatch_notebook.paths import format_path
@@ -164,7 +164,7 @@ def _input_of_projection(projected: SourceValue) -> str | None:
         given = value if value.node.kind == "input" else given
     if value.node.kind == "input":
         given = value
-    if given.node.kind == "call" and given.node.frame is not None and given.node.frame.nodes:
+    if isinstance(given.node, CallNode) and given.node.frame.nodes:
         given = SourceValue(given.node.frame.output_node, given.node.frame, given.dig)
     if not is_patchable(given.node) or given.dig:
         return None

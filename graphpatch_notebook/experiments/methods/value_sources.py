@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpatch_notebook.capture.inputs import given_input
-from graphpatch_notebook.capture.records import Frame, Node, Ref, Structure, refs_in
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Structure, refs_in
 from graphpatch_notebook.values import Key, dict_key
 
 
@@ -27,14 +27,14 @@ class SourceValue:
 
 def maker_of(node: Node) -> Node:
     """Returns the node of the operation that made a value: of a tuple that the user's code unpacked, that of all."""
-    return node if node.element is None else node.element[0]
+    return node.whole
 
 
 def sources_of(value: SourceValue) -> Iterator[SourceValue]:
     """Yields the values that a value is directly made of; none where the records do not tell."""
     node, frame, dig = value.node, value.frame, value.dig
     if node.kind == "call":
-        if node.frame is not None and node.frame.nodes:
+        if isinstance(node, CallNode) and node.frame.nodes:
             yield SourceValue(node.frame.output_node, node.frame, dig)
     elif node.kind == "input":
         if frame.parent is not None and frame.call is not None:

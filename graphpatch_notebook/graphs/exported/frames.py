@@ -17,7 +17,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.functions import function_name
 from graphpatch_notebook.capture.naming import call_name
-from graphpatch_notebook.capture.records import Frame, Kind, Node, Ref, SourceLine
+from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, Kind, Node, OpNode, Ref, SourceLine
 from graphpatch_notebook.graphs.copies import SavedSite
 from graphpatch_notebook.graphs.exported.conversion import CALLED, Converter
 from graphpatch_notebook.graphs.exported.groups import Group, at
@@ -54,7 +54,7 @@ class _Builder:
         group = self._converter.root_group
         assert isinstance(group.module, ExportedModule)
         group.module.add_call(0)
-        root = Frame(group.module, "", None, training=group.module.training)
+        root = Frame(group.module, "", None, conditions=Conditions(group.module.training))
         root.parameters = [known.parameter for known in self._converter.inputs]
         self._fill(root, group, 0, {})
         return root
@@ -76,7 +76,7 @@ class _Builder:
             if fx_node.op == "output":
                 break
             record = self._call(fx_node, frame, values) if CALLED in fx_node.meta else _record(fx_node, frame, values)
-            if fx_node.op not in ("placeholder", "get_attr"):
+            if isinstance(record, (OpNode, CallNode)):
                 refs = lambda leaf: Ref(records[leaf]) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
                 record.args = map_arguments(fx_node.args, refs)
                 record.kwargs = map_arguments(fx_node.kwargs, refs)
@@ -102,10 +102,11 @@ class _Builder:
             number = group.turns[turn % len(group.turns)]
         module.add_call(number)
         path = str(fx_node.target)
-        call = Node(kind="call", op=type(module).__name__, target=path, base_name=path)
-        call.site = _site(fx_node)
-        call.call_index = sum(1 for other in frame.calls() if other.frame is not None and other.frame.module is module)
-        callee = call.frame = Frame(module, path, frame, call, group.parameters(), training=module.training)
+        conditions = Conditions(module.training)
+        callee = Frame(module, path, frame, parameters=group.parameters(), conditions=conditions, capture=frame.capture)
+        call = CallNode(op=type(module).__name__, target=path, base_name=path, site=_site(fx_node), frame=callee)
+        call.call_index = sum(1 for other in frame.calls() if other.frame.module is module)
+        callee.call = call
         args, kwargs = values.arguments(fx_node)
         given = dict(zip((p.name for p in callee.parameters), args, strict=False)) | kwargs
         values.set(fx_node, self._fill(callee, group, number, given))
@@ -125,7 +126,9 @@ def _record(fx_node: fx.Node, frame: Frame, values: ExampleValues) -> Node:
         spec = describe(held) if isinstance(held, Tensor) else ObjectSpec(type(held).__name__)
     elif callable(fx_node.target):
         op, target = function_name(fx_node.target), fx_node.name
-    return Node(kind=kind, op=op, target=target, spec=spec, base_name=fx_node.name, site=_site(fx_node))
+    if kind == "op":
+        return OpNode(op=op, target=target, spec=spec, base_name=fx_node.name, site=_site(fx_node))
+    return Node(kind=kind, op=op, target=target, spec=spec, base_name=fx_node.name)
 
 
 def _kind(module: Module, path: str) -> Kind:
@@ -171,7 +174,8 @@ def _mark_written(records: dict[fx.Node, Node]) -> None:
         base = memory[fx_node] = memory[source] if source is not None else fx_node
         views.setdefault(base, []).append(record)
         for position, written in _written(fx_node):
-            record.is_in_place, record.written_argument = True, position
+            if isinstance(record, OpNode):
+                record.written_argument = position
             for other in views[memory[written]]:
                 other.is_mutated_later |= other is not record
             is_view = memory[written] is not written and not records[written].is_in_place
@@ -202,16 +206,15 @@ def _arguments(fx_node: fx.Node, is_wanted: Any) -> list[tuple[int | str, fx.Nod
 
 def _name(frame: Frame) -> None:
     """Names the nodes: those of the model's own names first, then the rest as the program does."""
-    calls: dict[int, list[Node]] = {}
+    calls: dict[int, list[CallNode]] = {}
     for call in frame.calls():
-        assert call.frame is not None
         calls.setdefault(id(call.frame.module), []).append(call)
     for several in calls.values():
         for call in several:
             call.call_count = len(several)
     for node in sorted(frame.nodes, key=lambda n: 5 if n.is_plumbing else _RANKS[n.kind]):
         base = node.base_name
-        if node.kind == "call":
+        if isinstance(node, CallNode):
             base = call_name(base) + (f"_{node.call_index}" if node.call_count > 1 else "")
         elif node.kind == "input":
             base = node.op

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from graphpatch_notebook.capture.custom_graphs import RECORD
-from graphpatch_notebook.capture.records import Frame, Node, Ref, SourceLine
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, SourceLine
 from graphpatch_notebook.errors import GraphError, SessionError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection import data_flow
@@ -103,7 +103,7 @@ def _notes_of_graph(frame: Frame) -> Iterator[str]:
         yield "this graph was edited: it runs in place of the module"
     elif frame.custom_graph is not None:
         yield "this graph runs in place of the module"
-    if frame.training:
+    if frame.conditions.training:
         yield "captured in train mode"
     yield from map(visible, map(str, frame.doubts))
 
@@ -114,7 +114,7 @@ def _what(place: Place, node: Node) -> str:
         return f"a value in the {_words(node)} that {format_path(place.names)} holds"
     if node.kind == "op":
         opened = f", a step of {node.composite.name}" if node.composite is not None else ""
-        return f"what {node.op} returned{opened}" if node.element is None else f"a part of what {node.op} returned"
+        return f"what {node.op} returned{opened}" if node.whole is node else f"a part of what {node.op} returned"
     if node.kind == "output":
         return f"what {owner} returned"
     if node.kind == "constant":
@@ -238,7 +238,7 @@ def _links(refs: list[Ref], place: Place, skeleton: Skeleton) -> Iterator[dict[s
 def _row(ref: Ref, skeleton: Skeleton) -> int | None:
     """Returns the row of a value; of what a call returned, that of the output of its frame."""
     node = ref.node
-    if node.frame is not None and node.kind == "call":
+    if isinstance(node, CallNode):
         node = node.frame.output_node
     row = skeleton.row_of_node(node)
     spec = node.spec

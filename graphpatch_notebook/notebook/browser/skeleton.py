@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.errors import UnknownPathError
 from graphpatch_notebook.inspection.nodes import NodeMap
 from graphpatch_notebook.inspection.places import Place
@@ -284,8 +284,8 @@ class _Rows:
         add, tensors = self._add, self._tensors
         for node in frame.nodes:
             kind, spec = node.kind, node.spec
-            if kind == "call":
-                op = node.op if node.frame is None else type(node.frame.module).__name__
+            if isinstance(node, CallNode):
+                op = type(node.frame.module).__name__
                 self._add_graph(node.name, op, node, node.frame, parent, PLUMBING * node.is_plumbing)
                 continue
             flags = MUTATED * node.is_mutated_later + VIEW_FILLED * node.is_view_filled_later

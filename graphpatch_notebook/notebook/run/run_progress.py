@@ -58,7 +58,7 @@ class RunProgress:
         """Returns the captured frame that the calls of these modules, outermost first, lead down to."""
         found = root
         for module in modules:
-            below = [node.frame for node in found.calls() if node.frame is not None and node.frame.module is module]
+            below = [node.frame for node in found.calls() if node.frame.module is module]
             if below:  # of several calls of one module, the first that the run is not past
                 later = (frame for frame in below if self._end(frame) >= self._last)
                 found = next(later, below[-1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphpatch_notebook.capture.example_inputs import ExampleInputs
-from graphpatch_notebook.notebook.session.input_names import changed_variables, written_arguments
+from graphpatch_notebook.notebook.session.origin import changed_variables, written_arguments
 from tests.notebook.shells import Shell
 
 pytestmark = pytest.mark.hosts
