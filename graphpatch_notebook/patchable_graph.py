@@ -302,7 +302,7 @@ class PatchableGraph(ModuleDelegate):
                 "to_fx takes inputs as a tuple, and those by name as a dict: pg.to_fx((x,), {'mask': mask})"
             )
         context = innermost(self._captured)
-        entries = context.prepared.entries if context is not None else ()
+        entries = context.plan.entries if context is not None else ()
         return verified_fx_module(
             self._graph_module, entries, self, args, dict(kwargs or {}), allow_doubts=allow_doubts, any_size=any_size
         )

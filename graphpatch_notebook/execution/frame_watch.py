@@ -72,26 +72,26 @@ class FramesSeen:
 class WatchedRun(Run):
     """A patched run whose frames are all seen by a `FrameWatch`."""
 
-    frames: FrameWatch
+    frame_watch: FrameWatch
 
     def on_forward(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         __tracebackhide__ = True
-        instead = self.frames.begin(module, forward, args, kwargs)
+        instead = self.frame_watch.begin(module, forward, args, kwargs)
         try:
             output = super().on_forward(module, instead or forward, args, kwargs)
-            self.frames.returned(output)
+            self.frame_watch.returned(output)
             return output
         finally:
-            self.frames.end()
+            self.frame_watch.end()
 
-    def _run(
+    def run_frame(
         self, module: Module, plan: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         __tracebackhide__ = True
-        output = super()._run(module, plan, forward, args, kwargs)
-        self.frames.returned(output)  # before the patches on the output
+        output = super().run_frame(module, plan, forward, args, kwargs)
+        self.frame_watch.returned(output)  # before the patches on the output
         return output
 
 
@@ -101,5 +101,5 @@ def new_run(*args: Any) -> Run:
     if frames is None:
         return Run(*args)
     run = WatchedRun(*args)
-    run.frames = frames
+    run.frame_watch = frames
     return run

@@ -59,7 +59,8 @@ def test_a_value_takes_one_place_under_the_name_of_what_a_module_returns(host: A
     _, scores = host
     every = top_scores(scores, len(scores), distinct=False)
     top = top_scores(scores, len(scores))
-    assert every.abs().is_monotonic_decreasing
+    sizes = every.abs().to_numpy()
+    assert (sizes[1:] <= sizes[:-1] * (1 + 1e-5)).all()  # what differs by rounding alone keeps its order
     assert len(every) == int(scores.notnull().sum())
     assert len(top) < 0.6 * len(every)
     assert (scores.sel(path=top.index.values).values == top.values).all()

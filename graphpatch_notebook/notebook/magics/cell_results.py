@@ -112,7 +112,7 @@ class CellResults:
 
     def _is_called(self) -> bool:
         context = innermost(captured(self._active.graph))
-        return self._is_told or (context is not None and context.has_runs)
+        return self._is_told or (context is not None and context.calls.has_runs)
 
     def _put_what_is_missing(self) -> None:
         """After a call that did not return: what had fired before helps to see why."""
