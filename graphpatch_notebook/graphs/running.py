@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,16 +58,9 @@ interpreter: ContextVar[Callable[..., Any] | None] = ContextVar("graphpatch_inte
 def run_as(
     function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    outer, grad_was_enabled = running_graph.get(), torch.is_grad_enabled()
-    try:
-        try:
-            running_graph.set(running)
-            return function(owner, *args, **kwargs)
-        finally:
-            _take_back(outer, grad_was_enabled)
-    except BaseException:
-        _take_back(outer, grad_was_enabled)  # once more, if an interrupt came in between
-        raise
+    with afterwards(partial(_take_back, running_graph.get(), torch.is_grad_enabled())):
+        running_graph.set(running)
+        return function(owner, *args, **kwargs)
 
 
 def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:

@@ -155,15 +155,15 @@ class Refusal:
 
 
 def is_patched_run() -> bool:
-    """Whether patches are active in the run that is under way."""
-    run = observer.get()
-    return getattr(getattr(run, "plan", None), "count", 0) > 0
+    """Whether patches are active in the current run."""
+    plan = getattr(observer.get(), "plan", None)
+    return plan is not None and len(plan.entries) > 0
 
 
 def is_edited_run() -> bool:
-    """Whether a graph that was edited takes part in the run that is under way."""
+    """Whether an edited graph takes part in the current run."""
     plan = getattr(observer.get(), "plan", None)
-    return plan is not None and any(part.frame.is_edited for part in plan.walk())
+    return plan is not None and any(part.frame.is_edited for part in plan.root.walk())
 
 
 def module_at(module: Module, path: str) -> Module | None:
