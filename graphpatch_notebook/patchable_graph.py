@@ -32,7 +32,7 @@ from graphpatch_notebook.execution import (
     verified_fx_module,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
-from graphpatch_notebook.graphs.postprocessing import postprocess
+from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.nodes import NodeMap
@@ -302,7 +302,7 @@ class PatchableGraph(ModuleDelegate):
                 "to_fx takes inputs as a tuple, and those by name as a dict: pg.to_fx((x,), {'mask': mask})"
             )
         context = innermost(self._captured)
-        entries = context.prepared.entries if context is not None else ()
+        entries = context.plan.entries if context is not None else ()
         return verified_fx_module(
             self._graph_module, entries, self, args, dict(kwargs or {}), allow_doubts=allow_doubts, any_size=any_size
         )

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.context import call_patched, innermost
-from graphpatch_notebook.execution.frame_watch import FramesSeen, FrameWatch
+from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
+from graphpatch_notebook.execution.frame_watch import FrameWatch, frames_seen
 from graphpatch_notebook.execution.generation_config import (
     GENERATION_CONFIG,
     compiling_nothing,
     copied_config,
     generating_with,
 )
-from graphpatch_notebook.execution.patch_context import PatchContext
 from graphpatch_notebook.execution.plain_fx import verified_fx_module
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
@@ -30,7 +29,6 @@ __all__ = [
     "CapturedModel",
     "Entry",
     "FrameWatch",
-    "FramesSeen",
     "PatchContext",
     "Restriction",
     "Step",
@@ -40,6 +38,7 @@ __all__ = [
     "call_patched",
     "compiling_nothing",
     "copied_config",
+    "frames_seen",
     "generating_with",
     "held_value",
     "innermost",

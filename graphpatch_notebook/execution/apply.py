@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from graphpatch_notebook.errors import (
     PatchValueError,
     add_note,
 )
+from graphpatch_notebook.execution.fired import FiredPatches
+from graphpatch_notebook.execution.frames import RunningFrames
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.steps import Steps
+from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.patches.slices import index_text
+from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import Key, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, replaced, take
 from graphpatch_notebook.warning_places import warn
 
@@ -28,6 +33,114 @@ _BUILT_IN = (ZeroPatch, AddPatch, ReplacePatch)
 
 class MissingChildError(Exception):
     """The container that came up does not hold the value to patch (caught inside the package)."""
+
+
+class Applier:
+    """Applies the patches of a run to values, and notes which of them fired.
+
+    Attributes:
+        frames: The frames that are running.
+        steps: The steps of a generation; `None` if no patch is for some of them only.
+        fired: Which patches fired.
+        is_under_mode: Whether a function mode of the run is on.
+    """
+
+    __slots__ = ("fired", "frames", "is_under_mode", "steps")
+
+    def __init__(self, frames: RunningFrames, steps: Steps | None) -> None:
+        self.frames = frames
+        self.steps = steps
+        self.fired = FiredPatches()
+        self.is_under_mode = False
+
+    def at_boundary(self, entries: Sequence[Entry], value: Any) -> Any:
+        """Applies entries to a value that goes into a frame or out of it, where a mode of the run may be on."""
+        __tracebackhide__ = True
+        for entry in entries:
+            if self.is_observed(entry, value):
+                continue
+            # A call site may call modules and ops (`for f in (self.linear, torch.tanh)`): the patches' own torch calls
+            # must not be counted there.
+            with self.frames.inside_one_node() if self.is_under_mode else _NOTHING_TO_HIDE:
+                value = self.apply(entry, value)
+        return value
+
+    def in_graph(self, entries_by_name: Mapping[str, list[Entry]], name: str, value: Any) -> Any:
+        """Applies the entries on a node of a graph that runs."""
+        __tracebackhide__ = True
+        entries = entries_by_name[name]
+        patched = self.at_boundary(entries, value)
+        target = entries[0].target
+        if target.node.is_in_place:
+            write_back(value, patched, target)
+        return patched
+
+    def watch(self, entry: Entry, value: Any) -> None:
+        """Applies an entry that only looks at a tensor."""
+        if isinstance(value, Tensor) and value.shape == entry.observed_shape:
+            self.fired.ids.add(id(entry))
+            entry.watch(value)  # type: ignore[misc]  # is given wherever this is called
+        else:
+            self.apply(entry, value)
+
+    def is_observed(self, entry: Entry, value: Any) -> bool:
+        """Takes the short way for patches that only look at a tensor; returns whether it was one."""
+        shape = entry.observed_shape
+        if shape is None or not isinstance(value, Tensor):
+            return False
+        with self.unseen():
+            if value.shape != shape:
+                return False
+            for patch in entry.patches:
+                patch.op(value)
+        self.fired.ids.add(id(entry))
+        return True
+
+    def apply(self, entry: Entry, value: Any) -> Any:
+        """Applies one entry and notes that it fired, or why it could not."""
+        __tracebackhide__ = True
+        try:
+            patched = apply_entry(entry, value, self._steps_for(entry), self._inputs_for(entry))
+        except MissingChildError as missing:
+            self.fired.missing[id(entry)] = str(missing)
+            return value
+        except HeldBackError:
+            return value
+        self.fired.ids.add(id(entry))
+        self.fired.has_changed |= patched is not value
+        return patched
+
+    def may_apply(self, entry: Entry) -> bool:
+        """Whether an entry may have an effect at the current step of a generation."""
+        return entry.restriction is None or self.steps is None or self.steps.admits(entry)
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Hides torch calls from the function mode: the engine looks at tensors by these, too."""
+        return without_torch_functions() if self.is_under_mode else _NOTHING_TO_HIDE
+
+    def _steps_for(self, entry: Entry) -> Steps | None:
+        """Returns what an entry for some steps or positions goes by; raises where this is no step that it is for."""
+        steps = self.steps
+        if entry.restriction is None:
+            return None
+        if steps is None:  # no call of the `PatchableGraph`, but backward
+            raise GraphPatchError(_RECOMPUTED_STEP.format(path=entry.target.path))
+        if not steps.admits(entry):
+            raise HeldBackError
+        return steps
+
+    def _inputs_for(self, entry: Entry) -> Inputs | None:
+        """Returns the arguments of the frame that runs, if the entry stands on one of its ops."""
+        frame_run, target = self.frames.stack[-1], entry.target
+        is_here = frame_run.plan is not None and frame_run.plan.frame is target.frame
+        return frame_run.inputs if is_here and target.node.kind == "op" and not target.dig else None
+
+
+_NOTHING_TO_HIDE = nullcontext()
+_RECOMPUTED_STEP = (
+    "{path!r} is recomputed in backward (activation checkpointing), where it cannot be told which step of a generation "
+    "it belongs to: switch checkpointing off, or drop steps= and positions="
+)
 
 
 def apply_entry(entry: Entry, value: Any, steps: Steps | None = None, inputs: Inputs | None = None) -> Any:

@@ -13,7 +13,7 @@ from graphpatch_notebook.capture.example_inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.execution.patch_map import entries_of
-from graphpatch_notebook.execution.plan import Callers, Entry, Prepared, prepare
+from graphpatch_notebook.execution.plan import Callers, Entry, RunPlan, make_plan
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs
 from graphpatch_notebook.graphs.copies import copied_frame
 from graphpatch_notebook.inspection.nodes import NodeMap
@@ -121,14 +121,14 @@ class CapturedModel:
         __tracebackhide__ = True
         return entries_of(self.root, patch_map, self._current().targets)
 
-    def prepare(self, entries: Sequence[Entry]) -> Prepared:
-        """Returns what is needed to run the model with the patches of `entries`."""
+    def plan(self, entries: Sequence[Entry]) -> RunPlan:
+        """Returns the plan of runs with the patches of `entries`."""
         derived = self._current()
-        return derived.prepare(entries) if entries else derived.without_patches
+        return derived.plan(entries) if entries else derived.without_patches
 
-    def is_current(self, prepared: Prepared) -> bool:
-        """Whether no graph was edited, and no module replaced, since `prepared` was made."""
-        return prepared.callers is self._current().callers
+    def is_current(self, plan: RunPlan) -> bool:
+        """Whether no graph was edited, and no module replaced, since `plan` was made."""
+        return plan.callers is self._current().callers
 
     def _current(self) -> _Derived:
         """Returns what is derived from the records as they are now."""
@@ -163,9 +163,9 @@ class _Derived:
         return NodeMap(self._root)
 
     @functools.cached_property
-    def without_patches(self) -> Prepared:
-        """What is needed to run graphs that are their module, without patches."""
-        return self.prepare(())
+    def without_patches(self) -> RunPlan:
+        """The plan of runs in which graphs that are their module run, without patches."""
+        return self.plan(())
 
-    def prepare(self, entries: Sequence[Entry]) -> Prepared:
-        return prepare(self._root, entries, self.callers, self._own_graphs)
+    def plan(self, entries: Sequence[Entry]) -> RunPlan:
+        return make_plan(self._root, entries, self.callers, self._own_graphs)

@@ -7,17 +7,20 @@ patched; without a run of the `PatchableGraph` in this very context, both do not
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
+from graphpatch_notebook.capture.call_sites import is_own
 from graphpatch_notebook.capture.forward_swap import Swaps, observer
-from graphpatch_notebook.capture.records import SourceLine
 from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,
@@ -30,13 +33,13 @@ from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.frame_watch import new_run
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import ModuleHooks
-from graphpatch_notebook.execution.plan import Entry, Prepared
+from graphpatch_notebook.execution.patch_map import Snapshot
+from graphpatch_notebook.execution.plan import Entry, RunPlan
 from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
-from graphpatch_notebook.execution.repetitions import Repetitions
+from graphpatch_notebook.execution.repetitions import Repetitions, warn_of_data_loops
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
-from graphpatch_notebook.execution.unfired import unfired_entries
-from graphpatch_notebook.execution.with_blocks import WithBlock
+from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.torch_compat import (
     EagerCode,
     function_mode_depth,
@@ -48,54 +51,226 @@ from graphpatch_notebook.torch_compat import (
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
 
-class ActiveContext:
-    """A patch context that was entered, with the plan of everything active in it (its own patches come last)."""
+class PatchContext:
+    """What `PatchableGraph.patch` returns: enter it with `with`; may be entered again, also by several threads.
 
-    def __init__(
-        self,
-        owner: CapturedModel,
-        root: Module,
-        prepared: Prepared,
-        is_strict: bool,
-        own: Sequence[Entry],
-        step_count: StepCount,
-        origin: object,
-    ) -> None:
-        self.owner = owner
-        self.root = root
-        self.prepared = prepared
-        self.plan = prepared.plan
-        self.callers = prepared.callers
+    Attributes:
+        after_call: Called after each call of the `PatchableGraph` in the context that returns, in its thread, before
+            the caller has the result; not for calls that such a call makes. Set it before the context is entered.
+        is_quiet: Whether patches that never fire are not reported. Set it before the context is entered.
+        is_strict: Whether patches that never fire are errors.
+    """
+
+    after_call: Callable[[], None] | None = None
+    is_quiet = False
+    _was_entered = False
+
+    def __init__(self, captured: CapturedModel, patch_map: Mapping[Any, Any], *, is_strict: bool = False) -> None:
+        self._captured = captured
+        self._patch_map = patch_map
         self.is_strict = is_strict
-        self.swaps = Swaps(_recomputing)
-        self.own = own
-        self.step_count = step_count
-        self.hooks = ModuleHooks()
-        self.has_runs = False
-        self.has_direct_calls = False
-        self.is_used = False
-        self.has_compiled_parts = prepared.callers.has_compiled_parts
-        self.called_itself: Module | None = None
-        self.block: WithBlock | None = None
-        self.awaits_backward = False
-        self.is_left = False
-        self.is_quiet = False
-        self.after_call: tuple[Callable[[], None], ...] = ()
-        self.origin = origin
-        self.outer_observer = observer.get()
-        self.told: set[str] = set()
-        self.repetitions = Repetitions()
-        self.data_loops: dict[SourceLine, list[str]] = {}
+        self._known: tuple[Snapshot, RunPlan] | None = None
 
+    def quiet(self) -> PatchContext:
+        """Returns this context, which will not report patches that never fire."""
+        self.is_quiet = True
+        return self
+
+    def __enter__(self) -> None:
+        __tracebackhide__ = True
+        self._was_entered = True
+        before = entered_by(self)
+        try:
+            plan = self._plan()
+            context = enter(self._captured, plan, self)
+            context.block = Block.entered_by(sys._getframe(1))
+            if plan.data_loops and not self.is_quiet:
+                warn_of_data_loops(plan.data_loops, is_by_user=not is_own(sys._getframe(1).f_code))
+        except BaseException:
+            self._leave_all_but(before)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            context = self._leave_innermost()
+        except BaseException:  # an interrupt that came in between
+            self._leave_innermost()
+            raise
+        if kind is None and context is not None:
+            report_idle(context)
+
+    def __repr__(self) -> str:
+        if entered_by(self):
+            return "<PatchContext, active>"
+        return "<PatchContext, not active: its patches hold inside of a block, `with pg.patch(...):`>"
+
+    def __del__(self) -> None:
+        """Tells of a line that is `pg.patch(...)` and no more: its value is dropped at once."""
+        if self._was_entered:
+            return
+        frame = sys._getframe().f_back
+        if frame is not None and discards_value(frame):
+            warn_each_time(
+                "pg.patch(...) patches nothing by itself: call the model inside of `with pg.patch(...):`",
+                PatchNotFiredWarning,
+            )
+
+    def _plan(self) -> RunPlan:
+        """Returns the plan for the patch map: the same as before, unless it or a graph has changed."""
+        __tracebackhide__ = True
+        known = self._known
+        if known is None or not self._captured.is_current(known[1]) or not known[0].is_current(self._patch_map):
+            entries = self._captured.entries_of(self._patch_map)
+            known = self._known = Snapshot(self._patch_map), self._captured.plan(entries)
+        return known[1]
+
+    def _leave_innermost(self) -> ActiveContext | None:
+        context = next(reversed(entered_by(self)), None)
+        if context is not None:
+            leave(context)
+        return context
+
+    def _leave_all_but(self, before: tuple[ActiveContext, ...]) -> None:
+        """Takes back what was entered before an interrupt came."""
+        for context in entered_by(self):
+            if context not in before:
+                take_back(context)
+
+
+class ActiveContext:
+    """A patch context that was entered.
+
+    Attributes:
+        captured: The model that it patches.
+        plan: All patches that are active in it: those of the contexts around it, then its own.
+        own: Its own patches.
+        origin: What entered it.
+        block: The `with` block that it is entered by, if that is known.
+        held: What it changes in the model.
+        calls: The calls that were made in it.
+        reports: What the user is told about its patches.
+        step_count: The steps of a generation so far.
+        after_call: Called after each call of the `PatchableGraph` in it.
+        is_left: Whether it was left.
+    """
+
+    def __init__(self, captured: CapturedModel, plan: RunPlan, origin: PatchContext) -> None:
+        outer = innermost(captured)
+        self.captured = captured
+        self.plan: RunPlan = plan if outer is None else outer.plan.with_more(plan.entries)
+        self.own = plan.entries
+        self.origin = origin
+        self.block: Block | None = None
+        self.held = _HeldModel()
+        self.calls = _Calls()
+        is_strict = origin.is_strict or (outer is not None and outer.reports.is_strict)
+        self.reports: _Reports = _Reports(is_strict=is_strict, is_quiet=origin.is_quiet)
+        self.step_count: StepCount = StepCount() if outer is None else outer.step_count
+        self.after_call: tuple[Callable[[], None], ...] = () if outer is None else outer.after_call
+        if origin.after_call is not None:
+            self.after_call = (*self.after_call, origin.after_call)
+        self.is_left = False
+
+
+class _HeldModel:
+    """What a context changes in the model and in its thread. As with `Swaps`, `let_go` can be called again.
+
+    Attributes:
+        hooks: The hooks on modules.
+        has_compiled_parts: Whether `torch.compile` has compiled any of the modules.
+    """
+
+    def __init__(self) -> None:
+        self.hooks = ModuleHooks()
+        self.has_compiled_parts = False
+        self._swaps = Swaps(_recomputing)
+        self._outer_observer = observer.get()
+
+    def hold(self, plan: RunPlan) -> None:
+        """Swaps the forwards of the modules that are watched, and puts hooks on those that need them."""
+        self.has_compiled_parts = plan.callers.has_compiled_parts
+        self._swaps.hold(plan.watched)
+        for module in _to_hook(plan):
+            self.hooks.hold(module)
+
+    def let_go(self) -> None:
+        """Takes all of it back."""
+        self.hooks.let_go()
+        self._swaps.let_go()
+        # What an interrupted call may have left there.
+        if isinstance(observer.get(), Run) and observer.get() is not self._outer_observer:
+            observer.set(self._outer_observer)
+
+
+class _Calls:
+    """The calls that were made in a context.
+
+    Attributes:
+        has_runs: Whether the `PatchableGraph` was called in it.
+        is_used: The same, or in a context inside it.
+        direct: The module of the model that was called directly, without patches, first.
+        has_direct_with_gradients: Whether one was called directly while gradients were enabled.
+        awaits_backward: Whether a patched call is to be computed again in backward (activation checkpointing).
+    """
+
+    __slots__ = ("awaits_backward", "direct", "has_direct_with_gradients", "has_runs", "is_used")
+
+    def __init__(self) -> None:
+        self.has_runs = self.is_used = False
+        self.direct: Module | None = None
+        self.has_direct_with_gradients = False
+        self.awaits_backward = False
+
+
+class _Reports:
+    """What the user is told about the patches of a context that do not fire: each message once.
+
+    Args:
+        is_strict: Whether it is an error.
+        is_quiet: Whether nothing is said.
+
+    Attributes:
+        repetitions: What was said about calls beyond those of the example.
+    """
+
+    def __init__(self, *, is_strict: bool, is_quiet: bool) -> None:
+        self.is_strict = is_strict
+        self.is_quiet = is_quiet
+        self.repetitions = Repetitions()
+        self._given: set[str] = set()
+
+    def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
+        """Reports patches that never fired, each with the reason in words."""
+        reasons = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
+        self.give(f"{_patches(unfired)} never fired {where}: {reasons}")
+
+    def give(self, message: str) -> None:
+        """Gives one message."""
+        if self.is_quiet:
+            return
+        if self.is_strict:
+            raise PatchNotFiredError(message)
+        if message not in self._given:
+            self._given.add(message)
+            warn_each_time(message, PatchNotFiredWarning)
+
+
+def _patches(unfired: Sequence[object]) -> str:
+    return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
+
+
+# -- which contexts are active -----------------------------------------------------------------------------------------
 
 _active: ContextVar[tuple[ActiveContext, ...]] = ContextVar("graphpatch_contexts", default=())
 _lock = threading.RLock()
 _entered: list[ActiveContext] = []
 
 
-def innermost(owner: CapturedModel) -> ActiveContext | None:
+def innermost(captured: CapturedModel) -> ActiveContext | None:
     """Returns the innermost active context of a captured model in this thread or task."""
-    return next((context for context in reversed(_entered_here()) if context.owner is owner), None)
+    return next((context for context in reversed(_entered_here()) if context.captured is captured), None)
 
 
 def _entered_here() -> tuple[ActiveContext, ...]:
@@ -120,34 +295,16 @@ def _is_over(context: ActiveContext) -> bool:
     return True
 
 
-def entered_by(origin: object) -> tuple[ActiveContext, ...]:
+def entered_by(origin: PatchContext) -> tuple[ActiveContext, ...]:
     """Returns the contexts that `origin` entered in this thread or task and has not left, the innermost last."""
     return tuple(context for context in _active.get() if context.origin is origin)
 
 
-def enter(captured: CapturedModel, prepared: Prepared, *, is_strict: bool, origin: object) -> ActiveContext:
-    """Activates what is `prepared`, after the patches of the active contexts of the same captured model.
-
-    Args:
-        captured: The model.
-        prepared: The patches.
-        is_strict: Whether patches that never fire are errors.
-        origin: Tells the context from others.
-    """
-    outer = innermost(captured)
-    own, data_loops = prepared.entries, prepared.data_loops
-    if outer is not None:
-        prepared = outer.prepared.with_more(own)
-        is_strict |= outer.is_strict
-    step_count = outer.step_count if outer is not None else StepCount()
-    context = ActiveContext(captured, captured.module, prepared, is_strict, own, step_count, origin)
-    context.data_loops = data_loops
-    if outer is not None:
-        context.after_call = outer.after_call
+def enter(captured: CapturedModel, plan: RunPlan, origin: PatchContext) -> ActiveContext:
+    """Activates the patches of `plan`, after those of the active contexts of the same model."""
+    context = ActiveContext(captured, plan, origin)
     try:
-        context.swaps.hold(prepared.watched)
-        for module in _to_hook(prepared):
-            context.hooks.hold(module)
+        context.held.hold(context.plan)
         with _lock:
             _entered.append(context)
         _active.set((*_active.get(), context))
@@ -157,7 +314,7 @@ def enter(captured: CapturedModel, prepared: Prepared, *, is_strict: bool, origi
     return context
 
 
-def _to_hook(prepared: Prepared) -> list[Module]:
+def _to_hook(plan: RunPlan) -> list[Module]:
     """Returns the modules of which inputs or output are patched by hooks, rather than in their swapped `forward`.
 
     Inputs, always: a model may hang hooks on its modules in the middle of a run (transformers does since 5.2, to
@@ -165,16 +322,16 @@ def _to_hook(prepared: Prepared) -> list[Module]:
     for one on outputs, which is to come last.
     """
     wraps = forwards_may_be_wrapped()
-    return prepared.with_patched_inputs + [m for m in prepared.with_other_boundaries if wraps or runs_hooks(m)]
+    return plan.with_patched_inputs + [m for m in plan.with_other_boundaries if wraps or runs_hooks(m)]
 
 
 def leave(context: ActiveContext) -> None:
     """Takes back what `enter` did."""
     take_back(context)
-    outer = innermost(context.owner)
+    outer = innermost(context.captured)
     if outer is not None:
-        outer.is_used |= context.is_used
-    if context.awaits_backward:
+        outer.calls.is_used |= context.calls.is_used
+    if context.calls.awaits_backward:
         warn(
             "the model recomputes its forward in backward (activation checkpointing), and no backward ran inside the "
             "patch context: gradients of what was computed in it would be those of an unpatched recomputation; call "
@@ -186,23 +343,16 @@ def leave(context: ActiveContext) -> None:
 
 def take_back(context: ActiveContext) -> None:
     """Makes the model what it was before `context` was entered, and says nothing."""
-    try:
-        _let_go(context)
-    except BaseException:
-        _let_go(context)  # an impatient user's second interrupt: the model must be left as it was all the same
-        raise
+    with afterwards(partial(_let_go, context)):
+        pass
 
 
 def _let_go(context: ActiveContext) -> None:
     context.is_left, context.block = True, None
-    context.hooks.let_go()
-    context.swaps.let_go()
+    context.held.let_go()
     with _lock:
         if context in _entered:
             _entered.remove(context)
-    # What an interrupted call may have left there.
-    if isinstance(observer.get(), Run) and observer.get() is not context.outer_observer:
-        observer.set(context.outer_observer)
     _active.set(tuple(c for c in _active.get() if c is not context))
 
 
@@ -214,16 +364,16 @@ def call_patched(
 ) -> Any:
     """Calls `function`, which runs the model, with the patches of `context`; reports those that never fired."""
     __tracebackhide__ = True
-    plan, is_direct = context.plan, function is context.root
-    steps = Steps(plan.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
-    run = new_run(context.root, plan, context.prepared.watched_ids, context.callers, context.hooks, steps)
-    run.repetitions = context.repetitions
-    context.has_runs = context.is_used = True
+    root, plan, calls, reports = context.captured.module, context.plan, context.calls, context.reports
+    is_direct = function is root
+    steps = Steps(plan.root.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
+    run = new_run(root, plan, context.held.hooks, steps, reports.repetitions)
+    calls.has_runs = calls.is_used = True
     outer, applied = observer.get(), apply_observer.get()
-    is_inside = isinstance(outer, Run) and outer.root is context.root  # of another call of the same object
+    is_inside = isinstance(outer, Run) and outer.root is root  # of another call of the same object
     modes, has_grad, eager = function_mode_depth(), torch.is_grad_enabled(), EagerCode()
     try:
-        result = _observed(context, run, function, args, kwargs, eager)
+        result = _observed(run, function, args, kwargs, eager, context.held.has_compiled_parts)
     except BaseException as error:
         # An interrupt may come between any two instructions, also between those that take things back.
         observer.set(outer)
@@ -237,14 +387,15 @@ def call_patched(
             "the patch context ended while this call ran in it, in another thread: some of its patches may be missing "
             "in the result; wait for the thread before the end of the `with` block"
         )
-    context.awaits_backward |= run.is_checkpointed and run.has_changed and torch.is_grad_enabled()
-    unfired = unfired_entries(run)
+    fired = run.applier.fired
+    calls.awaits_backward |= run.is_checkpointed and fired.has_changed and torch.is_grad_enabled()
+    unfired = fired.others(plan, steps)
     if steps is not None:
-        unfired = steps.settle(unfired, run.fired)
-    if run.with_other_uses:
-        _warn_of_other_uses(run.with_other_uses)
+        unfired = steps.settle(unfired, fired.ids)
+    if fired.with_other_uses:
+        _warn_of_other_uses(fired.with_other_uses)
     if unfired:
-        _report(f"{_patches(unfired)} never fired during this call", unfired, context)
+        reports.unfired(unfired, "during this call")
     if context.after_call and not is_inside:
         for tell in context.after_call:
             tell()
@@ -252,21 +403,21 @@ def call_patched(
 
 
 def _observed(
-    context: ActiveContext,
     run: Run,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     eager: EagerCode,
+    has_compiled_parts: bool,
 ) -> Any:
     __tracebackhide__ = True
     token = observer.set(run)
     try:
         # A method may compile the model at its own discretion, as `generate` does with a static cache.
-        is_plain = function is run.root and not context.has_compiled_parts
+        is_plain = function is run.root and not has_compiled_parts
         if is_plain and not run.plan.sees_ops:
             return function(*args, **kwargs)
-        if context.has_compiled_parts and not EagerCode.is_possible:
+        if has_compiled_parts and not EagerCode.is_possible:
             raise GraphError(EagerCode.reason)
         if not is_plain:
             eager.hold()
@@ -274,8 +425,9 @@ def _observed(
             return function(*args, **kwargs)
     except Exception as error:
         hide_way_to(error)
-        if run.fired:  # else it has nothing to do with patches: a method refuses its arguments, say
-            explain(error, run.root, [run.plan.frame], run.changed_so_far())
+        fired = run.applier.fired
+        if fired.ids:  # else it has nothing to do with patches: a method refuses its arguments, say
+            explain(error, run.root, [run.plan.root.frame], fired.changes(run.plan))
         raise
     finally:
         observer.reset(token)
@@ -292,42 +444,23 @@ def _warn_of_other_uses(paths: list[str]) -> None:
     )
 
 
-def _patches(unfired: Sequence[object]) -> str:
-    return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
-
-
-def _report(what: str, unfired: list[tuple[Entry, str]], context: ActiveContext) -> None:
-    _tell(f"{what}: " + "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired), context)
-
-
-def _tell(message: str, context: ActiveContext) -> None:
-    if context.is_quiet:
-        return
-    if context.is_strict:
-        raise PatchNotFiredError(message)
-    if message not in context.told:
-        context.told.add(message)
-        warn_each_time(message, PatchNotFiredWarning)
-
-
 def report_idle(context: ActiveContext) -> None:
-    """Reports the patches of a context that was left: those for steps or positions that came up in no direct call.
+    """Reports the patches of a context that was left: those for steps or positions that no direct call reached.
 
-    All of them, where the model itself was called in it and the `PatchableGraph` never was: who calls both wants to
-    compare, but who calls the model only has taken the one for the other.
+    All of them, if the model itself was called in it and the `PatchableGraph` never was: calling both is meant as a
+    comparison, but calling the model only is taken for a mistake.
     """
-    module = context.called_itself
-    # Who is told of each call tells of none, too.
-    if module is not None and context.own and not context.is_used and not context.after_call:
-        _tell(
-            f"{_patches(context.own)} never fired in this context: the {type(module).__name__} itself was called in "
-            "it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it",
-            context,
+    calls, reports = context.calls, context.reports
+    # Callers who are told about each call are told about none, too.
+    if calls.direct is not None and context.own and not calls.is_used and not context.after_call:
+        reports.give(
+            f"{_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself was called "
+            "in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
         )
         return
     idle = context.step_count.take_idle(context.own)
     if idle:
-        _report(f"{_patches(idle)} never fired in this context", idle, context)
+        reports.unfired(idle, "in this context")
 
 
 # -- activation checkpointing: forwards that run again during backward -------------------------------------------------
@@ -341,29 +474,29 @@ def _recomputing(module: Module) -> Run | None:
     # Backward may run in a thread of the autograd engine, which has no context of ours.
     here = _entered_here()
     candidates = here or tuple(_entered)
-    mine = [c for c in candidates if id(module) in c.prepared.watched_ids and c.has_runs]
+    mine = [c for c in candidates if id(module) in c.plan.watched_ids and c.calls.has_runs]
     if not mine:
         return None
     context = mine[-1]
-    is_ambiguous = any(c.owner is not context.owner for c in mine) or (not here and len(mine) > 1)
-    if context.has_direct_calls or is_ambiguous:
+    is_ambiguous = any(c.captured is not context.captured for c in mine) or (not here and len(mine) > 1)
+    if context.calls.has_direct_with_gradients or is_ambiguous:
         raise GraphPatchError(
             f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it cannot be told "
             "whether for a patched call or for another one: run backward inside the one context of its forward, and "
             "do not call the original model in that context"
         )
-    context.awaits_backward = False
-    frames = context.callers.frames_of(module)
-    if len(frames) > 1 and any(plan.frame in frames for plan in context.plan.walk()):
+    context.calls.awaits_backward = False
+    frames = context.plan.callers.frames_of(module)
+    if len(frames) > 1 and any(plan.frame in frames for plan in context.plan.root.walk()):
         raise GraphPatchError(
             f"{type(module).__name__} is called several times and recomputed in backward (activation checkpointing): "
             "it cannot be told which call is recomputed; switch checkpointing off to patch it"
         )
-    return Run(context.root, context.plan, context.prepared.watched_ids, context.callers, context.hooks)
+    return Run(context.captured.module, context.plan, context.held.hooks)
 
 
 def _note_direct_call(module: Module) -> None:
     for context in _entered_here():
-        if id(module) in context.prepared.watched_ids:
-            context.called_itself = context.called_itself or module
-            context.has_direct_calls |= torch.is_grad_enabled()
+        if id(module) in context.plan.watched_ids:
+            context.calls.direct = context.calls.direct or module
+            context.calls.has_direct_with_gradients |= torch.is_grad_enabled()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -14,53 +13,23 @@ from torch.overrides import TorchFunctionMode
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.decompositions import decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
-from graphpatch_notebook.execution.apply import write_back
+from graphpatch_notebook.execution.apply import Applier, write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries, SiteEntries
 from graphpatch_notebook.execution.python_stack import is_in_checkpoint
-from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
-
-
-class RunningFrame(Protocol):
-    """The innermost frame of a run, as the mode sees it."""
-
-    plan: FramePlan | None
-    counts: dict[int, int]
-
-
-class PatchedRun(Protocol):
-    """What the mode needs of its run."""
-
-    @property
-    def stack(self) -> Sequence[RunningFrame]: ...
-
-    fired: set[int]
-    missing: dict[int, str]
-    has_gradients: bool
-    repetitions: Repetitions
-
-    def is_observed(self, entry: Entry, value: Any) -> bool:
-        """Takes the short way for patches that only look at a tensor; says whether it was one."""
-
-    def apply(self, entry: Entry, value: Any) -> Any:
-        """Applies one entry and notes that it fired, or why it could not."""
-
-    def may_apply(self, entry: Entry) -> bool:
-        """Whether an entry may have an effect at the current step of a generation."""
-
-    def inside_one_node(self, inside: FramePlan | None = None) -> AbstractContextManager[None]:
-        """For the length of the block, nothing that comes up is one of the plan's values, but those of `inside`."""
 
 
 class LiveMode(TorchFunctionMode):
     """Applies patches where the call sites of their ops come up: one mode for the whole run, however deep it goes."""
 
-    def __init__(self, run: PatchedRun) -> None:
+    def __init__(self, applier: Applier, *, has_gradients: bool) -> None:
         super().__init__()
-        self.run = run
-        self.stack = run.stack
-        self.fired = run.fired
+        self.applier = applier
+        self.has_gradients = has_gradients
+        self.frames = applier.frames
+        self.stack = applier.frames.stack
+        self.fired = applier.fired.ids
         self.depth = 0
 
     def __enter__(self) -> LiveMode:
@@ -95,7 +64,7 @@ class LiveMode(TorchFunctionMode):
             return apply(*args, **kwargs)
         entries = self._entries_at(sys._getframe(1))
         # Unlike in `__torch_function__`, the mode is on here: nor are the patches' own calls ops of the model.
-        with self.run.inside_one_node():
+        with self.frames.inside_one_node():
             result = apply(*args, **kwargs)
             return result if entries is None else self._patched(entries, result, args, kwargs)
 
@@ -104,24 +73,24 @@ class LiveMode(TorchFunctionMode):
     ) -> Any:
         """Runs a composite function step by step, with the patches that stand `inside`."""
         decomposition = decomposition_of(func)
-        active = [entry for entry in inside.entries if self.run.may_apply(entry)]
+        active = [entry for entry in inside.entries if self.applier.may_apply(entry)]
         if decomposition is None or not active:  # the model may call another function here this time
             return func(*args, **kwargs)
         refusal = decomposition.refusal(args, kwargs)
         if refusal is not None:
             why = f"{decomposition.name} cannot be decomposed in this call: {refusal}"
-            self.run.missing.update((id(entry), why) for entry in inside.entries)
+            self.applier.fired.missing.update((id(entry), why) for entry in inside.entries)
             return func(*args, **kwargs)
-        with self.run.inside_one_node(inside), self:  # the mode is off in its own handler
+        with self.frames.inside_one_node(inside), self:  # the mode is off in its own handler
             return decomposition.make_steps()(*args, **kwargs)
 
     def _entries_at(self, leaf: FrameType) -> SiteEntries | None:
         """Returns the entries on the op that is called from this Python frame, and counts that it came up."""
         frame = self.stack[-1]
-        plan = frame.plan
-        if plan is None or not plan.leaves:
+        sites = frame.sites
+        if sites is None:
             return None
-        codes = plan.by_lasti
+        codes = sites.by_lasti
         by_lasti = codes.get(id(leaf.f_code))
         while by_lasti is None:
             outer = call_sites.caller_of_hidden(leaf)
@@ -132,7 +101,7 @@ class LiveMode(TorchFunctionMode):
             by_lasti = codes.get(id(leaf.f_code))
         by_chain = by_lasti.get(leaf.f_lasti)
         if by_chain is None:
-            by_offset = plan.leaves.get(id(leaf.f_code), {})
+            by_offset = sites.by_offset.get(id(leaf.f_code), {})
             by_chain = by_lasti[leaf.f_lasti] = by_offset.get(call_sites.offset_in(leaf), _NOTHING)
         if not by_chain:
             return None
@@ -144,23 +113,23 @@ class LiveMode(TorchFunctionMode):
         frame.counts[key] = occurrence + 1
         entries = by_occurrence.get(occurrence)
         if entries is None and occurrence >= len(by_occurrence):
-            self.run.repetitions.of_op(occurrence, by_occurrence)
+            self.frames.repetitions.of_op(occurrence, by_occurrence)
         return entries
 
     def _patched(self, entries: list[Entry], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
         for entry in entries:
             node = entry.target.node
-            if not entry.is_special and self.run.is_observed(entry, result):
+            if not entry.is_special and self.applier.is_observed(entry, result):
                 continue
             if node.is_in_place:
                 value = node.written_of(args, kwargs)
             else:
                 value = result if node.position is None else result[node.position]
-            patched = self.run.apply(entry, value)
+            patched = self.applier.apply(entry, value)
             if patched is value:
                 continue
-            if self.run.has_gradients and is_in_checkpoint():
+            if self.has_gradients and is_in_checkpoint():
                 raise GraphPatchError(_RECOMPUTED.format(path=entry.target.path))
             if node.is_in_place:
                 write_back(value, patched, entry.target)

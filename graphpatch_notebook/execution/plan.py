@@ -87,6 +87,47 @@ class SiteEntries(list[Entry]):
 
 OpEntries: TypeAlias = "dict[int, SiteEntries]"
 """The entries on the ops of one call site, by occurrence."""
+_ByChain: TypeAlias = "dict[tuple[int, ...], OpEntries]"
+
+
+@dataclass(slots=True, eq=False)
+class PatchedSites:
+    """The call sites of one frame at which ops are patched.
+
+    Attributes:
+        by_offset: Entries by their call site: first its innermost step (id of the code object, then offset), then the
+            steps above it, then the occurrence.
+        by_lasti: The same by the interpreter's own offsets, filled during runs: specialized code has several for one
+            instruction.
+    """
+
+    by_offset: dict[int, dict[int, _ByChain]] = field(default_factory=dict)
+    by_lasti: dict[int, dict[int, _ByChain]] = field(default_factory=dict)
+
+    def entries_at(self, site: Site, occurrence: int) -> SiteEntries:
+        """Returns the entries at one call site and occurrence, for new ones to be added."""
+        (code, offset), *above = reversed(site.steps)
+        chain = tuple(number for outer, at in above for number in (id(outer), at))
+        self.by_lasti.setdefault(id(code), {})
+        by_occurrence = self.by_offset.setdefault(id(code), {}).setdefault(offset, {}).setdefault(chain, {})
+        if occurrence not in by_occurrence:
+            by_occurrence[occurrence] = SiteEntries()
+        return by_occurrence[occurrence]
+
+
+@dataclass(slots=True, eq=False)
+class OverrideGraph:
+    """A graph that runs in place of a module's code (edited, or custom), with the entries on its nodes.
+
+    Attributes:
+        module: The graph module that runs it.
+        entries: Entries by the node's name.
+        names: The keys of `entries`.
+    """
+
+    module: CompiledGraphModule
+    entries: dict[str, list[Entry]] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -99,22 +140,12 @@ class FramePlan:
         inputs: Entries by parameter of `forward`.
         tensors: Entries on parameters, buffers and attributes, by attribute path.
         output: Entries on the output.
-        leaves: Entries on ops by their call site: first its innermost step (id of the code object, then offset), then
-            the steps above it, then the occurrence.
-        by_lasti: The same by the interpreter's own offsets, filled as these come up: specialised code has several
-            for one instruction.
-        graph: Entries on the nodes of a graph that *is* the module (edited, or custom), by the node's name.
+        sites: Entries on ops, by call site; `None` if there are none.
+        override: The graph that runs in place of the module's code, if there is one.
         watched_inputs: Those of `inputs` that only look at a tensor, with where a call gives it: taken out of `inputs`.
         watched_tensors: Those of `tensors` that only look at a parameter of the module: taken out of `tensors`.
         probed_inputs: The entries on inputs with probes: each is shown a tensor that the module alone is given.
         entries: All entries of this frame.
-        count: How many entries there are in this frame and below (of the root's plan only).
-        own_graph: What runs the graph that is the module, if there is one.
-        custom: Custom graphs by the id of the module that each *is*, in all calls of it (of the root's plan only).
-        graph_names: The keys of `graph`.
-        restricted: Those of all entries that are for some steps or positions only (of the root's plan only).
-        watched: The modules whose calls must be seen (of the root's plan only).
-        sees_ops: Whether ops are patched, here or below (of the root's plan only).
     """
 
     frame: Frame
@@ -122,35 +153,27 @@ class FramePlan:
     inputs: dict[str, list[Entry]] = field(default_factory=dict)
     tensors: dict[str, list[Entry]] = field(default_factory=dict)
     output: list[Entry] = field(default_factory=list)
-    leaves: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
-    by_lasti: dict[int, dict[int, dict[tuple[int, ...], OpEntries]]] = field(default_factory=dict)
-    graph: dict[str, list[Entry]] = field(default_factory=dict)
+    sites: PatchedSites | None = None
+    override: OverrideGraph | None = None
     watched_inputs: list[tuple[int, str, Entry]] = field(default_factory=list)
     watched_tensors: list[tuple[str, Entry]] = field(default_factory=list)
     probed_inputs: list[Entry] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
-    count: int = 0
-    own_graph: CompiledGraphModule | None = None
-    custom: dict[int, FramePlan] = field(default_factory=dict)
-    graph_names: frozenset[str] = frozenset()
-    restricted: Sequence[Entry] = ()
-    watched: Sequence[Module] = ()
-    sees_ops: bool = False
 
     @property
     def is_needed(self) -> bool:
         """Whether anything is patched, here or below, or an edited graph runs in place of the module in this frame."""
-        is_edited = self.own_graph is not None and self.frame.custom_graph is None
+        is_edited = self.override is not None and self.frame.custom_graph is None
         return is_edited or any(plan.entries for plan in self.walk())
 
     @property
     def needs_mode(self) -> bool:
         """Whether this frame runs under the function mode: its ops are patched, or what its fused kernel skips."""
-        if self.leaves or not isinstance(self.frame.module, _FUSED):
-            return bool(self.leaves)
+        if self.sites is not None or not isinstance(self.frame.module, _FUSED):
+            return self.sites is not None
         below = [plan for by_index in self.calls.values() for plan in by_index.values()]
         if isinstance(self.frame.module, torch.nn.TransformerEncoder):  # its layers themselves are called
-            return any(plan.leaves or plan.calls for plan in below)
+            return any(plan.sites is not None or plan.calls for plan in below)
         return bool(below)
 
     def position_of(self, name: str) -> int:
@@ -180,12 +203,12 @@ class FramePlan:
             self.probed_inputs.append(entry)
         if node.kind == "output":
             self.output.append(entry)
-        elif self.own_graph is not None:
+        elif self.override is not None:
             changes = not all(patch.observes_only for patch in entry.patches)
-            problem = self.own_graph.input_problem(node) if node.kind == "input" and changes else None
+            problem = self.override.module.input_problem(node) if node.kind == "input" and changes else None
             if problem is not None:
                 raise PatchMapError(f"{entry.target.path!r} {problem}; patch the nodes in the graph that use its value")
-            self.graph.setdefault(node.name, []).append(entry)
+            self.override.entries.setdefault(node.name, []).append(entry)
         elif node.kind == "input":
             self.inputs.setdefault(node.target, []).append(entry)
         elif node.kind == "op":
@@ -205,18 +228,14 @@ class FramePlan:
         return at_call.inside
 
     def _at(self, site: Site, occurrence: int) -> SiteEntries:
-        (code, offset), *above = reversed(site.steps)
-        chain = tuple(number for outer, at in above for number in (id(outer), at))
-        self.by_lasti.setdefault(id(code), {})
-        by_chain = self.leaves.setdefault(id(code), {}).setdefault(offset, {})
-        by_occurrence = by_chain.setdefault(chain, {})
-        if occurrence not in by_occurrence:
-            by_occurrence[occurrence] = SiteEntries()
-        return by_occurrence[occurrence]
+        if self.sites is None:
+            self.sites = PatchedSites()
+        return self.sites.entries_at(site, occurrence)
 
     def settle(self) -> None:
         """Sets apart what only looks at the boundary: a model that is probed whole has hundreds of these."""
-        self.graph_names = frozenset(self.graph)
+        if self.override is not None:
+            self.override.names = frozenset(self.override.entries)
         for name, entries in list(self.inputs.items()):
             position = self.position_of(name)
             if len(entries) == 1 and entries[0].watch is not None and position >= 0:
@@ -230,63 +249,39 @@ class FramePlan:
                 del self.tensors[path]
 
 
-def make_plan(
-    root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
-) -> FramePlan:
-    """Returns the plan of the root frame for `entries`, in their order, and for `own_graphs`."""
-    wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in entries)]
-    layout = callers.layout(root, wanted)
-    listed = [FramePlan(frame) for frame in layout.frames]
-    plans = {id(plan.frame): plan for plan in listed}
-    for graph in own_graphs:
-        plans[id(graph.frame)].own_graph = graph
-    for plan, above in zip(listed[1:], layout.above, strict=True):
-        assert plan.frame.call is not None
-        calls = listed[above].calls.setdefault(id(plan.frame.module), {})
-        calls[plan.frame.call.call_index] = plan
-    for entry in entries:
-        if own_graphs:
-            _refuse_before_hooks(entry, plans)
-        plans[id(entry.target.frame)].add(entry)
-    for plan in listed:
-        plan.settle()
-    result = listed[0]
-    for graph in own_graphs:
-        if graph.frame.custom_graph is not None:
-            result.custom.setdefault(id(graph.frame.module), FramePlan(graph.frame, own_graph=graph))
-    result.count = len(entries)
-    result.restricted = [entry for entry in entries if entry.restriction is not None]
-    result.watched, result.sees_ops = layout.watched, any(plan.leaves for plan in listed)
-    return result
-
-
 @dataclass(frozen=True)
-class Prepared:
-    """What entering a context needs: made once, and used each time that it is entered.
+class RunPlan:
+    """What a patched run needs: made once, and used each time that a context with the same patches is entered.
 
     Attributes:
+        root: The plan of the root frame.
         entries: The patches.
-        plan: The same, laid out by frame.
+        callers: Which frames call which module.
+        own_graphs: The graph modules whose graph *is* the module.
+        custom: Custom graphs by the id of the module that each *is*, in all calls of it.
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
         with_patched_inputs: The modules of which inputs are patched.
         with_other_boundaries: The other modules of which the output is, or an input is probed.
-        callers: Which frames call which module.
-        own_graphs: The graph modules whose graph *is* the module.
+        restricted: Those of the entries that are for some steps or positions only.
+        sees_ops: Whether ops are patched.
     """
 
+    root: FramePlan
     entries: Sequence[Entry]
-    plan: FramePlan
+    callers: Callers
+    own_graphs: Sequence[CompiledGraphModule]
+    custom: dict[int, FramePlan]
     watched: Sequence[Module]
     watched_ids: set[int]
     with_patched_inputs: list[Module]
     with_other_boundaries: list[Module]
-    callers: Callers
-    own_graphs: Sequence[CompiledGraphModule]
+    restricted: Sequence[Entry]
+    sees_ops: bool
 
-    def with_more(self, entries: Sequence[Entry]) -> Prepared:
-        """Returns what it takes to activate `entries` after the patches of this one."""
-        return prepare(self.plan.frame, [*self.entries, *entries], self.callers, self.own_graphs)
+    def with_more(self, entries: Sequence[Entry]) -> RunPlan:
+        """Returns the plan for `entries` after the patches of this one."""
+        return make_plan(self.root.frame, [*self.entries, *entries], self.callers, self.own_graphs)
 
     @functools.cached_property
     def data_loops(self) -> dict[SourceLine, list[str]]:
@@ -298,16 +293,63 @@ class Prepared:
         return found
 
 
-def prepare(
-    frame: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule]
-) -> Prepared:
-    """Returns what it takes to activate `entries`."""
-    plan = make_plan(frame, entries, callers, own_graphs)
-    plans = [p for p in plan.walk() if takes_hooks(p.frame.module)]
-    with_inputs = [p.frame.module for p in plans if p.inputs]
-    with_others = [p.frame.module for p in plans if (p.output or p.probed_inputs) and not p.inputs]
-    watched = set(map(id, plan.watched))
-    return Prepared(entries, plan, plan.watched, watched, with_inputs, with_others, callers, own_graphs)
+def make_plan(
+    root: Frame, entries: Sequence[Entry], callers: Callers, own_graphs: Sequence[CompiledGraphModule] = ()
+) -> RunPlan:
+    """Returns the plan of a run with `entries`, in their order, and with `own_graphs`."""
+    wanted = [*(graph.frame for graph in own_graphs), *(entry.target.frame for entry in entries)]
+    layout = callers.layout(root, wanted)
+    listed = [FramePlan(frame) for frame in layout.frames]
+    plans = {id(plan.frame): plan for plan in listed}
+    for graph in own_graphs:
+        plans[id(graph.frame)].override = OverrideGraph(graph)
+    for plan, above in zip(listed[1:], layout.above, strict=True):
+        assert plan.frame.call is not None
+        calls = listed[above].calls.setdefault(id(plan.frame.module), {})
+        calls[plan.frame.call.call_index] = plan
+    for entry in entries:
+        if own_graphs:
+            _refuse_before_hooks(entry, plans)
+        plans[id(entry.target.frame)].add(entry)
+    for plan in listed:
+        plan.settle()
+    custom: dict[int, FramePlan] = {}
+    for graph in own_graphs:
+        if graph.frame.custom_graph is not None:
+            custom.setdefault(id(graph.frame.module), FramePlan(graph.frame, override=OverrideGraph(graph)))
+    hookable = [plan for plan in listed if takes_hooks(plan.frame.module)]
+    return RunPlan(
+        listed[0],
+        entries,
+        callers,
+        own_graphs,
+        custom,
+        layout.watched,
+        set(map(id, layout.watched)),
+        [p.frame.module for p in hookable if p.inputs],
+        [p.frame.module for p in hookable if (p.output or p.probed_inputs) and not p.inputs],
+        [entry for entry in entries if entry.restriction is not None],
+        any(plan.sites is not None for plan in listed),
+    )
+
+
+def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
+    """Raises where the graph that calls a module has, as operations of its own, what hooks made of the output."""
+    frame, call = entry.target.frame, entry.target.frame.call
+    above = plans.get(id(frame.parent))
+    if entry.target.node.kind != "output" or not frame.conditions.hooks or above is None or above.override is None:
+        return
+    if call is None or call.site is None or call not in above.frame.nodes:
+        return
+    steps = call.site.steps
+    after = above.frame.nodes[above.frame.nodes.index(call) + 1 :]
+    made = [n for n in after if n.site is not None and n.site != call.site and n.site.steps[: len(steps)] == steps]
+    if made:
+        raise PatchMapError(
+            f"{entry.target.path!r} is what forward hooks of the module returned, and what they do is part of the "
+            f"graph that calls it, which was edited: patch {format_path((*above.frame.path, made[-1].name))!r}, "
+            "which is what the last of them computed"
+        )
 
 
 @dataclass(frozen=True)
@@ -323,25 +365,6 @@ class Layout:
     frames: Sequence[Frame]
     above: Sequence[int]
     watched: Sequence[Module]
-
-
-def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
-    """Raises where the graph that calls a module has, as operations of its own, what hooks made of the output."""
-    frame, call = entry.target.frame, entry.target.frame.call
-    above = plans.get(id(frame.parent))
-    if entry.target.node.kind != "output" or not frame.conditions.hooks or above is None or above.own_graph is None:
-        return
-    if call is None or call.site is None or call not in above.frame.nodes:
-        return
-    steps = call.site.steps
-    after = above.frame.nodes[above.frame.nodes.index(call) + 1 :]
-    made = [n for n in after if n.site is not None and n.site != call.site and n.site.steps[: len(steps)] == steps]
-    if made:
-        raise PatchMapError(
-            f"{entry.target.path!r} is what forward hooks of the module returned, and what they do is part of the "
-            f"graph that calls it, which was edited: patch {format_path((*above.frame.path, made[-1].name))!r}, "
-            "which is what the last of them computed"
-        )
 
 
 def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:

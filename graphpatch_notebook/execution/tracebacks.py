@@ -22,8 +22,10 @@ from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.autograd_functions import TRANSPARENT
 from graphpatch_notebook.capture.records import Frame, Node, Ref, SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError, add_note, has_note
+from graphpatch_notebook.execution.frames import FrameRun
 from graphpatch_notebook.execution.live_mode import LiveMode
-from graphpatch_notebook.graphs.lazy_code import name_assigned_at
+from graphpatch_notebook.graphs import GraphModule
+from graphpatch_notebook.graphs.generated_code import name_assigned_at
 from graphpatch_notebook.inspection.error_notes import Failure, arguments_at_capture, arguments_text
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import code_of_apply, is_module_call
@@ -162,16 +164,21 @@ def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
     owner = python_frame.f_locals.get("self")
     name = name_assigned_at(code, line_at(code, lasti))
     if name is not None:
-        module = getattr(owner, "_original_module", owner)  # the graph module that it runs on, or the module
+        module = owner.frame.module if isinstance(owner, GraphModule) else owner
         if isinstance(module, Module) and module is not way.module:
             way.enter(module)
         way.fx_name, way.leaf = name, python_frame
     elif _is_call(python_frame):
-        way.call = python_frame.f_locals["args"], python_frame.f_locals["kwargs"] or {}
+        # The last two parameters of torch's `__torch_function__` and `apply`, and of our `on_apply`.
+        flags = code.co_flags & inspect.CO_VARARGS, code.co_flags & inspect.CO_VARKEYWORDS
+        count = code.co_argcount + sum(map(bool, flags))
+        args, kwargs = (python_frame.f_locals[name] for name in code.co_varnames[count - 2 : count])
+        way.call = args, kwargs or {}
     elif code.co_name == "on_forward" and call_sites.is_own(code):
-        plan, run = python_frame.f_locals.get("plan"), python_frame.f_locals.get("run")
-        way.frames = way.frames if plan is None else [plan.frame]
-        way.counts = {} if run is None else run.counts
+        frame_run = next((value for value in python_frame.f_locals.values() if isinstance(value, FrameRun)), None)
+        if frame_run is not None:
+            way.frames = way.frames if frame_run.plan is None else [frame_run.plan.frame]
+            way.counts = frame_run.counts
     elif is_module_call(code):
         if owner is way.module and not way.steps:  # where the way begins
             return

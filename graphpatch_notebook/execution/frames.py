@@ -1,0 +1,84 @@
+"""The frames of a patched run: which captured frame each module call is, and what is patched in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.nn import Module
+
+from graphpatch_notebook.checks.dimensions import Inputs
+from graphpatch_notebook.execution.plan import FramePlan, RunPlan
+from graphpatch_notebook.execution.repetitions import Repetitions
+
+
+class FrameRun:
+    """One frame of a patched run.
+
+    Attributes:
+        plan: What is patched in it; `None` if nothing is.
+        sites: The call sites of patched ops in it; `None` if there are none.
+        counts: How often each submodule was called, and each patched call site was reached, so far (by id).
+        inputs: The arguments of its `forward`.
+    """
+
+    __slots__ = ("counts", "inputs", "plan", "sites")
+
+    def __init__(self, plan: FramePlan | None, inputs: Inputs = ((), {})) -> None:
+        self.plan = plan
+        self.sites = None if plan is None else plan.sites
+        self.counts: dict[int, int] = {}
+        self.inputs = inputs
+
+
+class RunningFrames:
+    """The frames that are running, innermost last.
+
+    Attributes:
+        stack: These frames; the first is outside of all module calls.
+        repetitions: Warns of calls beyond those of the example.
+    """
+
+    def __init__(self, root: Module, plan: RunPlan, repetitions: Repetitions) -> None:
+        self.stack = [FrameRun(plan.root)]
+        self.repetitions = repetitions
+        self._root = root
+        self._plan = plan
+
+    def plan_of(self, module: Module) -> FramePlan | None:
+        """Returns the plan of the frame of `module` that begins now, and counts it."""
+        plan, index = self.next_plan(module)
+        caller = self.stack[-1]
+        caller.counts[id(module)] = index + 1
+        if plan is None and index > 0 and caller.plan is not None:
+            self.repetitions.of_module(module, index, caller.plan.calls.get(id(module)))
+        return self._plan.custom.get(id(module)) if plan is None else plan
+
+    def next_plan(self, module: Module) -> tuple[FramePlan | None, int]:
+        """Returns the plan of the next frame of `module`, and which call of it that is."""
+        caller = self.stack[-1]
+        key = id(module)
+        index = caller.counts.get(key, 0)
+        if len(self.stack) == 1:
+            if module is self._root:
+                return self._plan.root, index
+            if self._plan.callers.has_one_frame(module):
+                return self._plan_without_caller(module), index
+        by_index = caller.plan.calls.get(key) if caller.plan is not None else None
+        return (None if by_index is None else by_index.get(index)), index
+
+    def _plan_without_caller(self, module: Module) -> FramePlan | None:
+        """The plan of a module that other methods of the model call from outside any frame: each of these calls."""
+        (frame,) = self._plan.callers.frames_of(module)
+        by_index = self._plan.root.calls.get(id(module))
+        plans = self._plan.root.walk() if by_index is None else by_index.values()
+        return next((plan for plan in plans if plan.frame is frame), None)
+
+    @contextmanager
+    def inside_one_node(self, inside: FramePlan | None = None) -> Iterator[None]:
+        """For the length of the block, no value is one of the plan's, except those of `inside`."""
+        self.stack.append(FrameRun(inside))
+        try:
+            yield
+        finally:
+            self.stack.pop()
