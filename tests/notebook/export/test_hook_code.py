@@ -388,7 +388,7 @@ def test_all_that_hooks_cannot_do_is_told_at_once(session: Session) -> None:
         "nearest: 'blocks_0.linear.output'",
         "#3 'blocks_0.linear.weight' is a parameter, and hooks see inputs and outputs only; "
         "its result is in 'blocks_0.linear.output'",
-        "#4 'blocks_1.linear.output' has steps or positions, which a hook does not know",
+        "#4 'blocks_1.linear.output' has steps or positions, which a hook cannot know",
         "(the graphpatch form can do all of it)",
     ):
         assert part in message

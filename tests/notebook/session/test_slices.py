@@ -116,7 +116,8 @@ def test_too_many_dimensions_are_an_error_with_both_shapes() -> None:
 
 @pytest.mark.parametrize("text", ["9", ":, -5", "..., 8", "7:9", "[0, 2]", "None, 2, tok"])
 def test_beyond_the_recorded_size_is_a_warning_where_other_inputs_may_have_more(text: str) -> None:
-    assert "the slice does not fit inputs of the example's sizes" in (sliced_shape(parse_slice(text), SHAPE).warning or "")
+    warning = sliced_shape(parse_slice(text), SHAPE).warning or ""
+    assert "the slice does not fit inputs of the example's sizes" in warning
     with pytest.raises(ValueError, match=r"is out of range: dim|selects nothing: dimension . of the value recorded"):
         sliced_shape(parse_slice(text), SHAPE, SHAPE)
 
