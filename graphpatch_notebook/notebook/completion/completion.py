@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.inspection.node_path import NodePath, place_of
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.locations import Location
+from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.notebook.completion.command_arguments import Argument, argument_at_end, arguments_by_command
 from graphpatch_notebook.notebook.completion.python_text import Cursor, Expression, Link, cursor_at_end
 from graphpatch_notebook.notebook.completion.segments import MOST_OFFERS, Offer, Offers, next_segments
@@ -150,7 +150,7 @@ class PathCompleter:
             return self._name_offers(argument, active)
         if argument.kind == "chosen":
             return _beginning(argument.typed, _chosen_offers(argument.typed, active))
-        root = Place.of_root(active.graph.nodes.root)
+        root = Location.of_root(active.graph.nodes.root)
         return _path_offers(root, argument.typed, patchable=argument.kind == "node")
 
     def _name_offers(self, argument: Argument, active: ActiveGraph) -> Offers | None:
@@ -196,7 +196,7 @@ def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
         yield from (Offer(path, "chosen") for path in dict.fromkeys(patch.path for patch in patches))
 
 
-def _path_offers(root: Place, typed: str, *, patchable: bool) -> Offers | None:
+def _path_offers(root: Location, typed: str, *, patchable: bool) -> Offers | None:
     """Returns what a path may become; behind a quote that begins it a name that needs it, or a whole path in quotes."""
     found = next_segments(root, typed, patchable=patchable)
     if not typed.startswith('"') or typed.count('"') > 1:
@@ -263,24 +263,24 @@ def _python_offers(cursor: Cursor, namespace: Mapping[str, Any]) -> Offers | Non
     return Offers(cursor.offsets[offers.start], texts)
 
 
-def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Place, str] | None:
+def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Location, str] | None:
     """Returns the place that an expression leads to, and by which attribute of the graph: graph, nodes or patch."""
     value: Any = namespace.get(expression.variable)
     links = list(expression.links)
     while links and not is_a(value, (PatchableGraph, NodePath)):
         value = _value_at(value, links.pop(0))
     if is_a(value, NodePath):
-        return _below(place_of(value), links)
+        return _below(location_of(value), links)
     if not is_a(value, PatchableGraph) or not links or links[0][0] != "attribute":
         return None
     way = links.pop(0)[1]
-    root = Place.of_root(value.nodes.root)
+    root = Location.of_root(value.nodes.root)
     if way == "graph":
         return _below(root, links)
     return (root, way) if way in ("nodes", "patch") and not links else None
 
 
-def _below(place: Place, links: Sequence[Link]) -> tuple[Place, str] | None:
+def _below(place: Location, links: Sequence[Link]) -> tuple[Location, str] | None:
     for kind, name in links:
         if kind == "attribute" and name == "_shape" and place.child(name) is None:
             continue  # shapes have the children of what they are the shapes of

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from graphpatch_notebook.inspection.places import Place, is_child
+from graphpatch_notebook.inspection.locations import Location, is_child
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.paths import format_segment
@@ -56,7 +56,7 @@ class _Typed:
     is_quoted: bool
 
 
-def next_segments(place: Place, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
+def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
     """Returns what the last segment of a path may become.
 
     Args:
@@ -80,7 +80,7 @@ def next_segments(place: Place, typed: str, *, patchable: bool, limit: int = MOS
     return Offers(parsed.start, [_offer(child, parsed.is_quoted, patchable) for child in children])
 
 
-def _in_order(here: Place, prefix: str, children: list[Place], patchable: bool) -> list[Place]:
+def _in_order(here: Location, prefix: str, children: list[Location], patchable: bool) -> list[Location]:
     """Returns the children: the output first, which most people look for, and inputs that were not given last."""
     if here.graph is None:
         return children
@@ -125,7 +125,7 @@ def _unfinished(quoted: str) -> str:
         return quoted[1:]  # it ends within an escape: what is there so far fits nothing
 
 
-def _children(here: Place, prefix: str, patchable: bool) -> Iterator[Place]:
+def _children(here: Location, prefix: str, patchable: bool) -> Iterator[Location]:
     """Yields the children that begin with `prefix`; where there are none, others that it may mean."""
     folded = prefix.casefold()
     if here.graph is not None and folded not in "\n".join(here.graph.names).casefold():
@@ -151,12 +151,12 @@ def _children(here: Place, prefix: str, patchable: bool) -> Iterator[Place]:
         yield from (child for child in plumbing if child is not None and _leads_to_patchable(child))
 
 
-def _all_names(here: Place) -> list[str]:
+def _all_names(here: Location) -> list[str]:
     """Returns the names there, in order of execution; in a graph those of plumbing and constants, too."""
     return [node.name for node in here.graph.nodes] if here.graph is not None else here.children()
 
 
-def _meant(here: Place, names: Iterable[str], patchable: bool) -> Iterator[Place]:
+def _meant(here: Location, names: Iterable[str], patchable: bool) -> Iterator[Location]:
     """Yields the children of these names that may be meant: no plumbing, and with `patchable` what leads to a value."""
     nodes = here.graph.names if here.graph is not None else None
     for name in names:
@@ -167,11 +167,11 @@ def _meant(here: Place, names: Iterable[str], patchable: bool) -> Iterator[Place
             yield child
 
 
-def _name(place: Place) -> str:
+def _name(place: Location) -> str:
     return (*place.names, *place.dig)[-1]
 
 
-def _leads_to_patchable(child: Place) -> bool:
+def _leads_to_patchable(child: Location) -> bool:
     if child.graph is not None:
         return True
     if child.node is None or child.spec is None or not is_patchable(child.node):
@@ -185,7 +185,7 @@ def _is_given(spec: ValueSpec) -> bool:
     return not isinstance(spec, ObjectSpec) and (not isinstance(spec, ScalarSpec) or spec.is_number)
 
 
-def _offer(child: Place, is_quoted: bool, patchable: bool) -> Offer:
+def _offer(child: Location, is_quoted: bool, patchable: bool) -> Offer:
     text = json.dumps(_name(child)) if is_quoted else format_segment(_name(child))
     if child.graph is not None:
         return Offer(f"{text}." if patchable else text, visible(type(child.graph.module).__name__))

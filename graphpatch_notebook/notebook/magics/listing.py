@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.resolution import graph_class
-from graphpatch_notebook.inspection.unused_modules import unused_modules, used_modules
+from graphpatch_notebook.inspection.tree import unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import op_label, spec_label
 from graphpatch_notebook.notebook.display.tables import Column, Table
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -44,7 +44,7 @@ class Child:
 class Listing(Table[Child]):
     """The children of a place, as a table; the place itself, where it is a value without children."""
 
-    def __init__(self, place: Place, patched_paths: Collection[str]) -> None:
+    def __init__(self, place: Location, patched_paths: Collection[str]) -> None:
         children = [_child(place.below(name), patched_paths) for name in place.children()]
         if place.graph is not None:
             children += _unused(place.graph)
@@ -81,16 +81,16 @@ def listing(pg: PatchableGraph, path: str = "", patched_paths: Collection[str] =
         relu    relu    [2] f32  patched
         output  output  [2] f32
     """
-    return Listing(Place.of_root(pg.nodes.root).at(path), patched_paths)
+    return Listing(Location.of_root(pg.nodes.root).at(path), patched_paths)
 
 
-def _title(place: Place) -> str:
+def _title(place: Location) -> str:
     if place.graph is not None:
         return f"{place.path or '<root>'}: {graph_class(place.graph)} of {type(place.graph.module).__name__}"
     return f"{place.path}: {place.spec}"
 
 
-def _child(place: Place, patched_paths: Collection[str]) -> Child:
+def _child(place: Location, patched_paths: Collection[str]) -> Child:
     remarks = [*_patched(place, patched_paths), *_state(place)]
     if place.graph is not None:
         what, value = graph_class(place.graph), type(place.graph.module).__name__
@@ -101,7 +101,7 @@ def _child(place: Place, patched_paths: Collection[str]) -> Child:
     return Child(place.path, place.last_name, what, value, "; ".join(remarks))
 
 
-def _patched(place: Place, patched_paths: Collection[str]) -> Iterator[str]:
+def _patched(place: Location, patched_paths: Collection[str]) -> Iterator[str]:
     if place.path in patched_paths:
         yield "patched"
     inside = (f"{place.path}.", f"{place.path}|")
@@ -109,7 +109,7 @@ def _patched(place: Place, patched_paths: Collection[str]) -> Iterator[str]:
         yield f"{count} patched inside"
 
 
-def _state(place: Place) -> Iterator[str]:
+def _state(place: Location) -> Iterator[str]:
     if place.graph is not None and place.graph.opaque_reason is not None:
         yield f"opaque: {place.graph.opaque_reason}"
     if place.node is not None and place.node.kind == "input" and _is_none(place.spec):

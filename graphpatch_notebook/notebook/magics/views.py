@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphpatch_notebook.errors import ChosenPatchError, GraphError, SessionError, UnknownPathError
-from graphpatch_notebook.inspection.node_path import NodePath, Shapes, place_of
+from graphpatch_notebook.inspection.node_path import NodePath, Shapes, location_of
 from graphpatch_notebook.inspection.source_text import CodeText
 from graphpatch_notebook.notebook.magics.choosing import refuse_arguments
 from graphpatch_notebook.notebook.magics.command_line import split_options, without_comment, words
@@ -100,7 +100,7 @@ def show(workspace: Workspace, text: str) -> Browser:
 
     options, path = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
     active = workspace.current()
-    place = place_of(_place(workspace, path))
+    place = location_of(_place(workspace, path))
     tokenizer = None
     if (name := options.get("--tokenizer")) is not None:
         if name not in workspace.namespace:
