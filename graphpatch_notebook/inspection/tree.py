@@ -1,7 +1,7 @@
 """The tree of a capture, in lines: which nodes are shown, and what is folded where there are too many.
 
 Frame or ValueSpec
-  -> TreeEntry             a node, its label, its children    (`frame_entry`, `spec_entry`)
+  -> TreeEntry         a node, its label, its children    (`frame_entry`, `spec_entry`)
   -> Line ...          cut to a number of lines           (`tree_lines`)
   -> str, rich, HTML                                      (`plain`, `rich_text`, `html`)
 """
