@@ -424,7 +424,7 @@ READ_PRIVATE = {
     "experiments/executors/cluster.py": {"_client"},  # of a Dask executor, which has no public name for it
     "graphs/compiled_module.py": {"_frame", "_original_module", "_callees"},
     "graphs/hierarchy.py": {"_frame", "_original_module", "_callees"},
-    "notebook/magics/cell_results.py": {"_since", "_kept"},
+    "notebook/magics/cells.py": {"_since", "_kept"},
     "notebook/magics/views.py": {"_code", "_shape"},
 }
 

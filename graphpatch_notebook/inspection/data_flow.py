@@ -56,7 +56,7 @@ def keys_of(location: Location) -> tuple[Key, ...]:
     """Returns the keys that lead from the value of the node of `location` to the value there."""
     keys: list[Key] = []
     spec = location.node.spec if location.node is not None else None
-    for text in place.dig:
+    for text in location.dig:
         found = spec.child(text) if isinstance(spec, ContainerSpec) else None
         if found is None:
             break
