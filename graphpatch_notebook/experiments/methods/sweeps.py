@@ -14,10 +14,8 @@ from graphpatch_notebook.experiments.engine.plans import planned
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.executors.executors import Dispatch, check_executor, task_maker
-from graphpatch_notebook.experiments.executors.progress import Progress, shown_progress
-from graphpatch_notebook.experiments.executors.scheduling import Ledger, remaining, run_here
-from graphpatch_notebook.experiments.executors.worker import Work
-from graphpatch_notebook.experiments.executors.worker_check import Reference
+from graphpatch_notebook.experiments.executors.scheduling import Ledger, Progress, remaining, run_here, shown_progress
+from graphpatch_notebook.experiments.executors.worker import Reference, Work
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
