@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -83,10 +84,16 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
     `FSDPModule` is public since torch 2.6, and elsewhere before. Told by: tests/distributed/test_sharded_models.py.
     """
+    kind: Any = type(module)
+    return _is_fully_sharded(kind)
+
+
+@functools.lru_cache(maxsize=1024)  # every frame of a capture asks; `fully_shard` makes a class of its own
+def _is_fully_sharded(kind: type) -> bool:
     homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))
     names = ("FSDPModule", "FullyShardedDataParallel")
-    kinds = tuple(kind for home in homes for name in names if (kind := getattr(home, name, None)) is not None)
-    return isinstance(module, kinds)
+    found = (getattr(home, name, None) for home in homes for name in names)
+    return issubclass(kind, tuple(wrapper for wrapper in found if wrapper is not None))
 
 
 def has_global_hooks() -> bool:

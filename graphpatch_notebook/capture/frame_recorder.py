@@ -225,7 +225,7 @@ class FrameRecorder:
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
         """Adds a node for each parameter of `forward`; returns the values that `forward` is to be given."""
         given = dict(bound)
-        self.record.conditions.input_flags = tensor_flags(bound)
+        self.record.conditions.input_flags = tensor_flags(bound.values())
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)

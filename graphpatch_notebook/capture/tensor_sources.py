@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -132,12 +132,20 @@ class AttributePaths:
         return known
 
 
-def tensor_flags(value: Any) -> tuple[tuple[bool, bool], ...]:
-    """Returns of each tensor in a value what code may ask beside its shape: `requires_grad`, and is it contiguous?"""
-    if isinstance(value, Tensor):
-        with without_torch_functions():  # a tensor's own class may refuse to tell
-            return ((value.requires_grad, value.layout is torch.strided and value.is_contiguous()),)
-    return tuple(flags for _, child in readable_children(value) or () for flags in tensor_flags(child))
+def tensor_flags(values: Iterable[Any]) -> tuple[tuple[bool, bool], ...]:
+    """Returns for each tensor in some values whether it requires gradients, and whether it is contiguous."""
+    tensors: list[Tensor] = []
+    _collect_deep(values, tensors)
+    with without_torch_functions():  # a tensor's own class may refuse to answer
+        return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in tensors)
+
+
+def _collect_deep(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) not in _WITHOUT_MODULES:
+            _collect_deep((child for _, child in readable_children(value) or ()), found)
 
 
 def plain_tensors(value: Any) -> list[Tensor]:
