@@ -120,7 +120,7 @@ def run_and_compare(
         context = copy_context()  # what `expected` puts into context variables is not for `found`, nor the reverse
         result = expected(*args, **kwargs)
         if (change := before.unrepeatable_change()) is not None:
-            return result, Comparison(Outcome.UNREPEATABLE, change)
+            return result, Comparison(Outcome.UNREPEATABLE, str(change))
         after, has_gradients = ModuleState(model), torch.is_grad_enabled()
         with afterwards(after.restore, lambda: torch.set_grad_enabled(has_gradients)):
             before.restore()

@@ -295,29 +295,28 @@ class ModuleState:
         To write into a tensor is a change, also if it holds the same afterwards. Hooks are none: contexts of this
         package, and transformers, add some in the middle of a run.
         """
-        changes = self.changes_in(module, has_hooks=False)
-        return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
-
-    def changes_in(self, module: Module | None, *, counts_writes: bool = True, has_hooks: bool = True) -> list[Change]:
-        """Returns the changes in what one module holds, or anywhere, as `change_in` does."""
-        span = _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
-        if not counts_writes:
-            span = (*span[:2], slice(0))
         has_contents = module is not None and module.training
+        changes = self._changes(self._span(module), has_versions=True, has_contents=has_contents, has_hooks=False)
         with without_torch_functions():
-            return list(self._changes(span, has_versions=True, has_contents=has_contents, has_hooks=has_hooks))
+            return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
 
-    def unrepeatable_change(self) -> str | None:
-        """Returns the first change that no graph repeats, or that `restore` did not take back, in words.
+    def replaced_in(self, module: Module) -> list[Change]:
+        """Returns all changes in what one module holds, but writes into its tensors."""
+        places, empty, _ = self._span(module)
+        with without_torch_functions():
+            return list(self._changes((places, empty, slice(0))))
+
+    def _span(self, module: Module | None) -> tuple[slice, slice, slice]:
+        return _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
+
+    def unrepeatable_change(self) -> Change | None:
+        """Returns the first change that no graph repeats, or that `restore` did not take back.
 
         Graphs write into tensors as the module does, and draw the same random numbers from torch.
         """
         changes = self._changes(_EVERYWHERE)
         with without_torch_functions():
-            change = next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch", "own"})), None)
-        if change is not None and change.kind is ChangeKind.RANDOM:
-            return "it draws random numbers of Python or numpy"
-        return None if change is None else str(change)
+            return next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch", "own"})), None)
 
     def _changes(
         self,

@@ -30,10 +30,12 @@ def sharding(root: Frame) -> str | None:
         return None
     if not torch.distributed.is_initialized() or (count := torch.distributed.get_world_size()) == 1:
         return None
-    is_sharded = _is_parallel(root.module) or any(
-        _is_distributed(node) for frame in root.walk() for node in frame.nodes
-    )
-    return f"the model is sharded over {count} processes" if is_sharded else None
+    findings = root.capture.findings
+    if sharding not in findings:  # each patch context asks
+        findings[sharding] = _is_parallel(root.module) or any(
+            _is_distributed(node) for frame in root.walk() for node in frame.nodes
+        )
+    return f"the model is sharded over {count} processes" if findings[sharding] else None
 
 
 def communicates(root: Frame) -> bool:

@@ -108,9 +108,7 @@ class EditedCalls:
 
     def _look_again(self) -> None:
         """Forgets what was compared if the modules have changed, by more than writes and new hooks."""
-        changes = [
-            change for module in self._looked_at for change in self._look.changes_in(module, counts_writes=False)
-        ]
+        changes = [change for module in self._looked_at for change in self._look.replaced_in(module)]
         if changes:
             self._look = ModuleState(self._frame.module, is_look=True)
         if any(change.kind is not ChangeKind.HOOK or change.before is not ABSENT for change in changes):
