@@ -26,7 +26,7 @@ _DUPLICATES = {"COPY", "DUP_TOP"}  # `a = b = f()` and `(a := f())`
 _PADDING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "NOT_TAKEN"}
 
 
-class _Code:
+class _Instructions:
     """The instructions of a code object, kept with it so that its `id` stays its own."""
 
     def __init__(self, code: CodeType) -> None:
@@ -46,13 +46,13 @@ class _Code:
 
 
 # Hashing a code object hashes its whole content: look them up by id, and keep them alive.
-_codes: dict[int, _Code] = {}
+_codes: dict[int, _Instructions] = {}
 
 
-def _known(code: CodeType) -> _Code:
+def _known(code: CodeType) -> _Instructions:
     known = _codes.get(id(code))
     if known is None:
-        known = _codes[id(code)] = _Code(code)
+        known = _codes[id(code)] = _Instructions(code)
     return known
 
 
@@ -82,7 +82,7 @@ def assigned_variable(code: CodeType, lasti: int) -> Assigned:
     return known.assigned[lasti]
 
 
-def _read(code: _Code, lasti: int) -> Assigned:
+def _read(code: _Instructions, lasti: int) -> Assigned:
     position = code.position(lasti) + 1
     following = code.instructions[position : position + 40]
     # `a = f() if x else g()`: before Python 3.12, and in blocks, one branch jumps to the store of the other.

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,19 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.bytecode import Assigned
-from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.data_loops import part_count_by_values
 from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
-from graphpatch_notebook.capture.identity import alias, memory_of, still_used, weak
+from graphpatch_notebook.capture.held_values import (
+    alias,
+    find_source,
+    held_tensors,
+    memory_of,
+    plain_tensors,
+    still_used,
+    tensor_flags,
+    weak,
+)
 from graphpatch_notebook.capture.quantization.packed_weights import held_by
 from graphpatch_notebook.capture.records import (
     CallNode,
@@ -30,12 +39,14 @@ from graphpatch_notebook.capture.records import (
     Site,
     Structure,
     ValueRead,
+    map_leaves,
 )
 from graphpatch_notebook.capture.sizes import Size
-from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
-from graphpatch_notebook.capture.value_sizes import part_count_by_values
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.capture.recorder import Recorder
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, Module,
@@ -45,30 +56,10 @@ _OF_THE_MODEL = ("parameter", "buffer", "attribute")
 _EMPTY = inspect.Parameter.empty
 
 
-class FrameStack(Protocol):
-    """What a frame needs of the recorder.
-
-    Attributes:
-        stack: The frames that run at this moment, innermost last.
-        owners: The nodes whose values lie in the same memory, by its address: of what lies there now.
-        freed_later: The addresses of weights that are gathered for a call only.
-        held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
-        kept_sizes: Sizes that were still in use when their frame was over.
-    """
-
-    stack: list[FrameRecorder]
-    owners: dict[int, list[Node]]
-    freed_later: set[int]
-    held: dict[int, tuple[Tensor, Tensor]]
-    kept_sizes: list[Size]
-
-    def original(self, value: Any) -> Any: ...
-
-
 class FrameRecorder:
     """The frame being recorded: its record, and for each live value the node that it came from."""
 
-    def __init__(self, record: Frame, recorder: FrameStack) -> None:
+    def __init__(self, record: Frame, recorder: Recorder) -> None:
         self.record = record
         self.recorder = recorder
         self.wants_ops = True

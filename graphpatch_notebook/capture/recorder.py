@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -17,16 +18,14 @@ from graphpatch_notebook.capture.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import Decomposition, chosen
 from graphpatch_notebook.capture.doubts import Reason
-from graphpatch_notebook.capture.frame_count import frame_count
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
-from graphpatch_notebook.capture.identity import still_used
+from graphpatch_notebook.capture.held_values import AttributePaths, still_used
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Conditions, Frame, Node, OpNode, Site
 from graphpatch_notebook.capture.sizes import Size
-from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
@@ -39,8 +38,34 @@ OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 """The call site of an op, and its occurrence there; `None` for what is not recorded."""
 
 
+class FrameCount:
+    """Counts the frames that captures in its context are done with; may be read from another thread meanwhile.
+
+    Attributes:
+        frames: How many there are so far.
+    """
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+
+frame_count: ContextVar[FrameCount | None] = ContextVar("graphpatch_frame_count", default=None)
+"""Looked at once for each capture: set it before."""
+
+
 class Recorder(TorchFunctionMode):
-    """Records one run of a model. Observes `forward` calls and `autograd.Function.apply` in its context."""
+    """Records one run of a model. Observes `forward` calls and `autograd.Function.apply` in its context.
+
+    Attributes:
+        stack: The frames that run at this moment, innermost last.
+        owners: The nodes whose values are in the same memory, by its address: of what is there now.
+        freed_later: The addresses of weights that are gathered for a call only.
+        held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
+        kept_sizes: Sizes that were still in use when their frame was over.
+        root_frame: The record, after the run.
+        failures: The frames that could not be recorded, each with the error.
+        unopened: The composite functions that were not opened, by name and reason, each with a frame that calls it.
+    """
 
     def __init__(self, root: Module, options: ExtractionOptions) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.doubts import Doubt
@@ -131,6 +132,20 @@ class Structure:
 
     type: type
     children: tuple[tuple[Key, Any], ...]
+
+
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Returns `value` with `leaf` applied to all that is no plain tuple, list, dict or slice; containers are new."""
+    kind = type(value)
+    if kind is torch.Size:  # holds integers only, and a leaf may become something else
+        return tuple([leaf(item) for item in value])
+    if kind is tuple or kind is list:
+        return kind([map_leaves(item, leaf) for item in value])
+    if kind is dict:
+        return {key: map_leaves(item, leaf) for key, item in value.items()}
+    if kind is slice:
+        return slice(map_leaves(value.start, leaf), map_leaves(value.stop, leaf), map_leaves(value.step, leaf))
+    return leaf(value)
 
 
 def refs_in(value: Any) -> Iterator[Ref]:

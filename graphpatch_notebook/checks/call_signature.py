@@ -38,7 +38,7 @@ from graphpatch_notebook.values import (
 Dimension: TypeAlias = "int | str"
 """A size, or the name of a symbolic one, which is the same wherever it has this name."""
 
-Layout: TypeAlias = "tuple[int, ...] | str | None"
+TensorLayout: TypeAlias = "tuple[int, ...] | str | None"
 """How a tensor lies in memory: contiguous, not contiguous, its strides, or not known."""
 
 CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
@@ -133,7 +133,7 @@ class TensorForm:
 
     sizes: tuple[Dimension, ...]
     device: torch.device
-    layout: Layout = None
+    layout: TensorLayout = None
     requires_grad: bool | None = None
 
 
@@ -338,7 +338,7 @@ def _is_of_class(spec: ContainerSpec, value: Any) -> bool:
 _OF_SIZES = (tuple, torch.Size)
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def layout_of(tensor: Tensor) -> TensorLayout:
     """Returns how a tensor lies in memory; strides are 0 where they make no difference."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return NOT_CONTIGUOUS
@@ -347,7 +347,7 @@ def layout_of(tensor: Tensor) -> Layout:
     return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _is_same_layout(was: Layout, now: Layout, is_sized: bool) -> bool:
+def _is_same_layout(was: TensorLayout, now: TensorLayout, is_sized: bool) -> bool:
     if was == NOT_CONTIGUOUS:
         return now != CONTIGUOUS
     if is_sized or not isinstance(was, tuple) or not isinstance(now, tuple):

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.held_values import (
     DICTS,
     MANY,
@@ -34,10 +33,11 @@ from graphpatch_notebook.capture.held_values import (
     REGISTRIES,
     Walk,
     is_own_generator,
+    memory_of,
+    registered_modules,
     state_attributes,
 )
-from graphpatch_notebook.capture.identity import memory_of
-from graphpatch_notebook.capture.tensor_sources import registered_modules
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.outer_values import outer_objects, plain_outer_values
 from graphpatch_notebook.checks.sharding import is_distributed
