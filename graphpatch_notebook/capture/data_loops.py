@@ -153,7 +153,7 @@ def part_count_by_values(node: Node) -> int | None:
         >>> class Loop(torch.nn.Module):
         ...     def forward(self, x):
         ...         return sum(x[i] for i in (x > 0).nonzero())
-        >>> nodes = PatchableGraph(Loop(), torch.ones(3))._root_frame.nodes
+        >>> nodes = PatchableGraph(Loop(), torch.ones(3)).nodes.root.nodes
         >>> [part_count_by_values(node) for node in nodes if node.op == "unbind"]
         [3]
     """
