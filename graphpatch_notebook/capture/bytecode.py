@@ -59,7 +59,7 @@ def _known(code: CodeType) -> _Instructions:
 def instruction_offset(code: CodeType, lasti: int) -> int:
     """Returns the offset of the instruction that `lasti` means, however the interpreter has specialised it.
 
-    The same call stands at other offsets of `f_lasti` before and after Python 3.11 and later have warmed up.
+    The same call has other offsets in `f_lasti` before and after Python 3.11 and later specialize the code.
     """
     known = _known(code)
     return known.offsets[known.position(lasti)]
@@ -124,7 +124,7 @@ def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | None]:
 
 
 def _single_steps(instructions: Iterable[dis.Instruction]) -> Iterator[tuple[str, Any]]:
-    """Yields names and arguments of instructions, of which Python 3.13 and later combine some."""
+    """Yields names and arguments of instructions; Python 3.13 and later combine some of them."""
     for instruction in instructions:
         if instruction.opname in _COMBINED:
             yield from zip(_COMBINED[instruction.opname], instruction.argval, strict=True)

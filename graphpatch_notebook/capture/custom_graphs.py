@@ -45,7 +45,7 @@ def record_name(node: fx.Node) -> str:
 def extracted_graph(
     function: Callable[[Module], fx.Graph], module: Module, parameters: Sequence[InputParameter], path: str
 ) -> fx.Graph:
-    """Returns the graph that a custom extraction function makes of `module`, if it can stand for it.
+    """Returns the graph that a custom extraction function makes of `module`, if it can run in its place.
 
     Args:
         function: The custom extraction function.
@@ -121,7 +121,7 @@ def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> st
 
     Args:
         node: The node.
-        owner: What the graph is run with: `module`, or what stands for it.
+        owner: What the graph is run with: `module`, or a replacement of it.
         module: The user's module.
         put: How the owner gets a tensor, with a place for its name.
     """
@@ -222,7 +222,7 @@ def _value(node: fx.Node, module: Module, bound_inputs: dict[str, Any], lookup: 
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Returns, for each node, the nodes whose values nobody needs after it."""
+    """Returns, for each node, the nodes whose values are not needed after it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -306,7 +306,7 @@ REASON = "it was put in the place of the module that the graph was made with"
 
 
 class CalledModules:
-    """The modules that the custom graphs from a root frame down call, as long as nobody puts others there."""
+    """The modules that the custom graphs from a root frame down call, until the user replaces them."""
 
     def __init__(self, root: Frame) -> None:
         self._root = root

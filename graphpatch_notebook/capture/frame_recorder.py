@@ -97,7 +97,7 @@ class FrameRecorder:
         return self._lookup(value) is not None
 
     def alias_of(self, value: Tensor) -> Tensor:
-        """Returns an alias of a tensor that was given and handed back, so that the two can be told apart."""
+        """Returns an alias of a tensor that a call received and returned, to distinguish the two values."""
         result, original = alias(value), self.recorder.original(value)
         node = self.node_of(value)
         # The model may put the alias where it had the tensor: `self.table = self.table.to(device)`. Both live anyway.
@@ -132,7 +132,7 @@ class FrameRecorder:
             self.register(child, node, (*dig, key))
 
     def _own(self, value: Any, node: Node) -> None:
-        """Notes in which memory the value of `node` lies."""
+        """Notes which memory the value of `node` uses."""
         if isinstance(value, Tensor):
             if (memory := memory_of(value)) is not None:
                 self.recorder.owners.setdefault(memory, []).append(node)
@@ -160,7 +160,7 @@ class FrameRecorder:
         return self._object_from_elsewhere(leaf)
 
     def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
-        """Whether a container still holds what it held when it came up: some models assign into a child's output."""
+        """Whether a container still holds what it held when it was recorded: models assign into a child's output."""
         return all(
             self._lookup(child) == Ref(known.node, (*known.dig, key))
             for key, child in inside
@@ -196,7 +196,7 @@ class FrameRecorder:
         return Ref(node)
 
     def notice_switches(self) -> None:
-        """Notes a doubt where the frame's code has switched something that no torch call tells of."""
+        """Notes a doubt if the frame's code switched a mode, which torch functions do not show."""
         if _switches() != self._switches:
             self.doubt(Reason.SWITCHES_MODES)
 
@@ -206,7 +206,7 @@ class FrameRecorder:
             self.record.doubts.append(doubt)
 
     def pass_through(self, value: Any, result: Any) -> None:
-        """Notes that `result` is `value` on another device: the machinery that moves it is no part of the model."""
+        """Notes that `result` is `value` on another device: the code that moves it is not part of the model."""
         ref = self._lookup(value)
         if ref is not None and isinstance(result, Tensor):
             self.register(result, ref.node, ref.dig)
@@ -266,7 +266,7 @@ class FrameRecorder:
     # -- ops and calls -------------------------------------------------------------------------------------------------
 
     def count(self, site: Site) -> int:
-        """Returns how often `site` came up before in this frame, and counts."""
+        """Returns how often `site` ran before in this frame, and counts."""
         before = self._occurrences.get(site, 0)
         self._occurrences[site] = before + 1
         return before
@@ -294,7 +294,7 @@ class FrameRecorder:
         self.doubt(Reason.HANDLES_ERROR, str(call.target))
 
     def forget_old_owners(self, arguments: Any, result: Any) -> None:
-        """Notes that the memory of a new tensor, which shares none with the arguments, is no longer its old owners'."""
+        """Notes that the memory of a new tensor, which the arguments do not share, left its old owners."""
         theirs = {memory_of(tensor) for tensor in plain_tensors(arguments)}
         for tensor in plain_tensors(result):
             memory = memory_of(tensor)
@@ -355,7 +355,7 @@ class FrameRecorder:
         return result
 
     def _mark_mutated(self, tensor: Tensor) -> None:
-        """Marks the nodes whose values change with `tensor`: all that came up in its memory, in whatever frame."""
+        """Marks the nodes whose values change with `tensor`: those that use its memory, in any frame."""
         for node in self.recorder.owners.get(memory_of(tensor) or 0, ()):
             node.is_mutated_later = True
         if tensor._is_view():
@@ -407,13 +407,13 @@ class FrameRecorder:
 
 
 def _held_spec(module: Module, attribute_path: str, tensor: Tensor) -> ValueSpec:
-    """Returns what is known of a tensor that `module` holds; of a packed weight, what it stands for."""
+    """Returns what is known of a tensor that `module` holds; of a packed weight, the weight that it represents."""
     packed = held_by(module, attribute_path)
     return describe(tensor) if packed is None else packed[0].spec(packed[1])
 
 
 def _switches() -> tuple[bool, ...]:
-    """Returns the switches of torch that no torch call tells of."""
+    """Returns the modes of torch that torch functions do not show."""
     return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.is_inference_mode_enabled()
 
 

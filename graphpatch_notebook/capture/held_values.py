@@ -24,14 +24,14 @@ from graphpatch_notebook.torch_compat import is_fully_sharded, without_torch_fun
 from graphpatch_notebook.values import readable_children
 
 MANY = 1000
-"""Items of larger containers are not looked into: these are data."""
+"""Larger containers are data: their items are not searched."""
 
 NOT_STATE = ("forward", "_old_forward", "_hf_hook")
-"""Forwards are swapped by this very package; the hook of accelerate keeps account of what it loaded."""
+"""This package swaps forwards; the hook of accelerate records what it loaded."""
 
 
 class _Contents(enum.Enum):
-    """What there is to look at in values of one class."""
+    """How values of one class are searched."""
 
     NOTHING, MODULE, TENSOR, ARRAY, GENERATOR, CONTAINER, FIXED, OBJECT = range(8)
 
@@ -40,7 +40,7 @@ PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 6
-# Their insides are not for others to write into: the program shares them, or other libraries keep account in them.
+# Models do not write into these: the whole program shares them, or other libraries keep their records in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
 _CLOSED_PACKAGES = ("torch.fx", "torch.distributed", "bitsandbytes", "logging", "threading", "asyncio", "concurrent")
 _ways: dict[type, _Contents] = dict.fromkeys(
@@ -49,7 +49,7 @@ _ways: dict[type, _Contents] = dict.fromkeys(
 
 
 def _way(kind: type) -> _Contents:
-    """Returns what there is to look at in values of a class."""
+    """Returns how values of a class are searched."""
     if kind not in _ways:
         if issubclass(kind, Tensor):
             way = _Contents.TENSOR
@@ -80,7 +80,7 @@ Holder: TypeAlias = "tuple[Any, Any, Module | None, str]"
 
 
 class Walk:
-    """Finds what modules, or other values, hold: looks into attributes, containers and plain objects.
+    """Finds what modules, or other values, hold: searches attributes, containers and plain objects.
 
     Args:
         start: Where to begin.
@@ -193,7 +193,7 @@ def state_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
 def _attributes_of(value: Any) -> Any:
     try:
         found = value.__dict__
-    except Exception:  # it has none, or stands for something that is gone
+    except Exception:  # it has none, or is a proxy of something that is gone
         return None
     return found if type(found) is dict else None
 
@@ -238,7 +238,7 @@ class TensorSource(NamedTuple):
 
 
 def find_source(module: Module, tensor: Tensor) -> TensorSource | None:
-    """Returns where `module`, or a module inside it, holds this very tensor."""
+    """Returns where `module`, or a module inside it, holds this tensor object."""
     own = _held_by(module, tensor)
     if own is not None:
         return own
@@ -324,7 +324,7 @@ class AttributePaths:
         self._maps: dict[int, dict[int, str]] = {}
 
     def path(self, module: Module, child: Module) -> str:
-        """Returns how `module`'s code would write `child`; from the root where `child` lies elsewhere."""
+        """Returns how `module`'s code would write `child`; from the root if `child` is elsewhere."""
         inside = self._inside(module)
         if child is not module and (path := inside.get(id(child))):
             return path
@@ -385,7 +385,7 @@ T = TypeVar("T")
 
 def alias(tensor: Tensor) -> Tensor:
     """Returns another tensor object over the same memory, or the same one where torch cannot make one."""
-    if type(tensor) is not Tensor:  # a parameter must stay one: somebody may put it back into its module
+    if type(tensor) is not Tensor:  # a parameter must stay one: code may put it back into its module
         return tensor
     try:
         return tensor.view_as(tensor)
@@ -394,7 +394,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def memory_of(value: Any) -> int | None:
-    """Returns what tells the memory of a tensor from that of others; `None` where it has none of its own."""
+    """Returns the address of the memory of a tensor; `None` if it has none of its own."""
     if not isinstance(value, Tensor):
         return None
     try:

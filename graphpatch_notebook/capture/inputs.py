@@ -43,7 +43,7 @@ def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(forward)
-    except (TypeError, ValueError):  # a forward written in C tells nothing
+    except (TypeError, ValueError):  # a forward written in C has no signature
         return inspect.Signature(
             [
                 inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -152,7 +152,7 @@ def _fits(new_args: list[Any], args: tuple[Any, ...], parameter: inspect.Paramet
 
 
 class UnknownInputError(Exception):
-    """An input of the example was an object, of which nothing was kept (caught inside the package)."""
+    """An input of the example was an object, which was not kept (caught inside the package)."""
 
 
 def call_like(

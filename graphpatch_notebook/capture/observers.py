@@ -1,7 +1,7 @@
 """Makes module calls and calls of `autograd.Function.apply` visible to the observer of their context.
 
-`forward` is swapped on module instances, and `Function.apply` on its class. What stands in for them costs one look at a
-context variable if nobody observes. Swaps are counted: several observers, also in other threads, share one swap, and
+`forward` is swapped on module instances, and `Function.apply` on its class. Without an observer they
+cost one look at a context variable. Swaps are counted: several observers, also in other threads, share one swap, and
 the last one puts back what was there.
 """
 
@@ -36,7 +36,7 @@ observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", defaul
 
 
 OfUnobserved: TypeAlias = "Callable[[Module], Observer | None]"
-"""Called when a swapped `forward` runs that nobody observes; returns what observes it then, if anything."""
+"""Called when a swapped `forward` runs without an observer; returns one for it, or `None`."""
 
 _lock = threading.RLock()
 _swaps: dict[int, _Swap] = {}
@@ -44,10 +44,10 @@ _ABSENT: Any = object()
 
 
 class _SwappedForward:
-    """Stands in for `forward` on a module instance; looks like it, and copies with the module as its real `forward`."""
+    """Replaces `forward` on a module instance; looks like it, and is copied with the module as the real `forward`."""
 
     def __init__(self, module: Module, original: Callable[..., Any]) -> None:
-        self.__wrapped__ = original  # whoever asks for the signature gets that of the original
+        self.__wrapped__ = original  # `inspect.signature` returns that of the original
         self.of_unobserved: OfUnobserved | None = None
         self._module = module
         self._original = original
@@ -115,13 +115,13 @@ def innermost_forward(module: Module) -> str:
 
 
 class Swaps:
-    """Swaps of `forward`, for as long as somebody holds them.
+    """Swaps of `forward`, as long as they are held.
 
     An interrupt may come between any two instructions. So what is to be taken back is noted before it is done, and
     `let_go` can be called again where it did not come to its end.
 
     Args:
-        of_unobserved: Called when one of the swapped `forward`s runs and nobody observes.
+        of_unobserved: Called when one of the swapped `forward`s runs without an observer.
     """
 
     def __init__(self, of_unobserved: OfUnobserved | None = None) -> None:
@@ -141,7 +141,7 @@ class Swaps:
                 known.install()
 
     def let_go(self) -> None:
-        """Takes all of it back; modules that nobody else holds swapped are as they were."""
+        """Takes all of it back; modules without other holders are as they were."""
         with _lock:
             for module in self._modules:
                 known = _swaps.get(id(module))

@@ -276,7 +276,7 @@ class Recorder(TorchFunctionMode):
             with self.mute():  # it may run the module, or parts of it
                 graph = extracted_graph(extract, module, record.parameters, record.attribute_path_from_root)
         except CaptureError:
-            raise  # a graph that cannot stand for the module is the user's to mend, not to be passed over
+            raise  # a graph that cannot run in place of the module is an error for the user
         except Exception as failure:
             self.failures.append((record, failure))
             record.custom_failure = f"its custom extraction function raised {type(failure).__name__}: {failure}"
@@ -365,7 +365,7 @@ _NO_HOOKS: frozenset[int] = frozenset()
 
 
 def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: Assigned) -> None:
-    """Makes the steps whose values an opened call returned stand for the call: at its site, under its name."""
+    """Gives the steps whose values an opened call returned the site and the name of the call."""
     for position, value in enumerate(result) if isinstance(result, tuple) else [(None, result)]:
         node = frame.node_of(value)
         if not isinstance(node, OpNode) or node.composite is not call or node.is_in_place:
@@ -381,18 +381,18 @@ def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: As
 def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
     """Returns the output of a submodule with an alias of each tensor that the parent knows, or that comes twice.
 
-    So they can be told apart: the submodule may hand back what it was given, alone or in a container. Containers are
+    This distinguishes them: the submodule may return what it was given, alone or in a container. Containers are
     copied then, but for lists and dicts of the parent's own, into which the submodule may have written.
     """
     if isinstance(output, Tensor):
-        is_told = id(output) not in seen and not parent.knows(output)
+        is_distinct = id(output) not in seen and not parent.knows(output)
         seen.add(id(output))
-        return output if is_told else parent.alias_of(output)
+        return output if is_distinct else parent.alias_of(output)
     is_theirs = isinstance(output, (list, dict)) and parent.knows(output)
     if is_theirs or not isinstance(output, (tuple, list, dict)):
         return output
     for key, child in readable_children(output) or ():
-        told = _distinct(child, parent, seen)
-        if told is not child:
-            output = replaced(output, key, told)
+        other = _distinct(child, parent, seen)
+        if other is not child:
+            output = replaced(output, key, other)
     return output

@@ -39,7 +39,7 @@ Dimension: TypeAlias = "int | str"
 """A size, or the name of a symbolic one, which is the same wherever it has this name."""
 
 TensorLayout: TypeAlias = "tuple[int, ...] | str | None"
-"""How a tensor lies in memory: contiguous, not contiguous, its strides, or not known."""
+"""How a tensor is laid out in memory: contiguous, not contiguous, its strides, or not known."""
 
 CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
 
@@ -127,7 +127,7 @@ class TensorForm:
     Attributes:
         sizes: Its shape.
         device: Where it is.
-        layout: How it lies in memory.
+        layout: How it is laid out in memory.
         requires_grad: Whether it requires gradients; `None` where that is not known.
     """
 
@@ -195,7 +195,7 @@ class CallSignature:
 
     @property
     def objects(self) -> list[str]:
-        """The classes of the objects among the inputs, of which nothing else is known."""
+        """The classes of the objects among the inputs; nothing else is known of these."""
         leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
         return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
@@ -328,7 +328,7 @@ def _has(value: Any, key: Any) -> bool:
 
 
 def _is_of_class(spec: ContainerSpec, value: Any) -> bool:
-    """Whether a container is of the class that the spec names; in a loaded graph another class stands for it."""
+    """Whether a container is of the class that the spec names; a loaded graph has another class in its place."""
     one, other = type(value), spec.type
     if one is torch.Size or other is torch.Size:  # graphs make tuples of sizes
         return one in _OF_SIZES and other in _OF_SIZES
@@ -339,7 +339,7 @@ _OF_SIZES = (tuple, torch.Size)
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
-    """Returns how a tensor lies in memory; strides are 0 where they make no difference."""
+    """Returns how a tensor is laid out in memory; strides are 0 where they make no difference."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return NOT_CONTIGUOUS
     if tensor.is_contiguous():

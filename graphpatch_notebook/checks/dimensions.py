@@ -1,6 +1,6 @@
 """Where each dimension of each value comes from: the one place that decides which dimension is which.
 
-When somebody asks for the first time, the captured model runs again at other sizes of its inputs, on the meta device
+At the first question the captured model runs again at other sizes of its inputs, on the meta device
 (`meta_runs`). Each dimension of a value then has a *profile*: its sizes in all these runs. Two dimensions are the same
 one if their profiles are equal. What never changes is the model's own; what changes follows the inputs (as one of their
 sizes, or a product, a sum, a rounding up of these), or the values of tensors.
@@ -208,7 +208,7 @@ class Dimensions:
         return tuple(map(self._coinciding, spec.shape)) if known is None else known
 
     def is_known(self, spec: TensorSpec) -> bool:
-        """Whether more than sizes that coincide tells of the dimensions of a value."""
+        """Whether the dimensions of a value are known from more than sizes that coincide."""
         return id(spec) in self._profiles
 
     def follows_inputs(self, profile: Profile) -> bool:
@@ -298,7 +298,7 @@ class Dimensions:
     def _order(self, frame: Frame) -> None:
         """Follows what is sorted from where it is: into modules that are called, not out of the frame that sorts it.
 
-        Whoever sorts rows puts them back before returning them.
+        Code that sorts rows puts them back before it returns them.
         """
         assert self._reordered is not None
         for node in frame.nodes:

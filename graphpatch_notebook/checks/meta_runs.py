@@ -60,7 +60,7 @@ def run_on_meta(
         flipped: What the example gave to the one flag that is given the other way round.
 
     Raises:
-        MetaRunError: It cannot be told.
+        MetaRunError: The model cannot run like that.
     """
     return dict(_matched(root, recorded_on_meta(root, shapes, more_entries, more, flipped)))
 
@@ -156,7 +156,7 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
 
 
 def _is_machinery(hook: Callable[..., Any]) -> bool:
-    """Whether a hook belongs to how the model works: what users' hooks do is no business of a run without values."""
+    """Whether a hook belongs to how the model works: users' hooks do not run without values."""
     return str(getattr(hook, "__module__", "")).split(".")[0] in ("torch", "transformers", "accelerate")
 
 
@@ -164,7 +164,7 @@ def _is_machinery(hook: Callable[..., Any]) -> bool:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Keeps tensors without values on the meta device, while the model is told that they are on `device`.
+    """Keeps tensors without values on the meta device, and reports `device` as their device to the model.
 
     What the model makes of plain numbers is made as ever: a table, say, that it keeps somewhere for the next run.
     """
@@ -283,7 +283,7 @@ class _MetaRecorder(Recorder):
 
 
 def _count(node: Node) -> int:
-    """Returns how many entries there were where values tell their number."""
+    """Returns how many entries there were, where values decide that."""
     spec = node.spec
     while isinstance(spec, ContainerSpec) and spec.children:
         spec = spec.children[0][2]
@@ -296,7 +296,7 @@ def _count(node: Node) -> int:
 
 
 def _sized(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> Any:
-    """Returns what a function gives of which values tell how many entries that has."""
+    """Returns a result of `count` entries, for a function whose values decide how many there are."""
 
     def entries(*more: int) -> Tensor:
         return torch.empty((count, *more), dtype=torch.long, device=META)

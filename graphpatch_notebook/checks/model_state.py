@@ -2,7 +2,7 @@
 
 Walk            finds what modules hold: the containers, tensors and random generators in their attributes
 ModuleState     a snapshot of that: `change`, `change_in` (of one module), `restore`
-Fingerprint     tells whether a model is as it was, without keeping anything alive
+Fingerprint     compares a model with what it was, without keeping anything alive
 copied          a copy of inputs: what a run may change besides the model
 """
 
@@ -53,7 +53,7 @@ LARGE = 64 * 2**20
 def copied(value: Any, shared: Iterable[Tensor] = ()) -> Any:
     """Returns a copy of inputs: tensors with the same strides, aliases among them and leaves as they were.
 
-    Modules and functions are shared, and so is what has no state, such as `object()`: it is told by its identity.
+    Modules and functions are shared, and so is what has no state, such as `object()`: only its identity counts.
 
     Args:
         value: The inputs.
@@ -78,7 +78,7 @@ def _prepare(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> None:
 
 
 def _is_sentinel(value: Any) -> bool:
-    """Whether an object can only be told by which one it is: it has no contents, and equals nothing but itself."""
+    """Whether only the identity of an object counts: it has no contents, and equals only itself."""
     kind = type(value)
     if getattr(kind, "__eq__", None) is not object.__eq__ or hasattr(kind, "__deepcopy__"):
         return False
@@ -430,7 +430,7 @@ class ModuleState:
                     _write(tensor, content, counts_writes)
 
     def separated(self, value: Any) -> Any:
-        """Returns a value that stays what it is when this state is put back, or the model runs once more.
+        """Returns a value that stays what it is when this state is put back, or the model runs again.
 
         Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
         """
@@ -530,7 +530,7 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
 
 
 def _are_shards(saved: Any, name: str) -> bool:
-    """Whether these are parameters of which FSDP puts the whole in place of the shards, and keeps account of it."""
+    """Whether these are parameters that FSDP manages: it replaces shards by whole tensors, and records that."""
     return name == "_parameters" and any(map(is_distributed, saved.values()))
 
 
