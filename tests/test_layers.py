@@ -234,7 +234,7 @@ SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mo
 COMPARE_TENSORS = {
     "experiments/engine/purity.py",
     "experiments/engine/runner.py",
-    "notebook/run/run_state.py",
+    "notebook/run/model_calls.py",
     "serialization/reattaching.py",
 }
 
