@@ -38,7 +38,6 @@ LAYERS = [
     "execution",
     "patchable_graph",
     "experiments/extras",
-    "experiments/signatures",
     "experiments/metrics",
     "experiments/engine",
     "experiments/results",
@@ -235,7 +234,7 @@ COMPARE_TENSORS = {
     "experiments/engine/purity.py",
     "experiments/engine/runner.py",
     "notebook/run/model_calls.py",
-    "serialization/reattaching.py",
+    "serialization/loading.py",
 }
 
 
@@ -425,8 +424,7 @@ READ_PRIVATE = {
     "experiments/executors/cluster.py": {"_client"},  # of a Dask executor, which has no public name for it
     "graphs/compiled_module.py": {"_frame", "_original_module", "_callees"},
     "graphs/hierarchy.py": {"_frame", "_original_module", "_callees"},
-    "graphs/modules.py": {"_original_module"},
-    "notebook/magics/cell_results.py": {"_since", "_kept"},
+    "notebook/magics/cells.py": {"_since", "_kept"},
     "notebook/magics/views.py": {"_code", "_shape"},
 }
 

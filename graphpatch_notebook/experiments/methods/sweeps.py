@@ -19,14 +19,14 @@ from graphpatch_notebook.experiments.executors.scheduling import Ledger, remaini
 from graphpatch_notebook.experiments.executors.worker import Work
 from graphpatch_notebook.experiments.executors.worker_check import Reference
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.call_checks import (
+from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_input_names,
     check_inputs,
     check_metric,
     check_no_inputs,
 )
-from graphpatch_notebook.experiments.results.data_arrays import data_array, metric_dims
+from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 if TYPE_CHECKING:
