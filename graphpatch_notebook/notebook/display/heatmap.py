@@ -3,8 +3,8 @@
 front end  -- cell ------>  checked; sets `selected`
 `selected` -- cell ------>  front end
 
-The front end is js/src/result_heatmap.ts. The static HTML is what a saved notebook, nbconvert or GitHub shows. It is a
-plain table without script, style sheet or style attribute; the live widget hides it by its classes.
+The front end is js/src/plots/result_heatmap.ts. The static HTML is what a saved notebook, nbconvert or GitHub shows. It
+is a plain table without script, style sheet or style attribute; the live widget hides it by its classes.
 """
 
 from __future__ import annotations

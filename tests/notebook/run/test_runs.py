@@ -52,7 +52,7 @@ def ran(runs: Runs, inputs: str | None = None) -> dict[str, Any]:
 
 def done(runs: Runs, inputs: str | None = None) -> dict[str, Any]:
     status = ran(runs, inputs)
-    assert status["state"] == "done", status["error"]
+    assert status["state"] == "done", status
     return status["report"]
 
 
