@@ -232,7 +232,7 @@ ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_chan
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
     "experiments/engine/purity.py",
-    "experiments/engine/runner.py",
+    "experiments/engine/strategies.py",
     "notebook/run/model_calls.py",
     "serialization/loading.py",
 }
@@ -374,9 +374,8 @@ CLOSED = ("capture", "execution", "execution/replay")
 REACHED_INTO: dict[str, set[str]] = {
     "capture": set(
         (
-            "autograd_functions call_sites containers custom_graphs data_loops decompositions doubts "
-            "example_inputs forward_swap frame_count functions held_values identity inputs naming quantization "
-            "recorder records replaced_modules tensor_sources value_sizes"
+            "call_sites custom_graphs data_loops decompositions doubts functions held_values inputs naming observers "
+            "quantization recorder records"
         ).split()
     ),
     "execution": set(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.checks.model_state import Fingerprint
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.execution import held_value, tensor_at

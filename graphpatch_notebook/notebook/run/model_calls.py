@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
-from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.capture.inputs import ExampleInputs
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import SourceLine, line_at
 from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRandomState, copied, copied_output
 from graphpatch_notebook.checks.outer_values import outer_objects
