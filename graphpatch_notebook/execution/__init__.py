@@ -11,18 +11,19 @@ from __future__ import annotations
 from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
-from graphpatch_notebook.execution.frame_watch import FramesSeen, FrameWatch
-from graphpatch_notebook.execution.generation_config import (
+from graphpatch_notebook.execution.live import FramesSeen, FrameWatch
+from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
+from graphpatch_notebook.execution.stand_in import (
     GENERATION_CONFIG,
     compiling_nothing,
     copied_config,
     generating_with,
+    held_value,
+    tensor_at,
 )
-from graphpatch_notebook.execution.plain_fx import verified_fx_module
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
-from graphpatch_notebook.execution.stand_in import held_value, tensor_at
 from graphpatch_notebook.execution.steps import Step, StepCount, Steps
+from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
 __all__ = [
     "GENERATION_CONFIG",

@@ -17,9 +17,9 @@ from graphpatch_notebook.errors import (
     PatchValueError,
     add_note,
 )
-from graphpatch_notebook.execution.fired import FiredPatches
 from graphpatch_notebook.execution.frames import RunningFrames
 from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.reports import FiredPatches
 from graphpatch_notebook.execution.steps import HeldBackError, Steps
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch, ZeroPatch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -24,18 +24,14 @@ from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,
     GraphPatchError,
-    PatchNotFiredError,
     PatchNotFiredWarning,
-    SharedGradientWarning,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.frame_watch import new_run
-from graphpatch_notebook.execution.live import Run
-from graphpatch_notebook.execution.module_hooks import ModuleHooks
+from graphpatch_notebook.execution.live import Run, new_run
+from graphpatch_notebook.execution.module_hooks import ModuleHooks, forwards_may_be_wrapped
 from graphpatch_notebook.execution.patch_map import Snapshot
-from graphpatch_notebook.execution.plan import Entry, RunPlan
-from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
-from graphpatch_notebook.execution.repetitions import Repetitions, warn_of_data_loops
+from graphpatch_notebook.execution.plan import RunPlan
+from graphpatch_notebook.execution.reports import Reports, count_of_patches, warn_of_data_loops, warn_of_other_uses
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
 from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
@@ -165,7 +161,7 @@ class ActiveContext:
         self.held = _HeldModel()
         self.calls = _Calls()
         is_strict = origin.is_strict or (outer is not None and outer.reports.is_strict)
-        self.reports: _Reports = _Reports(is_strict=is_strict, is_quiet=origin.is_quiet)
+        self.reports: Reports = Reports(is_strict=is_strict, is_quiet=origin.is_quiet)
         self.step_count: StepCount = StepCount() if outer is None else outer.step_count
         self.after_call: tuple[Callable[[], None], ...] = () if outer is None else outer.after_call
         if origin.after_call is not None:
@@ -221,43 +217,6 @@ class _Calls:
         self.direct: Module | None = None
         self.has_direct_with_gradients = False
         self.awaits_backward = False
-
-
-class _Reports:
-    """What the user is told about the patches of a context that do not fire: each message once.
-
-    Args:
-        is_strict: Whether it is an error.
-        is_quiet: Whether nothing is said.
-
-    Attributes:
-        repetitions: What was said about calls beyond those of the example.
-    """
-
-    def __init__(self, *, is_strict: bool, is_quiet: bool) -> None:
-        self.is_strict = is_strict
-        self.is_quiet = is_quiet
-        self.repetitions = Repetitions()
-        self._given: set[str] = set()
-
-    def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
-        """Reports patches that never fired, each with the reason in words."""
-        reasons = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
-        self.give(f"{_patches(unfired)} never fired {where}: {reasons}")
-
-    def give(self, message: str) -> None:
-        """Gives one message."""
-        if self.is_quiet:
-            return
-        if self.is_strict:
-            raise PatchNotFiredError(message)
-        if message not in self._given:
-            self._given.add(message)
-            warn_each_time(message, PatchNotFiredWarning)
-
-
-def _patches(unfired: Sequence[object]) -> str:
-    return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
 
 
 # -- which contexts are active -----------------------------------------------------------------------------------------
@@ -395,7 +354,7 @@ def call_patched(
     if steps is not None:
         unfired = steps.settle(unfired, fired.ids)
     if fired.with_other_uses:
-        _warn_of_other_uses(fired.with_other_uses)
+        warn_of_other_uses(fired.with_other_uses)
     if unfired:
         reports.unfired(unfired, "during this call")
     if context.after_call and not is_inside:
@@ -436,16 +395,6 @@ def _observed(
         eager.let_go()
 
 
-def _warn_of_other_uses(paths: list[str]) -> None:
-    shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    warn(
-        f"the gradients of probed inputs are those of other uses of the same tensors, too: {shown}. Their modules are "
-        "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
-        SharedGradientWarning,
-        stacklevel=level_of_caller(),
-    )
-
-
 def report_idle(context: ActiveContext) -> None:
     """Reports the patches of a context that was left: those for steps or positions that no direct call reached.
 
@@ -456,8 +405,8 @@ def report_idle(context: ActiveContext) -> None:
     # Callers who are told about each call are told about none, too.
     if calls.direct is not None and context.own and not calls.is_used and not context.after_call:
         reports.give(
-            f"{_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself was called "
-            "in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
+            f"{count_of_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself was "
+            "called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
         )
         return
     idle = context.step_count.take_idle(context.own)

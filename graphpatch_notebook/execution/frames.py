@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from graphpatch_notebook.checks.dimensions import Inputs
 from graphpatch_notebook.execution.plan import FramePlan, RunPlan
-from graphpatch_notebook.execution.repetitions import Repetitions
+from graphpatch_notebook.execution.reports import Repetitions
 
 
 class FrameRun:

@@ -5,27 +5,30 @@ Only frames on the way to a patched value are seen at all, and only those with p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
+from graphpatch_notebook.capture.forward_swap import Swaps
+from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
 from graphpatch_notebook.execution.apply import Applier
-from graphpatch_notebook.execution.boundary import patched_inputs, replacements, watch_inputs, with_aliases
 from graphpatch_notebook.execution.frames import FrameRun, RunningFrames
-from graphpatch_notebook.execution.live_mode import LiveMode
-from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
+from graphpatch_notebook.execution.live_mode import LiveMode, is_in_checkpoint
+from graphpatch_notebook.execution.module_hooks import ModuleHooks, is_called_by_module_call, takes_hooks
 from graphpatch_notebook.execution.plan import FramePlan, RunPlan
-from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
-from graphpatch_notebook.execution.repetitions import Repetitions
-from graphpatch_notebook.execution.stand_in import bound_with
+from graphpatch_notebook.execution.reports import Repetitions
+from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.torch_compat import runs_hooks
+from graphpatch_notebook.values import take
 
 
 class Run:
@@ -104,9 +107,9 @@ class Run:
             self._count_step(module, args, kwargs)
         self._with_patched_inputs.add(id(module))
         if plan.probed_inputs and self.has_gradients:
-            args, kwargs = with_aliases(self.applier, plan, args, kwargs)
-        watch_inputs(self.applier, plan, args, kwargs)
-        return patched_inputs(self.applier, plan, args, kwargs)
+            args, kwargs = _with_aliases(self.applier, plan, args, kwargs)
+        _watch_inputs(self.applier, plan, args, kwargs)
+        return _patched_inputs(self.applier, plan, args, kwargs)
 
     def on_output(self, module: Module, output: Any) -> Any:
         """Applies the patches on a module's output, after the module's own hooks."""
@@ -128,7 +131,7 @@ class Run:
         __tracebackhide__ = True
         applier = self.applier
         if plan.probed_inputs and self.has_gradients and id(module) not in self._with_patched_inputs:
-            args, kwargs = with_aliases(applier, plan, args, kwargs)
+            args, kwargs = _with_aliases(applier, plan, args, kwargs)
         override = plan.override
         if override is not None:
             patched = partial(applier.in_graph, override.entries)
@@ -137,9 +140,9 @@ class Run:
             self._with_patched_inputs.discard(id(module))
         else:
             if plan.watched_inputs:
-                watch_inputs(applier, plan, args, kwargs)
+                _watch_inputs(applier, plan, args, kwargs)
             if plan.inputs:
-                args, kwargs = patched_inputs(applier, plan, args, kwargs)
+                args, kwargs = _patched_inputs(applier, plan, args, kwargs)
         if plan.tensors or plan.watched_tensors:
             return self._run_with_tensors(module, plan, forward, args, kwargs)
         return self._invoke(plan, forward, args, kwargs)
@@ -156,7 +159,7 @@ class Run:
         __tracebackhide__ = True
         bound_to = getattr(forward, "__self__", None)  # a stand-in itself where the calling frame runs on one
         module = bound_to if isinstance(bound_to, Module) else module
-        replaced = replacements(self.applier, plan, module)
+        replaced = _replacements(self.applier, plan, module)
         if not replaced:
             return self._invoke(plan, forward, args, kwargs)
         stand_in, bound = bound_with(module, replaced, forward)
@@ -210,3 +213,180 @@ class Run:
         waiting = self._awaiting_output.get(id(module))
         while waiting and waiting[-1][0] >= len(self._stack):
             waiting.pop()
+
+
+# -- what a module call is given --------------------------------------------------------------------------------------
+
+
+def _watch_inputs(applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Applies the entries on inputs that only look."""
+    with applier.unseen():
+        for position, name, entry in plan.watched_inputs:
+            if position < len(args):
+                value = args[position]
+            elif name in kwargs:
+                value = kwargs[name]
+            else:
+                value = given_input(plan.frame.parameters, name, args, kwargs)
+            applier.watch(entry, value)
+
+
+def _patched_inputs(
+    applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with the entries on inputs applied."""
+    __tracebackhide__ = True
+    for name, entries in plan.inputs.items():
+        given = given_input(plan.frame.parameters, name, args, kwargs)
+        value = applier.at_boundary(entries, given)
+        if value is not given:
+            args, kwargs = with_input(plan.frame.parameters, name, value, args, kwargs)
+    return args, kwargs
+
+
+def _with_aliases(
+    applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with an alias of its own for each tensor that a patch looks at.
+
+    A caller may use the tensor elsewhere, too (the residual stream): the gradient of the alias is that of what the
+    module does with it.
+    """
+    seen: set[int] = set()
+    with_other_uses = applier.fired.with_other_uses
+    with applier.unseen():
+        for entry in plan.probed_inputs:
+            value = given_input(plan.frame.parameters, entry.target.node.target, args, kwargs)
+            try:
+                for key in entry.target.dig:
+                    value = take(value, key)
+            except (LookupError, AttributeError, TypeError):  # reported when the patch is applied
+                continue
+            if not isinstance(value, Tensor) or not value.requires_grad or id(value) in seen:
+                continue
+            if not torch.is_grad_enabled():  # an alias would have no gradient, and the module might ask for one
+                with_other_uses.append(entry.target.path)
+                continue
+            alias = value.view_as(value)
+            # A module may ask whether two of its inputs are one tensor: then they stay one.
+            args, count = with_other_tensor(args, value, alias)
+            named = {name: with_other_tensor(given, value, alias) for name, given in kwargs.items()}
+            kwargs = {name: given for name, (given, _) in named.items()}
+            count += sum(each for _, each in named.values())
+            if count:
+                seen.add(id(alias))
+            if count != 1:
+                with_other_uses.append(entry.target.path)
+    return args, kwargs
+
+
+def _replacements(applier: Applier, plan: FramePlan, module: Module) -> dict[str, Tensor]:
+    """Returns the tensors that patches put in place of those that `module` holds, by attribute path."""
+    __tracebackhide__ = True
+    with applier.unseen():
+        for path, entry in plan.watched_tensors:
+            held = module._parameters
+            applier.watch(entry, held[path] if path in held else tensor_at(module, path))
+    found: dict[str, Tensor] = {}
+    for path, entries in plan.tensors.items():
+        with applier.unseen():
+            value = held_value(module, path)
+        patched = applier.at_boundary(entries, value)
+        if patched is not value:
+            found[path] = patched
+    return found
+
+
+# -- runs whose frames are seen ----------------------------------------------------------------------------------------
+
+
+class FrameWatch(Protocol):
+    """Sees every frame of a run."""
+
+    def begin(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        """A frame begins; returns what runs in place of its `forward`, if anything does."""
+
+    def returned(self, output: Any) -> None:
+        """The `forward` of the innermost frame returned; patches on its output come after this."""
+
+    def end(self) -> None:
+        """The innermost frame is over, also after an error."""
+
+
+watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", default=None)
+"""Who sees the frames of the patched runs that begin in this context."""
+
+
+class FramesSeen:
+    """Has all frames of the patched run that is made in the block seen, not only those of patched modules.
+
+    What is taken back is noted before it is done, and `__exit__` tries twice: an interrupt may come at any moment.
+
+    Args:
+        frame_watch: Sees them.
+        modules: The modules whose calls are seen.
+    """
+
+    def __init__(self, frame_watch: FrameWatch, modules: Iterable[Module]) -> None:
+        self._modules = modules
+        self._watch = frame_watch
+        self._swaps = Swaps()
+        self._before: FrameWatch | None = None
+
+    def __enter__(self) -> None:
+        self._before = watch.get()
+        try:
+            self._swaps.hold(module for module in self._modules if takes_hooks(module))
+            watch.set(self._watch)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def __exit__(self, *_error: object) -> None:
+        try:
+            self._let_go()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        watch.set(self._before)
+        self._swaps.let_go()
+
+
+class WatchedRun(Run):
+    """A patched run whose frames are all seen by a `FrameWatch`."""
+
+    frame_watch: FrameWatch
+
+    def on_forward(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        instead = self.frame_watch.begin(module, forward, args, kwargs)
+        try:
+            output = super().on_forward(module, instead or forward, args, kwargs)
+            self.frame_watch.returned(output)
+            return output
+        finally:
+            self.frame_watch.end()
+
+    def run_frame(
+        self, module: Module, plan: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        output = super().run_frame(module, plan, forward, args, kwargs)
+        self.frame_watch.returned(output)  # before the patches on the output
+        return output
+
+
+def new_run(*args: Any) -> Run:
+    """Returns a patched run, whose frames are seen where somebody in this context wants to."""
+    frames = watch.get()
+    if frames is None:
+        return Run(*args)
+    run = WatchedRun(*args)
+    run.frame_watch = frames
+    return run

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -15,7 +16,6 @@ from graphpatch_notebook.capture.decompositions import decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import Applier, write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries, SiteEntries
-from graphpatch_notebook.execution.python_stack import is_in_checkpoint
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
 
@@ -144,3 +144,16 @@ _RECOMPUTED = (
     "patch a value outside of that function"
 )
 _NOTHING: dict[tuple[int, ...], OpEntries] = {}
+
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+def is_in_checkpoint() -> bool:
+    """Whether activation checkpointing stands between the calling frame and this one: it will run again in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not call_sites.is_invoke(frame.f_code):
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
