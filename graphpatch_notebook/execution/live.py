@@ -25,7 +25,7 @@ from graphpatch_notebook.execution.module_hooks import ModuleHooks, is_called_by
 from graphpatch_notebook.execution.plan import FramePlan, RunPlan
 from graphpatch_notebook.execution.reports import Repetitions
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
-from graphpatch_notebook.execution.steps import Steps
+from graphpatch_notebook.execution.steps import GenerationSteps
 from graphpatch_notebook.execution.tracebacks import explain
 from graphpatch_notebook.torch_compat import runs_hooks
 from graphpatch_notebook.values import take
@@ -47,7 +47,7 @@ class Run:
         root: Module,
         plan: RunPlan,
         hooks: ModuleHooks,
-        steps: Steps | None = None,
+        steps: GenerationSteps | None = None,
         repetitions: Repetitions | None = None,
     ) -> None:
         self.root = root
@@ -97,10 +97,10 @@ class Run:
         return self.applier.at_boundary(plan.output, output) if plan.output else output
 
     def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Applies the patches on a module's inputs where its own hooks are to see them too."""
+        """Applies the patches on a module's inputs before its own hooks, which see the patched inputs."""
         __tracebackhide__ = True
         plan, _ = self._frames.next_plan(module)
-        self._with_patched_inputs.discard(id(module))  # of a call that another hook broke off
+        self._with_patched_inputs.discard(id(module))  # of a call that another hook ended early
         if plan is None or not (plan.inputs or plan.watched_inputs) or plan.override is not None:
             return None
         if self.applier.steps is not None and len(self._stack) == 1:
@@ -155,9 +155,9 @@ class Run:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs `forward` with patched parameters, buffers and attributes, on a stand-in where any is replaced."""
+        """Runs `forward` with patched parameters, buffers and attributes, on a stand-in if any is replaced."""
         __tracebackhide__ = True
-        bound_to = getattr(forward, "__self__", None)  # a stand-in itself where the calling frame runs on one
+        bound_to = getattr(forward, "__self__", None)  # a stand-in itself, if the calling frame runs on one
         module = bound_to if isinstance(bound_to, Module) else module
         replaced = _replacements(self.applier, plan, module)
         if not replaced:
@@ -202,14 +202,14 @@ class Run:
             steps.outside(module, kwargs)
 
     def _hooks_follow(self, module: Module) -> bool:
-        """Whether the module's own hooks run after this `forward`; then ours is made to follow them."""
+        """Whether the module's own hooks run after this `forward`; then registers ours after them."""
         if not runs_hooks(module) or not takes_hooks(module) or not is_called_by_module_call():
             return False
         self._hooks.hold(module)
         return True
 
     def _drop_abandoned(self, module: Module) -> None:
-        """Forgets earlier calls of `module` whose output never came: a hook of the model raised, and was handled."""
+        """Forgets earlier calls of `module` without an output: a hook of the model raised, which was handled."""
         waiting = self._awaiting_output.get(id(module))
         while waiting and waiting[-1][0] >= len(self._stack):
             waiting.pop()
@@ -301,28 +301,28 @@ def _replacements(applier: Applier, plan: FramePlan, module: Module) -> dict[str
 
 
 class FrameWatch(Protocol):
-    """Sees every frame of a run."""
+    """Sees all frames of a run."""
 
     def begin(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """A frame begins; returns what runs in place of its `forward`, if anything does."""
+        """Called when a frame begins; returns what runs in place of its `forward`, if anything does."""
 
     def returned(self, output: Any) -> None:
-        """The `forward` of the innermost frame returned; patches on its output come after this."""
+        """Called when the `forward` of the innermost frame returned, before patches on its output."""
 
     def end(self) -> None:
-        """The innermost frame is over, also after an error."""
+        """Called when the innermost frame has ended, also by an error."""
 
 
 watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", default=None)
-"""Who sees the frames of the patched runs that begin in this context."""
+"""Sees the frames of the patched runs that begin in this context."""
 
 
 class FramesSeen:
-    """Has all frames of the patched run that is made in the block seen, not only those of patched modules.
+    """A block in which a `FrameWatch` sees all frames of patched runs, not only those of patched modules.
 
-    What is taken back is noted before it is done, and `__exit__` tries twice: an interrupt may come at any moment.
+    Changes are noted before they are made, and `__exit__` tries twice: an interrupt may come at any moment.
 
     Args:
         frame_watch: Sees them.
@@ -357,7 +357,7 @@ class FramesSeen:
 
 
 class WatchedRun(Run):
-    """A patched run whose frames are all seen by a `FrameWatch`."""
+    """A patched run with a `FrameWatch` that sees all its frames."""
 
     frame_watch: FrameWatch
 
@@ -383,7 +383,7 @@ class WatchedRun(Run):
 
 
 def new_run(*args: Any) -> Run:
-    """Returns a patched run, whose frames are seen where somebody in this context wants to."""
+    """Returns a patched run; a `FrameWatch` of this context sees its frames."""
     frames = watch.get()
     if frames is None:
         return Run(*args)

@@ -55,7 +55,7 @@ class ModuleHooks:
         self._modules: dict[int, Module] = {}
 
     def hold(self, module: Module) -> None:
-        """Makes sure that what `module` is given and gives is seen, after its own hooks, until `let_go`."""
+        """Sees the inputs and the output of `module`, after its own hooks, until `let_go`."""
         if id(module) in self._modules:
             return
         self._modules[id(module)] = module
@@ -110,8 +110,8 @@ def is_called_by_module_call() -> bool:
 
 
 def forwards_may_be_wrapped() -> bool:
-    """Whether models may put something around the forwards of their modules for a run, which hooks lie outside of.
+    """Whether models may wrap the forwards of their modules during a run, inside of hooks.
 
-    Transformers does before 5.2, to collect hidden states: they must not hold what a patch makes of them afterwards.
+    Transformers before 5.2 does, to collect hidden states: these must be the values before the patches.
     """
     return hasattr(sys.modules.get("transformers.utils.generic"), "OutputRecorder")

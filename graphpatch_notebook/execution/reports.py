@@ -1,4 +1,4 @@
-"""What the user is told about the patches of a run: which did not fire, and which calls no patch was meant for."""
+"""Reports on the patches of a run: patches that did not fire, and repeated calls without a patch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphpatch_notebook.errors import (
     SharedGradientWarning,
 )
 from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
-from graphpatch_notebook.execution.steps import Steps
+from graphpatch_notebook.execution.steps import GenerationSteps
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
 
@@ -26,8 +26,8 @@ class FiredPatches:
     Attributes:
         ids: The entries that fired (by id).
         missing: Why entries had no value to be applied to (by id).
-        reached: The frames that ran, of those that are planned (by id).
-        with_other_uses: The paths of probed inputs whose gradients are those of other uses of the same tensor, too.
+        reached: The planned frames that ran (by id).
+        with_other_uses: The paths of probed inputs whose gradients include those of other uses of the tensor.
         has_changed: Whether a patch changed a value.
     """
 
@@ -41,7 +41,7 @@ class FiredPatches:
         self.has_changed = False
 
     def changes(self, plan: RunPlan) -> list[str]:
-        """Returns in words the patches that were applied so far, except those that only look."""
+        """Returns descriptions of the patches that were applied so far, except those that only look."""
         fired = (entry for frame_plan in plan.root.walk() for entry in frame_plan.entries if id(entry) in self.ids)
         return [
             f"{entry.target.path!r} ({type(patch).__name__})"
@@ -50,8 +50,8 @@ class FiredPatches:
             if not patch.observes_only
         ]
 
-    def others(self, plan: RunPlan, steps: Steps | None) -> list[tuple[Entry, str]]:
-        """Returns the entries that never fired in a run that is over, each with the reason in words."""
+    def others(self, plan: RunPlan, steps: GenerationSteps | None) -> list[tuple[Entry, str]]:
+        """Returns the entries that never fired in a run that has ended, each with the reason."""
         if len(self.ids) == len(plan.entries):
             return []
         return [
@@ -72,19 +72,19 @@ class FiredPatches:
         return f"{format_path(outermost.path) or 'the model'!r} was not called"
 
 
-def _held_back(entry: Entry, steps: Steps | None) -> str | None:
+def _held_back(entry: Entry, steps: GenerationSteps | None) -> str | None:
     return None if steps is None or entry.restriction is None else steps.why_not(entry)
 
 
 class Reports:
-    """What the user is told about the patches of a context that do not fire: each message once.
+    """Reports patches of a context that do not fire: each message once.
 
     Args:
-        is_strict: Whether it is an error.
-        is_quiet: Whether nothing is said.
+        is_strict: Whether such a patch is an error.
+        is_quiet: Whether nothing is reported.
 
     Attributes:
-        repetitions: What was said about calls beyond those of the example.
+        repetitions: Reports calls beyond those of the example.
     """
 
     def __init__(self, *, is_strict: bool, is_quiet: bool) -> None:
@@ -94,7 +94,7 @@ class Reports:
         self._given: set[str] = set()
 
     def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
-        """Reports patches that never fired, each with the reason in words."""
+        """Reports patches that never fired, each with the reason."""
         reasons = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
         self.give(f"{count_of_patches(unfired)} never fired {where}: {reasons}")
 
@@ -110,7 +110,7 @@ class Reports:
 
 
 def count_of_patches(unfired: Sequence[object]) -> str:
-    """Returns in words how many patches these are."""
+    """Returns "a patch" or "n patches"."""
     return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
 
 
@@ -118,7 +118,7 @@ def warn_of_other_uses(paths: Sequence[str]) -> None:
     """Warns that the gradients of probed inputs are not only those of what their module does with them."""
     shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     warn(
-        f"the gradients of probed inputs are those of other uses of the same tensors, too: {shown}. Their modules are "
+        f"the gradients of probed inputs include those of other uses of the same tensors: {shown}. Their modules are "
         "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
         SharedGradientWarning,
         stacklevel=level_of_caller(),
@@ -126,13 +126,16 @@ def warn_of_other_uses(paths: Sequence[str]) -> None:
 
 
 class Repetitions:
-    """What was told in one patch context: each module and each call site once."""
+    """Warns of calls beyond those of the example, which have no patch: each module and each call site once.
+
+    Only if *all* captured calls are patched: then the user probably meant each call.
+    """
 
     def __init__(self) -> None:
         self._told: set[int] = set()
 
     def of_module(self, module: Module, index: int, by_index: Mapping[int, FramePlan] | None) -> None:
-        """Looks at a call of `module` that has no plan, in a frame where other calls of it do."""
+        """Checks a call of `module` without a plan, in a frame where other calls of it have one."""
         if not by_index or id(module) in self._told:
             return
         call = by_index[min(by_index)].frame.call
@@ -143,7 +146,7 @@ class Repetitions:
         _warn(paths, f"this {type(module).__name__}", "called", call.call_count)
 
     def of_op(self, occurrence: int, by_occurrence: Mapping[int, Sequence[Entry]]) -> None:
-        """Looks at an op without entries, at a call site where other occurrences have some."""
+        """Checks an op without entries, at a call site where other occurrences have some."""
         if id(by_occurrence) in self._told or not all(by_occurrence.values()):  # some only of the steps inside
             return
         target = by_occurrence[min(by_occurrence)][0].target
@@ -156,17 +159,17 @@ class Repetitions:
 
 
 def warn_of_data_loops(found: Mapping[SourceLine, Sequence[str]], is_by_user: bool) -> None:
-    """Warns that some paths mean turns of loops over data: each time for a block of the user's, once for an experiment.
+    """Warns of paths that name iterations of loops over data: each time for a block of the user, once for a sweep.
 
     Args:
         found: The paths, by the head of the loop.
-        is_by_user: Whether the user's code enters the context, not an experiment that enters many.
+        is_by_user: Whether the user's code enters the context, rather than an experiment.
     """
     for loop, paths in found.items():
         message = (
-            f"{_listed(paths)}: computed in a loop over data ({loop.text or loop}). Such a path means one turn of the "
-            "loop (the third expert that was chosen, say): on other inputs it may be for something else, or not there. "
-            "Patch what is outside of the loop, or decide by the values in a CustomPatch"
+            f"{_listed(paths)}: computed in a loop over data ({loop.text or loop}). Such a path names one iteration of "
+            "the loop (the third expert that was chosen, say): on other inputs it may be for something else, or "
+            "missing. Patch a value outside of the loop, or decide by the values in a CustomPatch"
         )
         if is_by_user:
             warn_each_time(message, DataLoopWarning)
@@ -182,7 +185,7 @@ def _warn(paths: Sequence[str], what: str, verb: str, count: int) -> None:
     times = "once" if count == 1 else f"{count} times"
     warn_each_time(
         f"{_listed(paths)}: {what} was {verb} {times} when it was captured, but is {verb} "
-        "more often in this run: there is no patch on the calls after that; make the PatchableGraph with inputs that "
-        "come to it as often to patch each call",
+        "more often in this run: the calls after that are not patched; to patch each call, make the PatchableGraph "
+        "with inputs that need as many calls",
         RepeatedCallWarning,
     )

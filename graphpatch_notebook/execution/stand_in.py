@@ -1,7 +1,7 @@
 """Runs a module's forward with other parameters, buffers or attributes, without touching the module.
 
-The forward is bound to a *stand-in*: a shallow copy of the module, which shares everything with it but the patched
-tensors. So other threads, and the user, never see them. What the forward itself changes is handed on to the module.
+The forward is bound to a *stand-in*: a shallow copy of the module, which shares everything with it except the patched
+tensors. So other threads, and the user, never see these. Changes by the forward itself are copied to the module.
 """
 
 from __future__ import annotations
@@ -87,10 +87,14 @@ class StandIn:
                     holder[name] = type(value)(swapped.get(id(item), item) for item in value)
 
     def bind(self, forward: Callable[..., Any], original: Module | None = None) -> Callable[..., Any]:
-        """Returns `forward` of the module (or of `original`, of which the module is a stand-in), bound to the stand-in.
+        """Returns `forward` of the module, bound to the stand-in.
+
+        Args:
+            forward: The forward.
+            original: The module that it belongs to, if the module is a stand-in itself.
 
         Raises:
-            PatchValueError: The forward is a function of its own that cannot be bound to another module.
+            PatchValueError: The forward is a function that cannot be bound to another module.
         """
         original = original or self._original
         if getattr(forward, "__self__", None) is original and hasattr(forward, "__func__"):
@@ -105,8 +109,8 @@ class StandIn:
     def forget_in_calls(self, replacements: dict[str, Tensor]) -> None:
         """Makes calls of the stand-in see the module's own tensors again.
 
-        They are frames of their own, with nodes of their own. What the module's hooks did to the stand-in before the
-        call (as pruning does) is kept.
+        Calls are separate frames, with separate nodes. What the module's hooks did to the stand-in before the call (as
+        pruning does) is kept.
         """
         original = self._original
         own = {id(new): tensor_at(original, path) for path, new in replacements.items()}
@@ -129,7 +133,7 @@ class StandIn:
         self._remember()
 
     def hand_on_changes(self, but: Sequence[str] = ()) -> None:
-        """Does to the module what the forward did to the stand-in, all `but` the attributes of these names."""
+        """Copies to the module what the forward changed in the stand-in, except the attributes named in `but`."""
         for inner in self._inner:
             inner.hand_on_changes()
         after = {name: value for name, value in self.module.__dict__.items() if name not in but}
@@ -139,7 +143,7 @@ class StandIn:
 
 
 def original_of(module: Module) -> Module:
-    """Returns the user's module that `module` stands in for; `module` itself where it is that."""
+    """Returns the user's module that `module` is a stand-in for; `module` itself if it is not one."""
     while (original := module.__dict__.get(_ORIGINAL)) is not None:
         module = original
     return module
@@ -158,7 +162,7 @@ def tensor_at(module: Module, path: str) -> Any:
 
 
 def held_value(module: Module, path: str) -> Any:
-    """Returns what the node of a tensor that `module` holds stands for: the tensor, or the weight packed in it."""
+    """Returns the value of the node of a tensor that `module` holds: the tensor, or the weight packed in it."""
     packed = held_by(module, path)
     return tensor_at(module, path) if packed is None else packed[0].unpacked(packed[1])
 
@@ -166,7 +170,7 @@ def held_value(module: Module, path: str) -> Any:
 def bound_with(
     module: Module, replacements: dict[str, Tensor], forward: Callable[..., Any]
 ) -> tuple[StandIn, Callable[..., Any]]:
-    """Returns a stand-in for `module` with some tensors replaced, and what runs in place of `forward` with these.
+    """Returns a stand-in for `module` with some tensors replaced, and what to call in place of `forward`.
 
     Raises:
         PatchValueError: The forward cannot run with these tensors.
@@ -199,7 +203,7 @@ def _hand_on(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) 
 # -- a generation config of its own, for models of transformers (which need not be installed) --------------------------
 
 GENERATION_CONFIG = "generation_config"
-# Bound to the object that `generate` runs on: a model must not keep those of a stand-in.
+# Bound to the object that `generate` runs on, so these are not copied from a stand-in to the model.
 _BOUND = ("_compiled_call", "_last_compile_config")
 
 
@@ -210,9 +214,9 @@ def copied_config(module: Module) -> Any:
 
 
 def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `generate`, a method of a model, as it would be if `config` were the generation config of the model.
+    """Returns the method `generate` of a model, run as if `config` were the model's generation config.
 
-    The model never sees `config`: where it differs from the model's, the method runs on a stand-in.
+    The model never sees `config`: if it differs from the model's, the method runs on a stand-in.
     """
 
     def generate_with(*args: Any, **kwargs: Any) -> Any:
@@ -231,8 +235,8 @@ def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., 
 def compiling_nothing(module: Module) -> dict[str, Any]:
     """Returns the keyword arguments that keep `generate` from compiling decoding steps, as it does with a static cache.
 
-    They are for patched runs, and empty where this torch can be asked to run what is compiled as it was written: with
-    an older one, patches of operations would be lost in all but the first step.
+    For patched runs; empty if this torch can be asked to run compiled code eagerly. With an older torch, patches on ops
+    would only have an effect at the first step.
     """
     is_known = hasattr(getattr(module, GENERATION_CONFIG, None), "disable_compile")
     return {"disable_compile": True} if is_known and not EagerCode.is_possible else {}

@@ -1,9 +1,8 @@
-"""What the user's Python frames tell about patch contexts: that a `with` block is over, or that there never was one.
+"""Reads from the user's Python frames whether a `with` block has ended, or whether there is a block at all.
 
-An interrupt that comes when a block calls `__exit__`, before the first line of that, ends the block without it: no
-Python code can take the patches back then. So whoever asks for the active contexts later looks whether the frame that
-the block stands in still runs. Known limit: where that very frame goes on (its own code handles the interrupt), it
-cannot be told, and the patches stay until it ends.
+An interrupt during the call of `__exit__`, before its first line, ends the block without it: no Python code can take
+the patches back then. So each later query of the active contexts checks whether the frame with the block still runs.
+Known limit: if that same frame continues (its own code handles the interrupt), the patches stay until it ends.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 
 class WithBlock:
-    """A `with` block that stands in the code of a function or of a cell.
+    """A `with` block in the code of a function or of a cell.
 
     Args:
-        frame: The frame that it stands in.
+        frame: The Python frame of that code.
     """
 
     def __init__(self, frame: FrameType) -> None:
@@ -34,13 +33,13 @@ class WithBlock:
 
     @staticmethod
     def around(frame: FrameType) -> WithBlock | None:
-        """Returns the block that a frame is entering, or `None` where it is entered otherwise or may be suspended."""
+        """Returns the block that a frame is entering; `None` if it does not use `with`, or may be suspended."""
         code, last = frame.f_code.co_code, frame.f_lasti
         is_with = code[last] in _WITH or (last >= 2 and code[last - 2] == _LOAD_SPECIAL)
         return WithBlock(frame) if is_with and not frame.f_code.co_flags & _SUSPENDS else None
 
     def is_over(self) -> bool:
-        """Whether the frame has come to its end; unknown, so not, in other threads than its own."""
+        """Whether the frame has ended; `False` in other threads than its own, where that is not known."""
         if threading.get_ident() != self._thread:
             return False
         frame: FrameType | None = sys._getframe(1)
@@ -50,5 +49,5 @@ class WithBlock:
 
 
 def throws_away(frame: FrameType) -> bool:
-    """Whether a frame is dropping the value of an expression that nobody uses: a line that is nothing but a call."""
+    """Whether a frame is dropping the unused value of an expression: a line that is only a call."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _POP_TOP

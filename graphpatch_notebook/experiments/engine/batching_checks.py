@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.execution import FramesSeen
-from graphpatch_notebook.execution.replay import Replay, all_modules, leaves_of, own_tensors, tensors_in
+from graphpatch_notebook.execution.replay import FrameReplay, all_modules, leaves_of, own_tensors, tensors_in
 from graphpatch_notebook.experiments.engine.batch_rows import (
     RowsError,
     RowsPatch,
@@ -60,7 +60,7 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     try:
         with (
             torch.no_grad(),
-            FramesSeen(Replay(survey.tree, values), all_modules(captured(pg).module)),
+            FramesSeen(FrameReplay(survey.tree, values), all_modules(captured(pg).module)),
             pg.patch(patches).quiet(),
         ):
             output = pg(*many.args, **many.kwargs)

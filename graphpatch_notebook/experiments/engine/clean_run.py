@@ -13,8 +13,8 @@ from graphpatch_notebook.execution import FramesSeen, FrameWatch
 from graphpatch_notebook.execution.replay import (
     NEVER,
     FrameFlow,
+    FrameRecording,
     FrameTree,
-    Recording,
     all_modules,
     own_tensors,
     storage_of,
@@ -121,7 +121,7 @@ def survey(
             weights = (*captured(pg).module.parameters(), *captured(pg).module.buffers())
             pairs = mode = PositionFlow(tree, weights, tensors_in((fresh.args, fresh.kwargs)))
         seen_state = state if flow is None else None
-        recording = Recording(tree, captured(pg).module, pairs if keeps_pairs else None, seen_state)
+        recording = FrameRecording(tree, captured(pg).module, pairs if keeps_pairs else None, seen_state)
         with mode or nullcontext():
             marks, output = watched_run(pg, fresh, targets, tree, recording)
         if isinstance(mode, SameSteps) and not mode.is_same:
@@ -160,7 +160,7 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
     given = tensors_in((inputs.args, inputs.kwargs))
     reads = ValueReads(tree, [*captured(pg).module.parameters(), *captured(pg).module.buffers(), *given])
     with reads:
-        marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree, captured(pg).module), reads.notice)
+        marks, _ = watched_run(pg, inputs, targets, tree, FrameRecording(tree, captured(pg).module), reads.notice)
     return {path for path, mark in marks.items() if mark.came_up < reads.last}
 
 

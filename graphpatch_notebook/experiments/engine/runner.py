@@ -20,7 +20,7 @@ from torch import Tensor
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import Entry, FramesSeen
-from graphpatch_notebook.execution.replay import FrameNode, Replay, own_tensors
+from graphpatch_notebook.execution.replay import FrameNode, FrameReplay, own_tensors
 from graphpatch_notebook.experiments.engine.batch_rows import (
     RowsError,
     RowsPatch,
@@ -231,7 +231,7 @@ class CellRunner:
         survey = self._common.survey
         assert survey is not None
         values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
-        replay = Replay(survey.tree, values)
+        replay = FrameReplay(survey.tree, values)
         return FramesSeen(replay, replay.modules())
 
     def _without_in_rows(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
@@ -244,7 +244,7 @@ class CellRunner:
             for frame in frames
         }
         at_last = read_at_last_only(rows.stand_ins, survey)
-        replay = Replay(survey.tree, values, {**rows.stand_ins, **at_last})
+        replay = FrameReplay(survey.tree, values, {**rows.stand_ins, **at_last})
         return FramesSeen(replay, replay.modules())
 
     # -- several cells in rows -----------------------------------------------------------------------------------------
