@@ -38,7 +38,6 @@ LAYERS = [
     "execution",
     "patchable_graph",
     "experiments/extras",
-    "experiments/signatures",
     "experiments/metrics",
     "experiments/engine",
     "experiments/results",

@@ -56,7 +56,7 @@ SELECTION = """
     notebook/export/test_patch_code.py notebook/test_recipes.py notebook/session/test_session.py
     notebook/session/test_session_file.py experiments/test_metrics.py experiments/test_sweep.py
     experiments/test_sweep_metrics.py experiments/methods/test_causal_tracing.py experiments/methods/test_ablation.py
-    experiments/test_calls.py
+    experiments/methods/test_arguments.py
 """.split()
 """The tests that are run, of those in `tests/`: the parts on which torch and transformers have a say; no widgets."""
 

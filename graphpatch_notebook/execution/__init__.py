@@ -14,7 +14,7 @@ from __future__ import annotations
 from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
-from graphpatch_notebook.execution.live import FramesSeen, FrameWatch
+from graphpatch_notebook.execution.live import FrameWatch, frames_seen
 from graphpatch_notebook.execution.plan import Entry
 from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
 from graphpatch_notebook.execution.stand_in import (
@@ -33,7 +33,6 @@ __all__ = [
     "CapturedModel",
     "Entry",
     "FrameWatch",
-    "FramesSeen",
     "GenerationStep",
     "GenerationSteps",
     "PatchContext",
@@ -43,6 +42,7 @@ __all__ = [
     "call_patched",
     "compiling_nothing",
     "copied_config",
+    "frames_seen",
     "generating_with",
     "held_value",
     "innermost",

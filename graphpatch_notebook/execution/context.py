@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +35,7 @@ from graphpatch_notebook.execution.plan import RunPlan
 from graphpatch_notebook.execution.reports import Reports, count_of_patches, warn_of_data_loops, warn_of_other_uses
 from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
-from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
+from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.torch_compat import (
     EagerCode,
     function_mode_depth,
@@ -78,7 +79,7 @@ class PatchContext:
         try:
             plan = self._plan()
             context = enter(self._captured, plan, self)
-            context.block = WithBlock.around(sys._getframe(1))
+            context.block = Block.entered_by(sys._getframe(1))
             if plan.data_loops and not self.is_quiet:
                 warn_of_data_loops(plan.data_loops, is_by_user=not is_own(sys._getframe(1).f_code))
         except BaseException:
@@ -106,7 +107,7 @@ class PatchContext:
         if self._was_entered:
             return
         frame = sys._getframe().f_back
-        if frame is not None and throws_away(frame):
+        if frame is not None and discards_value(frame):
             warn_each_time(
                 "pg.patch(...) patches nothing by itself: call the model inside of `with pg.patch(...):`",
                 PatchNotFiredWarning,
@@ -157,7 +158,7 @@ class ActiveContext:
         self.plan: RunPlan = plan if outer is None else outer.plan.with_more(plan.entries)
         self.own = plan.entries
         self.origin = origin
-        self.block: WithBlock | None = None
+        self.block: Block | None = None
         self.held = _HeldModel()
         self.calls = _Calls()
         is_strict = origin.is_strict or (outer is not None and outer.reports.is_strict)
@@ -301,11 +302,8 @@ def leave(context: ActiveContext) -> None:
 
 def take_back(context: ActiveContext) -> None:
     """Makes the model what it was before `context` was entered, without reports."""
-    try:
-        _let_go(context)
-    except BaseException:
-        _let_go(context)  # a second interrupt came: the model must still be left as it was
-        raise
+    with afterwards(partial(_let_go, context)):
+        pass
 
 
 def _let_go(context: ActiveContext) -> None:
@@ -360,8 +358,8 @@ def call_patched(
     if unfired:
         reports.unfired(unfired, "during this call")
     if context.after_call and not is_inside:
-        for function in context.after_call:
-            function()
+        for callback in context.after_call:
+            callback()
     return result
 
 

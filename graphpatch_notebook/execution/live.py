@@ -5,7 +5,8 @@ Only frames on the way to a patched value are seen at all, and only those with p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from graphpatch_notebook.execution.reports import Repetitions
 from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
 from graphpatch_notebook.execution.steps import GenerationSteps
 from graphpatch_notebook.execution.tracebacks import explain
+from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.torch_compat import runs_hooks
 from graphpatch_notebook.values import take
 
@@ -178,17 +180,11 @@ class Run:
             return invoke(forward, args, kwargs)
         mode = LiveMode(applier, has_gradients=self.has_gradients)
         applier.is_under_mode = True
-        outer = apply_observer.get()
         try:
-            try:
-                apply_observer.set(mode)
-                with mode:
-                    return invoke(forward, args, kwargs)
-            finally:
-                apply_observer.set(outer)
-                applier.is_under_mode = False
+            with holding(apply_observer, mode), mode:
+                return invoke(forward, args, kwargs)
         finally:
-            apply_observer.set(outer)  # once more, if an interrupt came in between
+            applier.is_under_mode = False
 
     def _count_step(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes a call from outside any frame: of the model, or by a method of it."""
@@ -319,41 +315,18 @@ watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", defa
 """Sees the frames of the patched runs that begin in this context."""
 
 
-class FramesSeen:
-    """A block in which a `FrameWatch` sees all frames of patched runs, not only those of patched modules.
-
-    Changes are noted before they are made, and `__exit__` tries twice: an interrupt may come at any moment.
+@contextmanager
+def frames_seen(frame_watch: FrameWatch, modules: Iterable[Module]) -> Iterator[None]:
+    """Shows `frame_watch` all frames of patched runs in the block, not only those of patched modules.
 
     Args:
-        frame_watch: Sees them.
+        frame_watch: Sees the frames.
         modules: The modules whose calls are seen.
     """
-
-    def __init__(self, frame_watch: FrameWatch, modules: Iterable[Module]) -> None:
-        self._modules = modules
-        self._watch = frame_watch
-        self._swaps = Swaps()
-        self._before: FrameWatch | None = None
-
-    def __enter__(self) -> None:
-        self._before = watch.get()
-        try:
-            self._swaps.hold(module for module in self._modules if takes_hooks(module))
-            watch.set(self._watch)
-        except BaseException:
-            self._let_go()
-            raise
-
-    def __exit__(self, *_error: object) -> None:
-        try:
-            self._let_go()
-        except BaseException:
-            self._let_go()
-            raise
-
-    def _let_go(self) -> None:
-        watch.set(self._before)
-        self._swaps.let_go()
+    swaps = Swaps()
+    with afterwards(swaps.let_go), holding(watch, frame_watch):
+        swaps.hold(module for module in modules if takes_hooks(module))
+        yield
 
 
 class WatchedRun(Run):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.signatures import called_as_initialized
 
 Tokens: TypeAlias = "int | Sequence[int] | Tensor"
 """One token for all sequences of the batch, or one for each, `(batch,)`."""
@@ -164,8 +163,7 @@ class Loss(_Metric):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
-@called_as_initialized
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class KLDivergence(_Metric):
     """How far the prediction is from a reference: KL(reference || prediction), as a mean over the batch.
 
@@ -185,11 +183,11 @@ class KLDivergence(_Metric):
         tensor(0.)
     """
 
-    reference: InitVar[Any]
-    position: int | None = -1
-    log_probabilities: Tensor = field(init=False, repr=False)
+    position: int | None
+    log_probabilities: Tensor = field(repr=False)
 
-    def __post_init__(self, reference: Any) -> None:
+    def __init__(self, reference: Any, position: int | None = -1) -> None:
+        object.__setattr__(self, "position", position)
         _keep_position(self)
         try:
             kept = self._log_probabilities(reference).detach()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Module
+
+from graphpatch_notebook.interrupts import afterwards
 
 
 class RunningGraph:
@@ -39,16 +42,9 @@ interpreter: ContextVar[Callable[..., Any] | None] = ContextVar("graphpatch_inte
 def run_as(
     function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    outer, grad_was_enabled = running_graph.get(), torch.is_grad_enabled()
-    try:
-        try:
-            running_graph.set(running)
-            return function(owner, *args, **kwargs)
-        finally:
-            _take_back(outer, grad_was_enabled)
-    except BaseException:
-        _take_back(outer, grad_was_enabled)  # once more, if an interrupt came in between
-        raise
+    with afterwards(partial(_take_back, running_graph.get(), torch.is_grad_enabled())):
+        running_graph.set(running)
+        return function(owner, *args, **kwargs)
 
 
 def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook.errors import PatchValueError
-from graphpatch_notebook.patches.selections import Numbers, Steps, selection
+from graphpatch_notebook.patches.selections import NumberSelection, StepSelection, selection
 from graphpatch_notebook.patches.slices import TensorIndex, as_index, index_problem, selection_problem, takes_nothing
 from graphpatch_notebook.torch_compat import version_of
 
@@ -105,8 +105,8 @@ class Patch(Generic[T]):
     observes_only: ClassVar[bool] = False
     any_shape: bool = False
     allow_empty: bool = False
-    steps: Steps | None = _SetOnce()  # type: ignore[assignment]
-    positions: Numbers | None = _SetOnce()  # type: ignore[assignment]
+    steps: StepSelection | None = _SetOnce()  # type: ignore[assignment]
+    positions: NumberSelection | None = _SetOnce()  # type: ignore[assignment]
     position_dim: int | None = _SetOnce()  # type: ignore[assignment]
 
     @abstractmethod

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-Numbers: TypeAlias = "int | range | slice | Collection[int]"
+NumberSelection: TypeAlias = "int | range | slice | Collection[int]"
 """A number, or several: a `range`, a slice (`slice(3, None)`: from 3 on), or a list, tuple or set."""
 
-Steps: TypeAlias = "Numbers | str"
+StepSelection: TypeAlias = "NumberSelection | str"
 """Steps of a generation: numbers, `"prefill"` (step 0) or `"decoding"` (step 1 and all after it)."""
 
 NAMED_STEPS = {"prefill": slice(0, 1), "decoding": slice(1, None)}

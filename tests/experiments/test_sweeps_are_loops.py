@@ -29,7 +29,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.methods.recordings import record
+from graphpatch_notebook.experiments.methods.reference_runs import record
 from tests.experiments.awkward_prefixes import Layers
 from tests.experiments.loops import TOLERANCE
 from tests.zoo.case import floats, seeded

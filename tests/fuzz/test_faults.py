@@ -222,7 +222,7 @@ def test_interrupts_wherever_an_unpatched_run_of_graphs_begins_and_ends(file: st
     while interrupted(lambda: now.pg(X), at, file):
         now.check(str(at))
         at += 1
-    assert at > 20
+    assert at > 10  # so many places there are at least
 
 
 TAKE_BACK = ("interrupts.py", "forward_swap.py", "live_runs.py", "running.py", "interpretation.py", "verification.py")

@@ -1,6 +1,6 @@
 """The search of the widget finds what `find` finds: both are held to `js/tests/fixtures/queries.json`.
 
-js/tests/parity.test.ts reads it, too. `python -m tests.notebook.test_search_parity` writes it anew.
+js/tests/tree/parity.test.ts reads it, too. `python -m tests.notebook.test_search_parity` writes it anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recorded results of module calls, which later runs reuse instead of computing them again.
 
 A `FrameTree` holds the frames of a model that were seen in runs. `FrameRecording` notes what each frame returns and
-changes, and which frames a later run can leave out; `FrameReplay` leaves them out. `execution.FramesSeen` gives one of
+changes, and which frames a later run can leave out; `FrameReplay` leaves them out. `execution.frames_seen` gives one of
 the two to a run.
 """
 

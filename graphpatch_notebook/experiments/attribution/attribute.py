@@ -13,20 +13,22 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.attribution.attribution_runs import AttributionRuns, Found
-from graphpatch_notebook.experiments.attribution.ranking import ranked
-from graphpatch_notebook.experiments.attribution.reductions import Kept
-from graphpatch_notebook.experiments.attribution.score_positions import PositionAxis
-from graphpatch_notebook.experiments.attribution.scored_nodes import ScoredNode, selected_nodes
-from graphpatch_notebook.experiments.attribution.value_names import names_in, same_values
+from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionRuns, Found, Kept
+from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
+from graphpatch_notebook.experiments.attribution.scored_nodes import PositionAxis, ScoredNode, selected_nodes
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.call_checks import check_graph, check_inputs, check_metric, check_unsharded
+from graphpatch_notebook.experiments.methods.arguments import (
+    check_graph,
+    check_inputs,
+    check_metric,
+    check_same_shapes,
+    check_unsharded,
+)
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
 from graphpatch_notebook.experiments.methods.heads import head_places
 from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, by_problem, check_problems
-from graphpatch_notebook.experiments.methods.recordings import check_same_shapes
-from graphpatch_notebook.experiments.results.labels import metric_name
+from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.values import TensorSpec, readable_children

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.execution import FramesSeen
+from graphpatch_notebook.execution import frames_seen
 from graphpatch_notebook.execution.replay import FrameReplay, all_modules, leaves_of, own_tensors, tensors_in
 from graphpatch_notebook.experiments.engine.batch_rows import (
     RowsError,
@@ -60,7 +60,7 @@ def assure_rows_never_meet(pg: PatchableGraph, inputs: Inputs, survey: Survey, r
     try:
         with (
             torch.no_grad(),
-            FramesSeen(FrameReplay(survey.tree, values), all_modules(captured(pg).module)),
+            frames_seen(FrameReplay(survey.tree, values), all_modules(captured(pg).module)),
             pg.patch(patches).quiet(),
         ):
             output = pg(*many.args, **many.kwargs)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.execution import FramesSeen, FrameWatch
+from graphpatch_notebook.execution import FrameWatch, frames_seen
 from graphpatch_notebook.execution.replay import (
     NEVER,
     FrameFlow,
@@ -186,7 +186,7 @@ def watched_run(
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with FramesSeen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
+    with frames_seen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
 
 

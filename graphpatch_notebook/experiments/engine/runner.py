@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.execution import Entry, FramesSeen
+from graphpatch_notebook.execution import Entry, frames_seen
 from graphpatch_notebook.execution.replay import FrameNode, FrameReplay, own_tensors
 from graphpatch_notebook.experiments.engine.batch_rows import (
     RowsError,
@@ -232,7 +232,7 @@ class CellRunner:
         assert survey is not None
         values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
         replay = FrameReplay(survey.tree, values)
-        return FramesSeen(replay, replay.modules())
+        return frames_seen(replay, replay.modules())
 
     def _without_in_rows(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
         """Leaves frames, and positions that are as without patches, out of a run of several interventions."""
@@ -245,7 +245,7 @@ class CellRunner:
         }
         at_last = read_at_last_only(rows.stand_ins, survey)
         replay = FrameReplay(survey.tree, values, {**rows.stand_ins, **at_last})
-        return FramesSeen(replay, replay.modules())
+        return frames_seen(replay, replay.modules())
 
     # -- several cells in rows -----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.executors.checkpoint_key import Digester, weights_digest
-from graphpatch_notebook.experiments.results.labels import metric_name, plain_label
+from graphpatch_notebook.experiments.results.arrays import metric_name, plain_label
 from graphpatch_notebook.warning_places import warn_each_time
 from graphpatch_notebook.whole_files import whole_file
 

@@ -13,15 +13,17 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.methods.call_checks import (
+from graphpatch_notebook.experiments.methods.arguments import (
+    Paths,
     check_graph,
     check_input_names,
     check_metric,
     check_unsharded,
+    several_paths,
 )
 from graphpatch_notebook.experiments.methods.heads import HeadPlaces, head_places, shapes_of
 from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, chosen_positions, position_dims
-from graphpatch_notebook.experiments.methods.recordings import Paths, record, several_paths
+from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import sweep
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ReplacePatch, ZeroPatch

@@ -14,13 +14,15 @@ from torch import Tensor
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.methods.call_checks import (
+from graphpatch_notebook.experiments.methods.arguments import (
+    Paths,
     check_graph,
     check_metric,
     check_options,
+    check_same_shapes,
     check_unsharded,
+    several_paths,
 )
-from graphpatch_notebook.experiments.methods.comparisons import Array, Comparison
 from graphpatch_notebook.experiments.methods.heads import HeadPlaces, head_places, shapes_of
 from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
@@ -29,9 +31,8 @@ from graphpatch_notebook.experiments.methods.positions import (
     chosen_positions,
     position_dims,
 )
-from graphpatch_notebook.experiments.methods.recordings import Paths, check_same_shapes, record, several_paths
+from graphpatch_notebook.experiments.methods.reference_runs import Array, Comparison, record
 from graphpatch_notebook.experiments.methods.sweeps import sweep
-from graphpatch_notebook.experiments.signatures import called_as_initialized
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 
-@called_as_initialized
 @dataclass(frozen=True)
 class Noise:
     """A corruption of the clean run itself: Gaussian noise, added at a path.
@@ -70,13 +70,6 @@ class Noise:
     positions: Positions = None
     samples: int = 10
     seed: int = 0
-
-    def __new__(cls, *args: Any, **_: Any) -> Noise:
-        if len(args) > 1:
-            raise ExperimentError(
-                f"Noise takes a path, and all else by name: Noise({str(args[0])!r}, deviations={args[1]!r}) or scale="
-            )
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.scale is None and self.deviations is None:

@@ -1,7 +1,15 @@
-"""The heads of an attention in values: parts of the last dimension, or a dimension of their own."""
+"""Whether a value still has the heads of an attention apart, as the records of the capture tell.
+
+    queries, keys, values -> product of the attention -> (reshaped, gated, ...) -> projection -> (added, normed, ...)
+                             heads apart ............................          mixed ....................
+
+Only what the graph shows is believed: from the value back to a product with a weight, and from what that is given back
+to a product of two values that the run made. Anything else may be right.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,11 +17,174 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, refs_in
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.methods.head_mixing import mixing_of
+from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.experiments.methods.positions import PositionDim, position_dims
-from graphpatch_notebook.experiments.methods.recordings import targets
+from graphpatch_notebook.experiments.methods.value_sources import SourceValue, maker_of, sources_of
+from graphpatch_notebook.inspection.resolution import Target, is_patchable
 from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import TensorSpec, leaves
+
+_ATTENTIONS = ("scaled_dot_product_attention", "flex_attention")
+_WITH_PROJECTION = "multi_head_attention_forward"
+_MATMULS = ("linear", "matmul", "mm", "bmm", "mv", "einsum", "tensordot", "grouped_mm", "_grouped_mm")
+_ADDING_MATMULS = ("addmm", "baddbmm", "addbmm", "addmv")  # the first argument is added
+_CONVOLUTIONS = ("conv1d", "conv2d")
+_SUMS = ("add", "iadd", "add_", "sub", "isub", "sub_", "rsub")
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What mixed the heads.
+
+    Attributes:
+        where: The path of what was given to the projection that did it: heads are apart there. `None` where no patch
+            reaches that.
+        repair: How else heads can be had apart, if there is no such path.
+    """
+
+    where: str | None
+    repair: str = ""
+
+
+def mixing_of(target: Target) -> Mixing | None:
+    """Returns what mixed the heads of an attention in a value, or `None`: nothing did, or it cannot be told."""
+    waiting, seen = deque([SourceValue(target.node, target.frame, target.dig)]), set[Any]()
+    while waiting:
+        value = waiting.popleft()  # the nearest first: the attention of a layer before those of the layers before it
+        if value.key in seen:
+            continue
+        seen.add(value.key)
+        made = maker_of(value.node)
+        if made.op == _WITH_PROJECTION:
+            if value.node.position in (None, 0):  # the other is the pattern
+                return Mixing(None, f"open it: ExtractionOptions(decompose=[{_WITH_PROJECTION!r}])")
+            continue
+        projected = _projected(value)
+        if projected is not None:
+            product = _product_behind(projected)
+            if product is not None and _width(projected.node) > _width(product):
+                return Mixing(_input_of_projection(projected))
+        elif not _multiplies(value):
+            waiting += sources_of(value)
+    return None
+
+
+def _projected(value: SourceValue) -> SourceValue | None:
+    """Returns what is multiplied with a weight to make a value, if that is how it is made."""
+    node, frame = value.node, value.frame
+    if node.kind == "output" and frame.opaque_reason is not None:  # a quantized linear map
+        given = [inner for inner in frame.inputs() if isinstance(inner.spec, TensorSpec)]
+        is_map = len(given) == 1 and not any(True for _ in frame.calls()) and _has_matrix(frame)
+        return SourceValue(given[0], frame) if is_map else None
+    factors = _factors(value)
+    weights = [factor for factor in factors if _is_state(factor)]
+    others = [factor for factor in factors if factor not in weights]
+    if len(weights) != 1 or len(others) != 1 or not isinstance(others[0].node.spec, TensorSpec):
+        return None
+    shape = list(getattr(weights[0].node.spec, "shape", ()))
+    if maker_of(node).op in _CONVOLUTIONS:  # those of one channel each mix nothing
+        return others[0] if shape[1] > 1 and not set(shape[2:]) - {1} else None
+    return others[0] if len(shape) == 2 else None  # others may be weights of one head each
+
+
+def _has_matrix(frame: Frame) -> bool:
+    module = frame.module
+    return any(state.ndim > 1 for states in (module.parameters(), module.buffers()) for state in states)
+
+
+def _multiplies(value: SourceValue) -> bool:
+    """Whether a value is made as a product: what heads it has, it got there."""
+    node = value.node
+    is_opaque = node.kind == "output" and value.frame.opaque_reason is not None
+    return is_opaque or maker_of(node).op in _ATTENTIONS or bool(_factors(value))
+
+
+def _factors(value: SourceValue) -> list[SourceValue]:
+    """Returns the tensors that are multiplied with each other in an operation."""
+    made = maker_of(value.node)
+    if made.kind != "op":
+        return []
+    if made.op in _MATMULS:
+        given = refs_in((made.args, made.kwargs))
+    elif made.op in _ADDING_MATMULS:
+        given = refs_in(made.args[1:])
+    elif made.op in _CONVOLUTIONS:
+        given = refs_in(made.args[:2])
+    else:
+        return []
+    tensors = [SourceValue(ref.node, value.frame, ref.dig) for ref in given if not ref.node.is_plumbing]
+    return tensors[:2]  # the third of a linear map is its bias
+
+
+def _is_state(value: SourceValue) -> bool:
+    """Whether a value is held by the model, or made of such values alone: a transposed weight."""
+    waiting, has_state, seen = [value], False, set[Any]()
+    while waiting:
+        inner = waiting.pop()
+        if inner.key in seen:
+            continue
+        seen.add(inner.key)
+        if inner.node.kind in HELD_KINDS:
+            has_state = True
+            continue
+        sources = list(sources_of(inner))
+        if not sources:
+            return False
+        waiting += sources
+    return has_state
+
+
+def _product_behind(value: SourceValue) -> Node | None:
+    """Returns the product of an attention that a value is made of, past no weight and no sum with anything else."""
+    seen: dict[Any, Node | None] = {}
+
+    def search(value: SourceValue) -> Node | None:
+        if value.key not in seen:
+            seen[value.key] = None
+            seen[value.key] = found(value)
+        return seen[value.key]
+
+    def found(value: SourceValue) -> Node | None:
+        made = maker_of(value.node)
+        if made.op in _ATTENTIONS:
+            return value.node
+        if _multiplies(value):
+            factors = _factors(value)
+            is_product = len(factors) > 1 and not any(map(_is_state, factors))
+            return value.node if is_product else None
+        sources = [source for source in sources_of(value) if source.node.kind not in HELD_KINDS]
+        products = [search(source) for source in sources]
+        if made.op in _SUMS and None in products:
+            return None  # a residual stream
+        return next((product for product in products if product is not None), None)
+
+    return search(value)
+
+
+def _input_of_projection(projected: SourceValue) -> str | None:
+    """Returns the path of what a projection is given: the input of its module, where it has one of its own."""
+    value, given = projected, projected
+    while value.node.kind == "op" and len(sources := list(sources_of(value))) == 1:
+        value = sources[0]
+        given = value if value.node.kind == "input" else given
+    if value.node.kind == "input":
+        given = value
+    if isinstance(given.node, CallNode) and given.node.frame.nodes:
+        given = SourceValue(given.node.frame.output_node, given.node.frame, given.dig)
+    if not is_patchable(given.node) or given.dig:
+        return None
+    if any(dig for dig, _ in leaves(given.node.spec)):
+        return None
+    return format_path((*given.frame.path, given.node.name))
+
+
+def _width(node: Node) -> int:
+    shape = getattr(node.spec, "shape", ())
+    return shape[-1] if shape else 0
+
 
 Shape: TypeAlias = "tuple[int, ...]"
 

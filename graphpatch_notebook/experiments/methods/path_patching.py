@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, refs_in
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.experiments.engine.cells import PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
-from graphpatch_notebook.experiments.methods.call_checks import (
+from graphpatch_notebook.experiments.methods.arguments import (
+    Paths,
     check_graph,
     check_metric,
     check_options,
+    check_same_shapes,
     check_unsharded,
+    several_paths,
+    targets,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
-from graphpatch_notebook.experiments.methods.comparisons import Comparison
-from graphpatch_notebook.experiments.methods.components import default_components
-from graphpatch_notebook.experiments.methods.edge_ends import EdgeEnd, End, edge_ends, head_ends
-from graphpatch_notebook.experiments.methods.recordings import Paths, check_same_shapes, record, several_paths, targets
+from graphpatch_notebook.experiments.methods.heads import head_places, shapes_of
+from graphpatch_notebook.experiments.methods.reference_runs import Comparison, record
 from graphpatch_notebook.experiments.methods.sweeps import sweep
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch, ReplacePatch
-from graphpatch_notebook.values import readable_children
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.values import TensorSpec, leaves, readable_children
 from graphpatch_notebook.warning_places import warn_each_time
 
 if TYPE_CHECKING:
@@ -312,7 +317,7 @@ _TOO_SMALL = (
     ". No held component is in its way: a larger change in the same direction would get there, but this one is lost "
     "to the rounding of what it is added to or in a function that is flat there"
 )
-_LARGER = (2.0**10, 2.0**20, 2.0**30, 2.0**40)
+_LARGER = tuple(2.0**power for power in (10, 20, 30, 40, 60, 80, 100, 120))
 
 
 def _larger_changes(sender: EdgeEnd, own: Tensor, value: Tensor) -> Iterator[Patch[Any]]:
@@ -347,3 +352,252 @@ def _lies_in(sender: EdgeEnd, component: Target) -> bool:
         return sender.path == component.path
     inside = component.frame.path
     return sender.target.frame.path[: len(inside)] == inside
+
+
+End: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
+"""Where an edge begins or ends: a path, or a path and an index into its value (one head, one position)."""
+
+OUTPUT = "output"
+
+_WITHOUT_ROWS = ("parameter", "buffer", "attribute")
+
+
+@dataclass(frozen=True)
+class EdgeEnd:
+    """Where an edge begins or ends.
+
+    Attributes:
+        target: What its path means; `None` for the output of the model.
+        index: What of the value is meant; `None` for all of it.
+    """
+
+    target: Target | None
+    index: Any = None
+
+    @property
+    def path(self) -> str:
+        return "" if self.target is None else self.target.path
+
+    @property
+    def label(self) -> str:
+        if self.index is None:
+            return self.path or OUTPUT
+        return f"{self.path}[{index_text(self.index)}]"
+
+    def part(self, value: Tensor) -> Tensor:
+        """Returns a copy of what of `value` is meant."""
+        shape = tuple(value.shape)
+        try:
+            part = value.clone() if self.index is None else value[self.index].clone()
+            if not part.numel() and value.numel():
+                raise IndexError("it is empty")
+            return part
+        except (IndexError, TypeError) as error:
+            raise ExperimentError(f"{self.label!r}: no such part of the value, of shape {shape}: {error}") from error
+
+    def replaced(self, value: Tensor) -> Patch[Any]:
+        """Returns the patch that puts `value` there."""
+        return ReplacePatch(value=value, slice=self.index)
+
+
+def edge_ends(pg: PatchableGraph, given: Any, what: str) -> dict[str, EdgeEnd]:
+    """Returns the ends of edges that a user gave, by label."""
+    found: dict[str, EdgeEnd] = {}
+    for item in given if isinstance(given, list) else [given]:
+        end = _end(pg, item, what)
+        if end.label in found:
+            raise ExperimentError(f"{what} has {end.label!r} more than once")
+        found[end.label] = end
+    if not found:
+        raise ExperimentError(f"{what} is empty: give a path, or a list of some")
+    return found
+
+
+def head_ends(
+    pg: PatchableGraph, senders: Mapping[str, EdgeEnd], values: Mapping[str, Tensor], heads: int, inputs: Inputs
+) -> dict[tuple[Any, ...], EdgeEnd]:
+    """Returns the heads of senders, by label and number."""
+    indexed = next((end for end in senders.values() if end.index is not None), None)
+    if indexed is not None:
+        raise ExperimentError(f"heads= takes senders apart, but {indexed.label!r} has an index; give one of the two")
+    places = head_places(pg, shapes_of(values), heads, inputs.rows)
+    return {
+        (start, head): replace(end, index=(*places.index(end.path, head), ...))
+        for start, end in senders.items()
+        for head in range(heads)
+    }
+
+
+def _end(pg: PatchableGraph, item: Any, what: str) -> EdgeEnd:
+    if item is None and what == "receiver":
+        return EdgeEnd(None)
+    path, index = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+    if not isinstance(path, (str, NodePath)) or isinstance(index, (str, NodePath)):
+        raise ExperimentError(
+            f"a {what} is a path, or a path and an index such as (path, (..., slice(0, 64))), not {item!r}; give "
+            "several in a list"
+        )
+    target = targets(pg, [str(path)])[str(path)]
+    if not isinstance(target.spec, TensorSpec):
+        raise ExperimentError(f"a {what} is a tensor, but {target.path!r} was {target.spec} when it was captured")
+    end = EdgeEnd(target, index)
+    _check_rows(end)
+    return end
+
+
+def _check_rows(end: EdgeEnd) -> None:
+    """Refuses numbers in the first dimension of an index: where a head is meant, they take rows of the batch."""
+    target, index = end.target, end.index
+    if target is None or target.node.kind in _WITHOUT_ROWS:
+        return
+    first = index[0] if isinstance(index, tuple) and index else index
+    shape = tuple(getattr(target.spec, "shape", ()))
+    are_rows = isinstance(index, list) or (isinstance(index, Tensor) and index.dtype != torch.bool)
+    if len(shape) < 2 or not (are_rows or (isinstance(first, int) and not isinstance(first, bool))):
+        return
+    path = target.path
+    rows = f"({path!r}, ({index_text(index)},))"
+    head = f"heads=..., or ({path!r}, (..., slice(0, size))) for the first head of that size"
+    if isinstance(first, int):
+        rest = ", ..." if isinstance(index, tuple) and len(index) > 1 else ","
+        rows = f"({path!r}, (slice({first}, {first + 1 or None}){rest}))"
+    if len(shape) > 3 and isinstance(first, int):
+        head = f"({path!r}, (slice(None), {first})) if dimension 1 of its shape {shape} has them"
+    raise ExperimentError(
+        f"{end.label!r}: {index_text(first)} counts rows of the batch, the first dimension of the shape {shape}. To "
+        f"name a head, give {head}; for rows of the batch give {rows}"
+    )
+
+
+def index_text(index: Any) -> str:
+    """Returns an index as it stands between brackets.
+
+    Example:
+        >>> index_text((..., 3, slice(0, 64)))
+        '..., 3, 0:64'
+    """
+    if isinstance(index, tuple):
+        return ", ".join(map(index_text, index))
+    if isinstance(index, slice):
+        parts = ["" if part is None else str(part) for part in (index.start, index.stop, index.step)]
+        return ":".join(parts if parts[2] else parts[:2])
+    return "..." if index is Ellipsis else str(index)
+
+
+_HOW_TO_GIVE = (
+    "give the values to hold, those that carry all edges but the direct ones: components=['h_0.attn.output', ...]"
+)
+
+
+def default_components(pg: PatchableGraph) -> list[str]:
+    """Returns the paths of the outputs of attentions, MLPs and the like, in order of execution.
+
+    Raises:
+        ExperimentError: They cannot be told: the model has no stack of layers, or one that is built in another way.
+    """
+    found = []
+    for layer in _layers(pg.nodes.root):
+        found += _components(layer)
+    if not found:
+        raise ExperimentError(f"the model has no stack of layers whose parts could be told; {_HOW_TO_GIVE}")
+    return found
+
+
+def _layers(frame: Frame) -> Iterator[Frame]:
+    """Yields the calls of the members of module lists, where there are several of them; outermost lists only."""
+    members: dict[str, list[Frame]] = {}
+    for call in frame.calls():
+        above, _, last = str(call.target).rpartition(".")
+        if last.isdigit():
+            members.setdefault(above, []).append(call.frame)
+    stacked = {id(layer) for layers in members.values() if len(layers) > 1 for layer in layers}
+    for call in frame.calls():
+        if id(call.frame) in stacked:
+            yield call.frame
+        else:
+            yield from _layers(call.frame)
+
+
+def _components(layer: Frame) -> list[str]:
+    where = format_path(layer.path)
+    own = [node.name for node in layer.nodes if node.kind == "parameter" and _is_matrix(node)]
+    if own or layer.opaque_reason is not None:
+        raise ExperimentError(f"the parts of layer {where!r} cannot be told: it computes by itself; {_HOW_TO_GIVE}")
+    _, stream = _output_of(layer)
+    found = []
+    for call in layer.calls():
+        if not _has_matrices(call.frame.module):
+            continue
+        path, shape = _output_of(call.frame)
+        if (shape[-1:], shape.numel()) != (stream[-1:], stream.numel()):
+            continue  # the first half of an MLP, which is not added to the stream
+        if _hands_on(call.frame, shape):
+            raise ExperimentError(
+                f"{path!r} holds more than what its module adds: its input is handed on in it; {_HOW_TO_GIVE}"
+            )
+        found.append(path)
+    if not found and _has_matrices(layer.module):
+        raise ExperimentError(f"no submodule of layer {where!r} adds to what the layer returns; {_HOW_TO_GIVE}")
+    return found
+
+
+def _output_of(frame: Frame) -> tuple[str, torch.Size]:
+    for dig, spec in leaves(frame.output_node.spec):
+        if isinstance(spec, TensorSpec):
+            return format_path((*frame.path, frame.output_node.name), dig), spec.shape
+    raise ExperimentError(f"{format_path(frame.path)!r} returns no tensor that could be held; {_HOW_TO_GIVE}")
+
+
+def _has_matrices(module: Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _is_matrix(node: Node) -> bool:
+    return isinstance(node.spec, TensorSpec) and len(node.spec.shape) > 1
+
+
+def _hands_on(frame: Frame, shape: torch.Size) -> bool:
+    """Whether something in the output of shape `shape` comes from an input of that shape past all matrices."""
+    inputs = {id(node) for node in frame.inputs() if isinstance(node.spec, TensorSpec) and node.spec.shape == shape}
+    return _output_has(frame, inputs, shape)
+
+
+def _output_has(frame: Frame, handed: set[int], shape: torch.Size) -> bool:
+    """Whether an output of shape `shape` is made of some of the nodes `handed` (by id) past all matrices."""
+    if frame.opaque_reason is not None:
+        return bool(handed) and not _has_matrices(frame.module)
+    handed, matrices = set(handed), set[int]()
+    for node in frame.nodes:
+        if not any(isinstance(spec, TensorSpec) for _, spec in leaves(node.spec)):
+            continue  # sizes are handed on everywhere
+        sources = [ref.node for ref in refs_in((node.args, node.kwargs))]
+        if node.whole is not node:
+            sources.append(node.whole)
+        if node.kind == "parameter" and _is_matrix(node):
+            matrices.add(id(node))
+        elif isinstance(node, CallNode):
+            if _call_has(node.frame, [source for source in sources if id(source) in handed]):
+                handed.add(id(node))
+        elif any(id(source) in matrices for source in sources):
+            if all(id(source) in matrices for source in sources):  # a transposed weight
+                matrices.add(id(node))
+        elif any(id(source) in handed for source in sources):
+            handed.add(id(node))
+            if node.is_in_place:
+                handed.update(id(source) for source in sources)
+    returned = [ref.node for ref in refs_in(frame.output)]
+    return any(id(node) in handed and _may_be_of(node, shape) for node in returned)
+
+
+def _call_has(frame: Frame, given: list[Node]) -> bool:
+    """Whether what a call returns is made of its arguments `given` past all matrices."""
+    shapes = [node.spec.shape for node in given if isinstance(node.spec, TensorSpec)]
+    inputs = {id(node) for node in frame.inputs() if isinstance(node.spec, TensorSpec) and node.spec.shape in shapes}
+    return any(
+        isinstance(spec, TensorSpec) and _output_has(frame, inputs, spec.shape)
+        for _, spec in leaves(frame.output_node.spec)
+    )
+
+
+def _may_be_of(node: Node, shape: torch.Size) -> bool:
+    return not isinstance(node.spec, TensorSpec) or node.spec.shape == shape

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import restriction_of, token_inputs
-from graphpatch_notebook.experiments.methods.recordings import targets
+from graphpatch_notebook.experiments.methods.arguments import targets
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.patches.kinds import ProbePatch

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from graphpatch_notebook import interrupts
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.interrupts import interrupts_deferred
 from graphpatch_notebook.experiments.engine.plans import planned
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
@@ -19,14 +19,14 @@ from graphpatch_notebook.experiments.executors.scheduling import Ledger, remaini
 from graphpatch_notebook.experiments.executors.worker import Work
 from graphpatch_notebook.experiments.executors.worker_check import Reference
 from graphpatch_notebook.experiments.extras import extra
-from graphpatch_notebook.experiments.methods.call_checks import (
+from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
     check_input_names,
     check_inputs,
     check_metric,
     check_no_inputs,
 )
-from graphpatch_notebook.experiments.results.data_arrays import data_array, metric_dims
+from graphpatch_notebook.experiments.results.arrays import data_array, metric_dims
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def sweep(
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
     result = None
     try:
-        with interrupts_deferred():  # what is done does not get lost while it is put together
+        with interrupts.deferred():  # what is done does not get lost while it is put together
             result = data_array(values, cells, results, runner.baseline, metric, remarks)
     except KeyboardInterrupt:
         is_whole = False

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from graphpatch_notebook.errors import ExperimentError
-from graphpatch_notebook.experiments.plotting.centers import Center, base_of, center_of
-from graphpatch_notebook.experiments.plotting.plotted import checked, dimension
-from graphpatch_notebook.experiments.results.path_labels import WHOLE, are_paths, path_labels
+from graphpatch_notebook.experiments.extras import extra
+from graphpatch_notebook.experiments.plotting.labels import WHOLE, are_paths, path_labels
 
 if TYPE_CHECKING:
     from xarray import DataArray
+
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -257,3 +257,174 @@ def _token_texts(array: DataArray, tokens: Sequence[str]) -> tuple[str, tuple[st
         return name, texts
     places = f"{len(positions)} along {name!r}"
     raise ExperimentError(f"{len(texts)} tokens do not fit the result, which has {places}: give one for each")
+
+
+_ZERO_CENTRED = ("attribution", "integrated")
+"""Methods of `attribute`, whose scores are differences."""
+
+
+@dataclass(frozen=True)
+class Center:
+    """The number that has no colour.
+
+    Attributes:
+        value: The number.
+        name: What it is the number of; empty for zero.
+    """
+
+    value: float
+    name: str = ""
+
+    def __str__(self) -> str:
+        number = f"{self.value:.4g}"
+        return f"{self.name} {number}" if self.name else number
+
+
+def center_of(array: DataArray, center: float | str | None) -> Center | None:
+    """Returns the number that has no colour.
+
+    Raises:
+        ExperimentError: It is neither a finite number, `None`, nor `"auto"`.
+    """
+    if center is None:
+        return None
+    if isinstance(center, str):
+        if center != "auto":
+            raise ExperimentError(f"center={center!r} must be a number, None (no centre), or 'auto'")
+        return _found_center(array)
+    if not math.isfinite(center):
+        raise ExperimentError(f"center={center!r} must be finite")
+    return Center(float(center))
+
+
+def _found_center(array: DataArray) -> Center | None:
+    attrs = array.attrs
+    if attrs.get("method") in _ZERO_CENTRED:
+        return Center(0.0)
+    value = _attribute(array, "baseline")
+    if value is not None:
+        return Center(value, "corrupted" if "corrupted" in attrs else "baseline")
+    finite = array.values[np.isfinite(array.values)]
+    return Center(0.0) if len(finite) and finite.min() < 0 < finite.max() else None
+
+
+def base_of(array: DataArray, relative_to: str | float) -> Center:
+    """Returns what is to be taken off all numbers.
+
+    Raises:
+        ExperimentError: It is the name of no attribute that is a number.
+    """
+    if not isinstance(relative_to, str):
+        return Center(float(relative_to))
+    if array.attrs.get("method") in _ZERO_CENTRED:
+        raise ExperimentError(f"relative_to={relative_to!r}: attribution scores are differences already")
+    ends = [array.attrs.get(name) for name in ("corrupted", "baseline")]
+    if relative_to in ("clean", "corrupted") and None not in ends and ends[0] != ends[1]:
+        words = "0 is the corrupted run, 1 the clean one"
+        raise ExperimentError(f"relative_to={relative_to!r}: the result is normalized already: {words}")
+    value = _attribute(array, relative_to)
+    if value is None:
+        raise ExperimentError(f"relative_to={relative_to!r} {_repair(array, relative_to)}")
+    return Center(value, relative_to)
+
+
+def _attribute(array: DataArray, name: str) -> float | None:
+    """Returns the number that an attribute is; of one with several by metric, that of the metric that was picked."""
+    value: Any = array.attrs.get(name)
+    names = array.attrs.get("metrics")
+    if names is None or np.ndim(value) != 1 or "metric" not in array.coords or "metric" in array.dims:
+        return _number(value)
+    numbers = dict(zip(names, np.asarray(value).tolist(), strict=False))
+    return _number(numbers.get(str(array.coords["metric"].item())))
+
+
+def _repair(array: DataArray, name: str) -> str:
+    value: Any = array.attrs.get(name)
+    if np.ndim(value) and np.asarray(value).dtype.kind in "if":
+        if "metrics" in array.attrs:
+            picks = f"pick a metric before, result.sel(metric={array.attrs['metrics'][0]!r})"
+        else:
+            picks = f"give one of them: relative_to={np.asarray(value).ravel()[0]:.4g}"
+        return f"is {np.size(value)} numbers, one for each number of the metric: {picks}"
+    known = [repr(other) for other in array.attrs if _attribute(array, str(other)) is not None]
+    others = f"it has {', '.join(known)}" if known else "it has none; give a number"
+    return f"is no number among the attributes of the result: {others}"
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (bool, str)) or np.ndim(value) or value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def checked(result: Any, dimensions: int, instead: str) -> DataArray:
+    """Returns a result that has this many dimensions and is made of real numbers.
+
+    Args:
+        result: What a user gave.
+        dimensions: How many it must have.
+        instead: What draws other ones, as the end of the message; may be empty.
+
+    Raises:
+        ExperimentError: It is something else; the message says how to get there.
+    """
+    extra("xarray", "a plot")
+    from xarray import DataArray, Dataset
+
+    if isinstance(result, Dataset):
+        names = ", ".join(map(repr, result.data_vars))
+        raise ExperimentError(f"a Dataset holds several results: give one of them, result[name]; it has {names}")
+    if not isinstance(result, DataArray):
+        example = f"xarray.DataArray(values, dims={['path', 'position', 'head'][:dimensions]})"
+        raise ExperimentError(f"a result is an xarray.DataArray, not {type(result).__name__}; make one: {example}")
+    if result.ndim != dimensions:
+        raise ExperimentError(_dimension_message(result, dimensions, instead))
+    if not result.size:
+        raise ExperimentError(f"the result is empty: {form_of(result)}")
+    if result.dtype.kind not in "biuf":
+        raise ExperimentError(f"the result holds {result.dtype}, not real numbers; use result.astype(float)")
+    return result
+
+
+def _dimension_message(result: DataArray, dimensions: int, instead: str) -> str:
+    count = "one dimension" if result.ndim == 1 else f"{result.ndim} dimensions"
+    message = f"the result has {count}, {form_of(result)}; a plot of it needs {dimensions}"
+    if result.dims == ("path",):
+        return f"{message}; plot_scores(result) draws one number for each path"
+    if result.ndim < dimensions:
+        example = "result.expand_dims('path')" if result.ndim == 0 else f"result.expand_dims('{_new_name(result)}')"
+        return f"{message}: {example}{instead}"
+    sizes = sorted(result.sizes.items(), key=lambda item: item[1])[: result.ndim - dimensions]
+    names = [str(name) for name, _ in sizes]
+    first = result.coords[names[0]].values[0] if names[0] in result.coords else 0
+    reduced = names[0] if len(names) == 1 else names
+    pick = (
+        f"result.sel({names[0]}={getattr(first, 'item', lambda: first)()!r})"
+        if names[0] in result.coords
+        else f"result.isel({names[0]}=0)"
+    )
+    return f"{message}: pick one with {pick}, or take result.mean({reduced!r}){instead}"
+
+
+def _new_name(result: DataArray) -> str:
+    return next(name for name in ("path", "position", "head") if name not in result.dims)
+
+
+def form_of(result: DataArray) -> str:
+    """Returns the names and sizes of the dimensions, in words."""
+    return ", ".join(f"{name}: {size}" for name, size in result.sizes.items()) or "a single number"
+
+
+def dimension(array: DataArray, name: str, argument: str) -> str:
+    """Returns a name, if it is that of a dimension.
+
+    Raises:
+        ExperimentError: It is not.
+    """
+    if name not in array.dims:
+        raise ExperimentError(f"{argument}={name!r} is no dimension of the result, which has {form_of(array)}")
+    return name

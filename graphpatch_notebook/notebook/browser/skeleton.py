@@ -2,7 +2,7 @@
 
 records of the capture
   -> Skeleton          a row for each graph, node, value in a container, and module that was never called
-  -> bytes             deflated JSON: `Columns` of js/src/protocol.ts
+  -> bytes             deflated JSON: `Columns` of js/src/kernel/protocol.ts
 """
 
 from __future__ import annotations

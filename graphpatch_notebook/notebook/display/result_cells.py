@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from graphpatch_notebook.experiments.plotting.grids import IN_FULL, Grid, Numbers, Scale, Side
-from graphpatch_notebook.experiments.plotting.tick_texts import shown_labels, tick_text
+from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
 
 SIDE = 256
 """The most rows and columns that are sent."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from graphpatch_notebook.experiments.plotting.grids import Grid, Side
-from graphpatch_notebook.experiments.plotting.tick_texts import shown_labels, tick_text
+from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
 from graphpatch_notebook.notebook.display.labels import escaped
 
 MOST_BYTES = 30_000

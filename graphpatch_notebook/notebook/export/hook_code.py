@@ -1,38 +1,57 @@
-"""Chosen patches as a script on plain forward hooks of torch, without graphpatch. Pure text: nothing runs."""
+"""Chosen patches as a script on plain forward hooks of torch, without graphpatch. Pure text: nothing runs.
+
+ChosenPatch -> Target -> Edit, in the HookPlan of its module     or a sentence: why hooks cannot
+HookPlan    -> HookFunction                                      the hook, line by line
+HooksExport                                                      the script with all of them
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
-from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.notebook.export.hook_functions import HookFunction, Script, takes_kwargs
-from graphpatch_notebook.notebook.export.hook_places import HookPlan, hook_plans
+import torch
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
+from graphpatch_notebook.capture.tensor_sources import registered_modules
+from graphpatch_notebook.errors import ExportError
+from graphpatch_notebook.inspection.data_flow import at_keys, bound_arguments
+from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.export.source_code import WIDTH, SourceCode, block, bracketed, text_literal
 from graphpatch_notebook.notebook.export.source_parts import (
-    call_arguments,
-    is_name,
-    left_out,
-    looked_up,
-    name_of_model,
-    result_lines,
-    unknown_inputs,
-)
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
-from graphpatch_notebook.notebook.session.code_names import (
+    CallArguments,
+    Lookups,
     Names,
     Needs,
     as_name,
     as_source,
+    by_path,
+    call_arguments,
     in_order,
+    is_name,
     last_words,
+    left_out,
+    looked_up,
+    name_of_model,
     needs,
+    result_lines,
+    unknown_inputs,
     user_names,
 )
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import is_compiled
+from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, leaves, plain_dict_key
 
 
 class HooksExport:
-    """One export in the hooks form.
+    """One export in the hooks passing.
 
     Run where there are the names that its first line lists, the script gives the numbers of
     `with pg.patch(session.resolve(...).patch_map)`, bit for bit, or raises: a module that is not called as often as in
@@ -138,3 +157,492 @@ def _function_name(plan: HookPlan) -> str:
         return f"{verb}_{as_name(*last_words(paths[0]))}"
     inside = plan.edits[0].target.frame.attribute_path_from_root.split(".")[-2:]
     return f"{verb}_{as_name(*inside) if any(inside) else 'model'}_{plan.side}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Plans: which hook does what, in which call
+
+
+HookSide: TypeAlias = Literal["inputs", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputPassing:
+    """How a call gives an input, if that is known.
+
+    Attributes:
+        position: Where it stands among the positional arguments, if it may.
+        name: Its name among the keyword arguments, if it may be there.
+        is_sure: Whether it is where `position` says, or else where `name` says, in each call like the example's.
+        default: The source of its default, where the call may leave it out; `None` where none can be written.
+    """
+
+    position: int | None
+    name: str | None
+    is_sure: bool
+    default: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The patches on one value, in one call of a module.
+
+    Attributes:
+        target: The value.
+        patches: What is done with it, in order.
+        dig: The keys that lead to it, from the input or the output.
+        passing: How the call gives the input; `None` for an output.
+    """
+
+    target: Target
+    patches: tuple[ChosenPatch, ...]
+    dig: tuple[Any, ...]
+    passing: InputPassing | None
+
+    @property
+    def containers(self) -> list[tuple[Any, ContainerSpec]]:
+        """Each key of `dig`, with the container that it leads into."""
+        found: list[tuple[Any, ContainerSpec]] = []
+        spec = self.target.node.spec
+        for key in self.target.dig:
+            assert isinstance(spec, ContainerSpec)
+            found.append((key, spec))
+            spec = next(child for _, other, child in spec.children if other == key)
+        return found[len(found) - len(self.dig) :]
+
+
+@dataclass(slots=True)
+class HookPlan:
+    """What one hook does.
+
+    Attributes:
+        module: The source of the module.
+        side: Which hook it is: the one before `forward`, or the one after.
+        count: How often the module is called in one run of the model.
+        calls: What is done in which of these calls, from zero.
+    """
+
+    module: str
+    side: HookSide
+    count: int
+    calls: dict[int, list[Edit]] = field(default_factory=dict)
+
+    @property
+    def edits(self) -> list[Edit]:
+        """All that it does, by call."""
+        return [edit for _, edits in sorted(self.calls.items()) for edit in edits]
+
+
+def hook_plans(
+    patches: Sequence[ChosenPatch], root: Frame, model: str, arguments: CallArguments, *, knows_call: bool
+) -> list[HookPlan]:
+    """Returns the hooks that do what the patches do.
+
+    Args:
+        patches: The patches.
+        root: The root frame of the capture.
+        model: The variable that holds the model.
+        arguments: The arguments of the call of the model.
+        knows_call: Whether that is how it is called, rather than a suggestion.
+
+    Raises:
+        ExportError: Hooks cannot do what some of them do; the message names them all.
+    """
+    problems: list[str] = list(_problems_of_graph(root))
+    plans: dict[tuple[int, HookSide], HookPlan] = {}
+    for path, on_path in by_path(patches).items():
+        try:
+            target = resolve(root, path)
+        except Unresolvable as problem:
+            problems.append(problem.message)
+            continue
+        found = list(_problems(target, on_path, root))
+        if not found:
+            edit = _edit(target, tuple(on_path), root, arguments if knows_call else None)
+            found = list(_write_problems(edit))
+        problems += found
+        if found:
+            continue
+        side: HookSide = "output" if target.node.kind == "output" else "inputs"
+        calls = _calls(root, target.frame.module, side)
+        plan = plans.setdefault(
+            (id(target.frame.module), side), HookPlan(str(module_source(root, target.frame, model)), side, len(calls))
+        )
+        plan.calls.setdefault(calls.index(target.frame), []).append(edit)
+    if problems:
+        more = "the graphpatch form can do it" if len(problems) == 1 else "the graphpatch form can do them all"
+        raise ExportError(f"hooks cannot do this: {'; '.join(problems)} ({more})")
+    return list(plans.values())
+
+
+def module_source(root: Frame, frame: Frame, model: str) -> str | None:
+    """Returns what leads from the variable `model` to the module of a frame; `None` where nothing does."""
+    if frame.module is root.module:
+        return model
+    registered = [path for path, module in registered_modules(root.module) if module is frame.module]
+    for path in (frame.attribute_path_from_root, *registered):
+        with suppress(AttributeError):
+            if root.module.get_submodule(path) is frame.module:
+                return f"{model}.get_submodule({text_literal(path)})"
+    # `get_submodule` looks attributes up, and finds methods first.
+    named = next((path for path, module in root.module.named_modules() if module is frame.module), None)
+    return None if named is None else f"dict({model}.named_modules())[{text_literal(named)}]"
+
+
+def _calls(root: Frame, module: Module, side: HookSide) -> list[Frame]:
+    """Returns the calls of a module in the order in which they begin, or end: a module may call itself."""
+    return [frame for frame in (root.walk() if side == "inputs" else _ends(root)) if frame.module is module]
+
+
+def _ends(frame: Frame) -> Iterator[Frame]:
+    for call in frame.calls():
+        yield from _ends(call.frame)
+    yield frame
+
+
+def _edit(target: Target, patches: tuple[ChosenPatch, ...], root: Frame, arguments: CallArguments | None) -> Edit:
+    if target.node.kind == "output":
+        return Edit(target, patches, target.dig, None)
+    frame = target.frame
+    index, parameter = next((i, p) for i, p in enumerate(frame.parameters) if p.name == target.node.target)
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        return Edit(target, patches, target.dig[1:], InputPassing(index + int(target.dig[0]), None, True))
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return Edit(target, patches, target.dig[1:], InputPassing(None, str(target.dig[0]), True))
+    return Edit(target, patches, target.dig, _passing(frame, index, parameter, arguments if frame is root else None))
+
+
+def _passing(frame: Frame, index: int, parameter: InputParameter, arguments: CallArguments | None) -> InputPassing:
+    if arguments is not None:
+        positional, keywords = arguments.positional, arguments.keywords
+    elif frame.call is not None:
+        positional, keywords = len(frame.call.args), frozenset(frame.call.kwargs)
+    else:
+        positional, keywords = None, frozenset()
+    may_be_positional = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    may_be_keyword = parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    if positional is not None and may_be_positional and index < positional:
+        return InputPassing(index, None, True)
+    if parameter.name in keywords and may_be_keyword:
+        return InputPassing(None, parameter.name, True)
+    default = parameter.default
+    return InputPassing(
+        index if may_be_positional else None,
+        parameter.name if may_be_keyword else None,
+        not (may_be_positional and may_be_keyword),
+        repr(default) if default is None or type(default) in (bool, int) else None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What hooks cannot do
+
+
+def _problems_of_graph(root: Frame) -> Iterator[str]:
+    own = next((frame for frame in root.walk() if frame.has_own_graph), None)
+    if own is not None:
+        where = format_path(own.path) or "the whole model"
+        yield f"{where!r} runs as a graph (edited, custom, or from a file), and hooks run the model's own code"
+    compiled = next((frame for frame in root.walk() if is_compiled(frame.module)), None)
+    if compiled is not None:
+        where = format_path(compiled.path) or "the whole model"
+        yield f"{where!r} is compiled, and its patched run is not: the last bits would differ"
+
+
+def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> Iterator[str]:
+    title = _title(target, patches)
+    node, frame = target.node, target.frame
+    if any(patch.steps is not None or patch.positions is not None for patch in patches):
+        yield f"{title} has steps or positions, which a hook does not know: choose a part with a slice instead"
+    without = next((patch for patch in patches if not patch.definition.has_hook), None)
+    if without is not None:
+        yield f"{title} is a {without.kind} patch, a kind that cannot be written as a hook"
+    if node.kind == "op":
+        kind = f"an operation ({node.op}) inside of {type(frame.module).__name__}, which hooks do not see"
+        yield f"{title} is {kind}; nearest: {_nearest_boundary(target, root)!r}"
+    elif node.kind not in ("input", "output"):
+        near = _boundary_paths(frame, frame.output_node)
+        instead = f"; what is made of it is in {near[0]!r}" if near else ""
+        yield f"{title} is a {node.kind}, and hooks see inputs and outputs only{instead}"
+    if module_source(root, frame, "model") is None:
+        yield f"{title}: this {type(frame.module).__name__} is no registered submodule: a hook cannot be put on it"
+    elif isinstance(frame.module, torch.jit.ScriptModule):
+        yield f"{title}: this is a TorchScript module, which takes no hooks"
+    elif (layer := _fused_layer(frame)) is not None:
+        where = format_path(layer.path) or "the model"
+        yield f"{title}: a hook here switches the fused kernel of {where!r} off: the last bits would differ"
+    odd = [key for key in map(plain_dict_key, target.dig) if not _is_literal(key)]
+    if odd:
+        yield f"{title}: the key {odd[0]!r} has no literal in Python"
+
+
+def _title(target: Target, patches: Sequence[ChosenPatch]) -> str:
+    return f"{'#' + str(patches[0].number) + ' ' if patches[0].number else ''}{target.path!r}"
+
+
+def _write_problems(edit: Edit) -> Iterator[str]:
+    """Yields why a value cannot be put back where it was. Hooks change tensors, and tensors in tuples."""
+    if all(patch.definition.keeps is not None for patch in edit.patches):
+        return
+    title = _title(edit.target, edit.patches)
+    other = next((spec for _, spec in edit.containers if spec.type is not tuple), None)
+    if other is not None:
+        yield f"{title} is in a {other.type.__name__}, and hooks change tensors and tuples only: patch what it holds"
+    elif not isinstance(edit.target.spec, TensorSpec):
+        yield f"{title} is not a tensor ({edit.target.spec}), and hooks change tensors only"
+
+
+def _is_literal(key: Any) -> bool:
+    return key is None or type(key) in (bool, int, str, bytes) or (type(key) is tuple and all(map(_is_literal, key)))
+
+
+def _fused_layer(frame: Frame | None) -> Frame | None:
+    while frame is not None and not isinstance(frame.module, torch.nn.TransformerEncoderLayer):
+        frame = frame.parent
+    return frame
+
+
+def _nearest_boundary(target: Target, root: Frame) -> str:
+    """Returns a path at the boundary of a module where the value of an op is, or else what becomes of it."""
+    frame = target.frame
+    outputs = _boundary_paths(frame, frame.output_node)
+    for path in outputs:
+        if _is_value_of(target.node, at_keys(frame.output, resolve(root, path).dig)):
+            return path
+    for called in (call.frame for call in frame.calls()):
+        for name, given in bound_arguments(called).items():
+            if _is_value_of(target.node, given):
+                return format_path((*called.path, name))
+    return next(iter(outputs), format_path((*frame.path, "output")))
+
+
+def _is_value_of(node: Node, given: Any) -> bool:
+    return isinstance(given, Ref) and given.node is node and not given.dig
+
+
+def _boundary_paths(frame: Frame, node: Node) -> list[str]:
+    return [format_path((*frame.path, node.name), dig) for dig, _ in leaves(node.spec)]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Functions: the hooks, line by line, as a person would write them
+
+
+@dataclass(slots=True)
+class Script:
+    """The names that the functions share.
+
+    Attributes:
+        names: All names at the top of the script.
+        calls: The variable that counts how often each function was called.
+        kept: The variable that holds what probes and records keep.
+        lookups: The sources of values and slices.
+    """
+
+    names: Names
+    calls: str
+    kept: str
+    lookups: Lookups
+
+
+def takes_kwargs(plan: HookPlan) -> bool:
+    """Whether a hook before `forward` needs the keyword arguments."""
+    return any(edit.passing is not None and edit.passing.name is not None for edit in plan.edits)
+
+
+class HookFunction:
+    """A hook of the script.
+
+    Args:
+        plan: What it does.
+        name: Its name.
+        script: The names that all share.
+    """
+
+    def __init__(self, plan: HookPlan, name: str, script: Script) -> None:
+        self.plan = plan
+        self.name = name
+        self.script = script
+        self.names = script.names.inner()
+        self.module, self.args = self.names.free("module"), self.names.free("args")
+        self.kwargs = self.names.free("kwargs") if plan.side == "inputs" else ""
+        self.output = self.names.free("output") if plan.side == "output" else ""
+        self.has_changed = False
+
+    def source(self) -> str:
+        """Returns the definition of the function."""
+        own = f"{self.script.calls}[{text_literal(self.name)}]"
+        body = [f"{own} += 1"]
+        for index, edits in sorted(self.plan.calls.items()):
+            statements = [statement for edit in edits for statement in self._edit(edit)]
+            body += statements if self.plan.count == 1 else [block(f"if {own} == {index + 1}:", statements)]
+        return block(f"def {self.name}({', '.join(self._parameters())}):", self._with_return(body))
+
+    def _parameters(self) -> list[str]:
+        if self.plan.side == "output":
+            return [self.module, self.args, self.output]
+        return [self.module, self.args, *([self.kwargs] if takes_kwargs(self.plan) else [])]
+
+    def _with_return(self, body: list[str]) -> list[str]:
+        if not self.has_changed:
+            return body
+        if self.plan.side == "inputs" and takes_kwargs(self.plan):
+            return [*body, f"return {self.args}, {self.kwargs}"]
+        result = self.output or self.args
+        if body[-1].startswith(start := f"{result} = "):
+            return [*body[:-1], f"return {body[-1].removeprefix(start)}"]
+        return [*body, f"return {result}"]
+
+    # -- one value ---------------------------------------------------------------------------------------------------
+
+    def _edit(self, edit: Edit) -> list[str]:
+        """Returns the statements that read a value, do what the patches say, and put it back."""
+        found: list[str] = []
+        whole = self.output
+        if edit.passing is not None:
+            whole, before = self._read(edit)
+            found += before
+        source = whole
+        for key, inside in edit.containers:
+            source = _child(source, key, inside)
+        variable = self.output if not edit.dig and edit.passing is None else self._variable(edit, whole)
+        value = _Value(source, variable, edit, self.script)
+        for patch in edit.patches:
+            value.apply(patch)
+        found += value.lines
+        if not value.is_changed:
+            return found
+        self.has_changed = True
+        rebuilt = self._rebuilt(whole, edit.containers, value.source)
+        if edit.passing is not None:
+            return [*found, self._write(edit.passing, rebuilt)]
+        if rebuilt != self.output:
+            found.append(f"{self.output} = {rebuilt}")
+        elif any(patch.definition.hook_result and patch.slice is None for patch in edit.patches):
+            # For torch, a hook that returns None says that nothing is changed.
+            message = text_literal(f"{edit.target.path}: the function returned None")
+            found.append(block(f"if {self.output} is None:", [f"raise TypeError({message})"]))
+        return found
+
+    def _variable(self, edit: Edit, whole: str) -> str:
+        if whole.isidentifier() and not edit.dig:
+            return whole
+        last = key_text(edit.target.dig[-1]) if edit.target.dig else str(edit.target.node.target)
+        return self.names.free(as_name(last))
+
+    def _read(self, edit: Edit) -> tuple[str, list[str]]:
+        """Returns the source of an input, and the statements before it."""
+        passing = edit.passing
+        assert passing is not None
+        if passing.name is None:
+            return f"{self.args}[{passing.position}]", []
+        key = text_literal(passing.name)
+        by_name = f"{self.kwargs}[{key}]" if passing.default is None else f"{self.kwargs}.get({key}, {passing.default})"
+        if passing.position is None or passing.is_sure:
+            return by_name, []
+        variable = self.names.free(as_name(passing.name))
+        by_position = f"{self.args}[{passing.position}] if len({self.args}) > {passing.position}"
+        return variable, [f"{variable} = {by_position} else {by_name}"]
+
+    def _write(self, passing: InputPassing, source: str) -> str:
+        """Returns the statement that gives an input another value."""
+        before = f"*{self.args}[:{passing.position}], " if passing.position else ""
+        by_position = by_name = ""
+        if passing.position is not None:
+            by_position = f"{self.args} = ({before}{source}, *{self.args}[{passing.position + 1}:])"
+        if passing.name is not None:
+            by_name = f"{self.kwargs} = {{**{self.kwargs}, {text_literal(passing.name)}: {source}}}"
+        if not by_position or not by_name:
+            return by_position or by_name
+        return block(f"if len({self.args}) > {passing.position}:", [by_position]) + "\n" + block("else:", [by_name])
+
+    def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> str:
+        """Returns the source of `whole` with `new` at the end of `path`, where the tuples on the way are other ones."""
+        if not path:
+            return new
+        (key, spec), *rest = path
+        before = [f"*{whole}[:{key}]"] if key else []
+        after = [] if key == len(spec.children) - 1 else [f"*{whole}[{key + 1}:]"]
+        items = [*before, self._rebuilt(_child(whole, key, spec), rest, new), *after]
+        return f"({', '.join(items)})" if len(items) > 1 else f"({items[0]},)"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Patches as statements
+
+
+class _Value:
+    """A value on its way through the patches.
+
+    Attributes:
+        source: The source of what it is now.
+        variable: The variable to put it in when it changes.
+        lines: The statements so far.
+        is_changed: Whether it is another object than before.
+    """
+
+    def __init__(self, source: str, variable: str, edit: Edit, script: Script) -> None:
+        self.source = source
+        self.variable = variable
+        self.lines: list[str] = []
+        self.is_changed = False
+        self._edit = edit
+        self._script = script
+        self._is_own = False
+
+    def apply(self, patch: ChosenPatch) -> None:
+        """Adds the statements of one patch."""
+        kind, value = patch.definition, self._script.lookups.values.get(patch.number, "")
+        if kind.keeps is not None:
+            self._keep(patch)
+        elif kind.hook_result is not None:
+            self._compute(patch, kind.hook_result, f"({value})" if value.startswith("lambda") else value)
+        else:
+            self._own()
+            part = self._part(patch)
+            target = self.variable if patch.slice is None else part
+            self.lines.append(str(kind.hook_statement).format(target=target, part=part, value=value))
+
+    def _keep(self, patch: ChosenPatch) -> None:
+        place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
+        # What the model writes into later is kept as it was.
+        target = self._edit.target
+        is_copied = target.node.is_mutated_later and isinstance(target.spec, TensorSpec)
+        source = f"{self.source}.clone()" if is_copied else self.source
+        self.lines.append(f"{place}.append({source})" if patch.definition.keeps_list else f"{place} = {source}")
+        self._is_own = False
+
+    def _assign(self, source: str) -> None:
+        if source != self.variable:
+            self.lines.append(f"{self.variable} = {source}")
+        self.source = self.variable
+        self.is_changed = True
+
+    def _own(self) -> None:
+        if not self._is_own:
+            self._assign(f"{self.source}.clone()")
+            self._is_own = True
+
+    def _part(self, patch: ChosenPatch) -> str:
+        return f"{self.variable}[{self._script.lookups.slices.get(patch.number, '...')}]"
+
+    def _compute(self, patch: ChosenPatch, result: str, value: str) -> None:
+        if patch.slice is not None:
+            self._own()
+            part = self._part(patch)
+            self.lines.append(f"{part} = {result.format(value=value, input=f'{part}.clone()')}")
+            return
+        given = self.source if self._is_own else f"{self.source}.clone()"
+        self._assign(result.format(value=value, input=given))
+        self._is_own = False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Containers
+
+
+def _child(source: str, key: Any, spec: ContainerSpec) -> str:
+    if dataclasses.is_dataclass(spec.type) and isinstance(key, str) and key.isidentifier():
+        return f"{source}.{key}"
+    plain = plain_dict_key(key)
+    return f"{source}[{text_literal(plain) if isinstance(plain, str) else repr(plain)}]"

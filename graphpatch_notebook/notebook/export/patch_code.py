@@ -16,25 +16,23 @@ from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.notebook.export.hook_code import HooksExport
 from graphpatch_notebook.notebook.export.source_code import WIDTH, SourceCode, block, bracketed, text_literal
 from graphpatch_notebook.notebook.export.source_parts import (
+    Names,
+    Needs,
+    as_source,
     by_path,
     call_arguments,
+    in_order,
     is_name,
     left_out,
     looked_up,
     name_of_model,
-    result_lines,
-    unknown_inputs,
-)
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
-from graphpatch_notebook.notebook.session.code_names import (
-    Names,
-    Needs,
-    as_source,
-    in_order,
     needs,
     parse_arguments,
+    result_lines,
+    unknown_inputs,
     user_names,
 )
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.expressions import without_syntax_warnings
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.patch_kinds import FLAGS
@@ -44,12 +42,12 @@ from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.patches.selections import NAMED_STEPS
 
-Form: TypeAlias = Literal["graphpatch", "hooks"]
+ExportForm: TypeAlias = Literal["graphpatch", "hooks"]
 
 
 def export(
     session: Session,
-    form: Form = "graphpatch",
+    form: ExportForm = "graphpatch",
     *,
     wrap: bool = False,
     chosen: ChosenPatches | None = None,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -16,6 +13,7 @@ from IPython.core.error import UsageError
 
 from graphpatch_notebook.errors import PatchMapError, SessionError
 from graphpatch_notebook.execution import PatchContext
+from graphpatch_notebook.interrupts import Block
 from graphpatch_notebook.notebook.magics.cell_results import CellResults
 from graphpatch_notebook.notebook.magics.choosing import numbers_of
 from graphpatch_notebook.notebook.magics.command_line import arguments, one_line
@@ -47,7 +45,7 @@ class CellRun:
         workspace.notice_new_graphs()
         active, chosen = chosen_for(workspace, line)
         self._is_silent = is_silent
-        self._stack: _Stack | None = _Stack(frame)
+        self._block: Block | None = Block(frame)
         self._has_begun = False
         resolved = active.session.resolve(workspace.namespace, chosen)
         context = active.graph.patch(dict(resolved.patch_map.items()))
@@ -68,7 +66,7 @@ class CellRun:
             SessionError: There is none.
         """
         run = _current.get()
-        if run is None or run._stack is None:
+        if run is None or run._block is None:
             raise SessionError("no %%graphpatch cell is running")
         return run
 
@@ -79,11 +77,11 @@ class CellRun:
     def end(self) -> None:
         """Called before they are taken away. This object keeps nothing alive then."""
         self._has_begun = False
-        self._stack = self._entry = self._results = None
+        self._block = self._entry = self._results = None
 
     def is_running(self) -> bool:
         """Whether the cell is being run; not after an interrupt so untimely that `end` was not reached."""
-        return self._has_begun and self._stack is not None and self._stack.is_alive()
+        return self._has_begun and self._block is not None and not self._block.is_over()
 
     def leave(self) -> None:
         """Takes the patches away, if they are still there although the cell has ended."""
@@ -117,35 +115,6 @@ def leave_what_is_left() -> None:
     if run is not None and not run.is_running():
         run.leave()
         _current.set(None)
-
-
-class _Stack:
-    """Where a cell runs.
-
-    Args:
-        frame: The frame of the cell.
-    """
-
-    def __init__(self, frame: FrameType) -> None:
-        self._frame = frame
-        self._thread = threading.get_ident()
-        self._task = _task() if frame.f_code.co_flags & inspect.CO_COROUTINE else None
-
-    def is_alive(self) -> bool:
-        """Whether the cell has not come to its end."""
-        if self._task is not None and self._task is not _task():
-            return not self._task.done()  # it may be waiting
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
-
-
-def _task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop is running
-        return None
 
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:

@@ -12,10 +12,9 @@ from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.magics.command_line import Place, arguments, one_line, split_options, without_comment
 from graphpatch_notebook.notebook.magics.typed_paths import advice, cut_place, unquoted
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
-from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PatchKind
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Workspace
+from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest, parse_path
 

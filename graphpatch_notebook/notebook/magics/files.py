@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.magics.command_line import arguments, split_options, without_comment
-from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.text_file import digest, real_file, replace_text
-from graphpatch_notebook.notebook.session.workspace import Workspace, is_a
+from graphpatch_notebook.notebook.session.workspace import Workspace, counted, is_a
 
 if TYPE_CHECKING:
-    from graphpatch_notebook.notebook.export.patch_code import Form
+    from graphpatch_notebook.notebook.export.patch_code import ExportForm
     from graphpatch_notebook.notebook.export.source_code import SourceCode
 
 _EXPORT_OPTIONS = {"-o": True, "--cell": False, "--hooks": False, "--force": False}
@@ -38,7 +37,7 @@ def export(workspace: Workspace, text: str) -> SourceCode | None:
     is_variable = target is not None and target.isidentifier()
     if target is not None and keyword.iskeyword(target):
         raise SessionError(f"{target!r} cannot be the name of a variable; a file is written ./{target}")
-    form: Form = "hooks" if "--hooks" in options else "graphpatch"
+    form: ExportForm = "hooks" if "--hooks" in options else "graphpatch"
     # A file is run by itself: there the graph must be made, too.
     code = patch_code.export(session, form, wrap=target is not None and not is_variable)
     if target is not None and is_variable:

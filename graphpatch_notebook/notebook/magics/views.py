@@ -13,9 +13,8 @@ from graphpatch_notebook.notebook.magics.command_line import split_options, with
 from graphpatch_notebook.notebook.magics.typed_paths import cut_place
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.expressions import undefined
-from graphpatch_notebook.notebook.session.graph_transfer import counted
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace, counted
 from graphpatch_notebook.patchable_graph import captured
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from graphpatch_notebook.notebook.display.progress import capture_progress
 from graphpatch_notebook.notebook.magics.command_line import arguments
 from graphpatch_notebook.notebook.session.chosen_patch import reserved
 from graphpatch_notebook.notebook.session.expressions import undefined
-from graphpatch_notebook.notebook.session.graph_transfer import counted, hand_over
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.session.workspace import Workspace, is_a
+from graphpatch_notebook.notebook.session.workspace import Workspace, counted, hand_over, is_a
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
 

@@ -11,7 +11,7 @@ from graphpatch_notebook.capture.example_inputs import ExampleInputs
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.session.expressions import quoted, undefined, without_syntax_warnings
-from graphpatch_notebook.notebook.session.input_names import changed_variables, written_arguments
+from graphpatch_notebook.notebook.session.origin import changed_variables, written_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.options import options_among
 from graphpatch_notebook.patchable_graph import captured

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from graphpatch_notebook.notebook.run.run_inputs import given_arguments
 from graphpatch_notebook.notebook.run.runs import Runs
-from graphpatch_notebook.notebook.session.input_names import written_arguments
+from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace
 

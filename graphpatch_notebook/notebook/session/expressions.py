@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphpatch_notebook.notebook.session.syntax_trees import parsed
 from graphpatch_notebook.paths import nearest
 
 _LONGEST_QUOTE = 80
@@ -168,3 +167,29 @@ def _parsed(text: str) -> ast.Expression:
     # On a line of its own: what ends the expression early (a comment, a parenthesis) ends it for Python, too.
     with without_syntax_warnings():
         return ast.Expression(parsed(text))
+
+
+_TRIES = 10
+
+
+def parsed(expression: str) -> ast.expr:
+    """Returns the syntax tree of an expression.
+
+    CPython counts how deep it is in a syntax tree for all threads together (python/cpython#106905): where two parse at
+    the same time, one may be told that it lost count, of an expression that is right.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: As `ast.parse`.
+
+    Example:
+        >>> ast.unparse(parsed("a+1"))
+        'a + 1'
+    """
+    tries = _TRIES
+    while True:
+        tries -= 1
+        try:
+            return ast.parse(expression, mode="eval").body
+        except SystemError:
+            if not tries:
+                raise

@@ -1,13 +1,16 @@
-"""Where a graph came from, in the user's words: what code export and *Run* need to name it."""
+"""How the user made a graph, as text: the model, the example inputs and the variables that hold them."""
 
 from __future__ import annotations
 
 import ast
+import keyword
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from graphpatch_notebook.capture.example_inputs import ExampleInputs
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.session.expressions import free_names
-from graphpatch_notebook.notebook.session.syntax_trees import parsed
+from graphpatch_notebook.notebook.session.expressions import free_names, parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +52,82 @@ def _parsed(text: str) -> ast.expr | None:
 def _is_call_of_name(node: ast.expr | None) -> bool:
     # Not `f(a) + f(b)` nor `f(a)(b)`, which texts with parentheses in them can make of it.
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The example inputs, by the variables that hold them
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def written_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], namespace: Mapping[str, Any]) -> str | None:
+    """Returns inputs as they stand in a call; `None` where some of them are in no variable.
+
+    Args:
+        args: The positional ones.
+        kwargs: Those by keyword.
+        namespace: The user's variables.
+
+    Example:
+        >>> ids, inputs = object(), {"mask": object()}
+        >>> written_arguments((ids, True), inputs, {"ids": ids, "inputs": inputs})
+        'ids, True, **inputs'
+    """
+    names = {id(value): name for name, value in reversed(list(namespace.items())) if _is_name(name)}
+    texts = [_written(value, names) for value in args]
+    left = dict(kwargs)
+    whole = _mapping_of(left, namespace)
+    if whole is not None:
+        left = {key: value for key, value in left.items() if key not in namespace[whole]}
+    by_key = {key: _written(value, names) for key, value in left.items()}
+    if None in texts or None in by_key.values():
+        return None
+    found = [*texts, *(f"{key}={text}" for key, text in by_key.items()), *([f"**{whole}"] if whole else [])]
+    return ", ".join(str(text) for text in found)
+
+
+def changed_variables(arguments: str, examples: ExampleInputs, namespace: Mapping[str, Any]) -> list[str]:
+    """Returns the variables in the text of a call that hold something else than the example inputs which they held.
+
+    Example:
+        >>> changed_variables("x, scale=y", ExampleInputs((1.5,), {"scale": 2}), {"x": 1.5, "y": 3})
+        ['y']
+    """
+    call = ast.parse(f"_({arguments})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    pairs: list[tuple[str, Any, Any]] = []
+    if len(call.args) == len(examples.args):
+        positional = zip(call.args, examples.args, strict=True)
+        pairs += [(n.id, namespace.get(n.id), v) for n, v in positional if isinstance(n, ast.Name)]
+    for one in call.keywords:
+        if not isinstance(one.value, ast.Name):
+            continue
+        name, held = one.value.id, namespace.get(one.value.id)
+        if one.arg in examples.kwargs:
+            pairs.append((name, held, examples.kwargs[one.arg]))
+        elif one.arg is None and isinstance(held, Mapping):
+            pairs += [(name, value, examples.kwargs.get(key)) for key, value in held.items()]
+    return list(dict.fromkeys(name for name, held, value in pairs if name in namespace and not _is_same(held, value)))
+
+
+def _written(value: Any, names: Mapping[int, str]) -> str | None:
+    return repr(value) if type(value) in _PLAIN else names.get(id(value))
+
+
+def _mapping_of(kwargs: Mapping[str, Any], namespace: Mapping[str, Any]) -> str | None:
+    """Returns the variable that holds a mapping of some of the keyword arguments, such as what a tokenizer returned."""
+    for name, value in list(namespace.items()):
+        if not _is_name(name) or not isinstance(value, Mapping) or not value:
+            continue
+        if all(isinstance(key, str) and key in kwargs and kwargs[key] is value[key] for key in value):
+            return name
+    return None
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)

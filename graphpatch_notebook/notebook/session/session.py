@@ -10,22 +10,23 @@ import itertools
 import keyword
 import re
 import threading
+import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphpatch_notebook.checks.dimensions import fixed_sizes
-from graphpatch_notebook.errors import ChosenPatchError, SessionError, StaleEditError
+from graphpatch_notebook.errors import ChosenPatchError, ListenerWarning, SessionError, StaleEditError
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.display.labels import visible
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, UntrustedFile
-from graphpatch_notebook.notebook.session.listeners import Listeners
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, UntrustedFile, names_used
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.slices import Sliced, sliced_shape
-from graphpatch_notebook.notebook.session.variables import check_name, check_uses
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.paths import numbered, parse_path
@@ -105,7 +106,7 @@ class Session:
         self._last_number = 0
         self._undone: list[tuple[ChosenPatch, ...]] = []
         self._done: list[tuple[ChosenPatch, ...]] = []
-        self._listeners: Listeners[ChosenPatches] = Listeners()
+        self._listeners = _Listeners()
 
     @property
     def graph(self) -> PatchableGraph:
@@ -397,3 +398,119 @@ def session_of(graph: PatchableGraph) -> Session:
         if graph not in _sessions:
             _sessions[graph] = Session(graph)
         return _sessions[graph]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Variables: no two patches fill the same one, and none fills what another uses
+
+
+def check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:
+    """Makes sure that the variable of a probe is free for it.
+
+    Raises:
+        ChosenPatchError: Another fills it, or the graph is made from it.
+    """
+    if patch.name is None:
+        return
+    namesake = next((other for other in others if other.name == patch.name), None)
+    if namesake is not None:
+        raise ChosenPatchError(
+            "name", f"#{namesake.number} puts {namesake.path!r} in {patch.name!r}: choose another variable"
+        )
+    if patch.name in origin.names:
+        raise ChosenPatchError("name", f"{patch.name!r} is what the graph is made from: choose another variable")
+
+
+def check_uses(patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
+    """Returns what is to be said if the patch uses what an earlier probe keeps.
+
+    Raises:
+        ChosenPatchError: A probe would overwrite what a patch uses that was chosen before it.
+    """
+    warning = None
+    for other in others:
+        if not (patch.is_enabled and other.is_enabled):
+            continue
+        is_newer = not patch.number or other.number < patch.number
+        user, probe = (other, patch) if is_newer else (patch, other)
+        if _uses(user, probe.name):
+            does = "uses" if user is other else "puts what it keeps in"
+            raise ChosenPatchError(
+                "name" if probe is patch else "value",
+                f"#{other.number} ({other}) {does} {probe.name!r}, so that the second run would use "
+                "what the first one kept: choose another variable",
+            )
+        if is_newer and _uses(patch, other.name):
+            warning = f"{other.name!r} is what #{other.number} keeps: each run uses what the run before it kept"
+    return warning
+
+
+def _uses(patch: ChosenPatch, name: str | None) -> bool:
+    """Whether a text of the patch names the variable."""
+    texts = f"{patch.value} {patch.slice}"
+    # Most do not, which is seen at once; letters of other alphabets have several spellings.
+    return name is not None and (name in texts or not texts.isascii()) and name in names_used([patch])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Listeners
+
+
+class _Listeners:
+    """Those who are told. Whoever uses this sees to it that one thread at a time does.
+
+    Example:
+        >>> listeners, told = _Listeners(), []
+        >>> stop = listeners.add(told.append)
+        >>> listeners.tell(1)
+        >>> stop(); listeners.tell(2)
+        >>> told
+        [1]
+    """
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[ChosenPatches], object]] = []
+        self._waiting: deque[ChosenPatches] = deque()
+        self._is_telling = False
+
+    def add(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
+        """Tells `listener` of all that is new from now on; returns what stops that."""
+        # An object of its own: the same listener may be added twice.
+        entry = partial(listener)
+        self._listeners.append(entry)
+
+        def stop() -> None:
+            self._listeners[:] = [other for other in self._listeners if other is not entry]
+
+        return stop
+
+    def tell(self, version: ChosenPatches) -> None:
+        """Tells all of a version. One that a listener makes meanwhile comes after this: all see the same order.
+
+        What a listener raises is told by a warning, when all have been told.
+        """
+        self._waiting.append(version)
+        if self._is_telling:
+            return
+        errors: list[Exception] = []
+        self._is_telling = True
+        try:
+            while self._waiting:
+                newest = self._waiting.popleft()
+                for listener in tuple(self._listeners):
+                    errors += _errors_of(listener, newest)
+        finally:
+            self._is_telling = False
+        for problem in errors:
+            message = (
+                f"a listener raised {type(problem).__name__}: {problem}; the edit was made, and the others were told"
+            )
+            warnings.warn(message, ListenerWarning, stacklevel=2)
+
+
+def _errors_of(listener: Callable[[ChosenPatches], object], version: ChosenPatches) -> list[Exception]:
+    try:
+        listener(version)
+    except Exception as error:
+        return [error]
+    return []

@@ -19,6 +19,7 @@ until a patch context is entered, and those that are code are not evaluated then
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -26,9 +27,10 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
+from IPython.paths import get_ipython_dir
+
 from graphpatch_notebook.errors import ChosenPatchError, SessionError, SessionFileError, UnresolvedPatchWarning
 from graphpatch_notebook.inspection.resolution import operation_of, other_operation, with_nearest
-from graphpatch_notebook.notebook.session import trusted_files
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, UntrustedFile, names_used
 from graphpatch_notebook.notebook.session.expressions import is_plain
 from graphpatch_notebook.notebook.session.origin import Origin
@@ -100,7 +102,7 @@ def save(session: Session, file: str | os.PathLike[str], force: bool = False) ->
         raise SessionFileError(f"{str(file)!r} cannot be written: {_reason(error)}") from error
     patches = session.chosen.patches
     if any(map(_is_code, patches)) and not any(patch.untrusted for patch in patches):
-        trusted_files.add(digest(text))
+        _trust(digest(text))
     return target
 
 
@@ -145,14 +147,14 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
     try:
         text = _text(Path(file).expanduser())
         source = UntrustedFile(str(file), digest(text))
-        is_trusted = is_trusted or trusted_files.holds(source.digest)
+        is_trusted = is_trusted or _is_trusted(source.digest)
         loaded = loads(session, text, f"{str(file)!r}: ", None if is_trusted else source)
     except (OSError, RuntimeError) as error:  # RuntimeError: no such user
         raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
     except SessionFileError as problem:
         raise SessionFileError(f"{str(file)!r}: {problem}") from None
     if is_trusted:
-        trusted_files.add(source.digest)
+        _trust(source.digest)
     return loaded
 
 
@@ -161,7 +163,7 @@ def trust(session: Session, number: int, based_on: int | None = None) -> None:
     file = session.chosen.find(number).untrusted
     if file is not None:
         session.trust(file, based_on)
-        trusted_files.add(file.digest)
+        _trust(file.digest)
 
 
 def loads(session: Session, text: str, where: str = "", source: UntrustedFile | None = None) -> tuple[ChosenPatch, ...]:
@@ -332,3 +334,27 @@ def _shown(value: Any) -> str:
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files that the user trusts: the digests of their texts, one a line, in a file in IPython's directory. A file that
+# changes has another digest, and is not trusted. If the list cannot be read or written, trust ends with the session.
+
+
+def _is_trusted(digest: str) -> bool:
+    """Whether the user trusts the file of this digest."""
+    try:
+        return digest in _trusted_list().read_text(encoding="utf8").split()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _trust(digest: str) -> None:
+    """Remembers that the user trusts the file of this digest."""
+    if not _is_trusted(digest):
+        with contextlib.suppress(OSError), _trusted_list().open("a", encoding="utf8", newline="\n") as file:
+            file.write(f"{digest}\n")
+
+
+def _trusted_list() -> Path:
+    return Path(get_ipython_dir()) / "graphpatch_trusted_sessions"

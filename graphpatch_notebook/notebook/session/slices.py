@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from graphpatch_notebook.notebook.session.expressions import quoted, without_syntax_warnings
-from graphpatch_notebook.notebook.session.syntax_trees import parsed
+from graphpatch_notebook.notebook.session.expressions import parsed, quoted, without_syntax_warnings
 from graphpatch_notebook.patches.slices import indexed_dimensions, selection_problem
 
 _WHAT_A_SLICE_IS = "integers, slices such as 3:5, `...`, None, names of variables and lists of integers"

@@ -10,10 +10,10 @@ from typing import Any, TypeGuard, TypeVar
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.notebook.search.search import index_of
-from graphpatch_notebook.notebook.session.graph_transfer import hand_over
-from graphpatch_notebook.notebook.session.input_names import written_arguments
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session, session_of
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.paths import nearest
@@ -233,3 +233,37 @@ def _mark(value: Any) -> Callable[[Any], bool]:
 
         return is_same
     return lambda other: other is value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Patches of a graph whose variable holds another graph now
+
+
+def counted(count: int) -> str:
+    """Returns how many patches there are, in words."""
+    return "1 patch" if count == 1 else f"{count} patches"
+
+
+def hand_over(patches: tuple[ChosenPatch, ...], session: Session) -> None:
+    """Chooses the patches of the graph that the variable held before; says what became of them."""
+    kept: list[ChosenPatch] = []
+    dropped: list[str] = []
+    for patch in patches:
+        problem = _problem(patch, kept, session)
+        if problem is None:
+            kept.append(patch)
+        else:
+            dropped.append(f"dropped #{patch.number} {patch}: {problem}")
+    if kept:
+        session.adopt(kept)
+        print(f"{counted(len(kept))} carried over from the graph that was in {session.origin.graph} before")
+    for line in dropped:
+        print(line)
+
+
+def _problem(patch: ChosenPatch, others: list[ChosenPatch], session: Session) -> ChosenPatchError | None:
+    try:
+        session.check(patch, others)
+    except ChosenPatchError as problem:
+        return problem
+    return None

@@ -33,8 +33,8 @@ from graphpatch_notebook.experiments import (
     path_patch,
     top_scores,
 )
-from graphpatch_notebook.experiments.methods.head_mixing import mixing_of
-from graphpatch_notebook.experiments.methods.recordings import targets
+from graphpatch_notebook.experiments.methods.arguments import targets
+from graphpatch_notebook.experiments.methods.heads import mixing_of
 from tests.experiments.hooked import edited, gpt2, llama, outputs, putting
 from tests.integrations.test_transformer_lens import lens
 from tests.laws.captures import capture_of

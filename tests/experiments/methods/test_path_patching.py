@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, OPTConfig, OPTForCausalLM
 
 from graphpatch_notebook import ExperimentError, ExperimentWarning, PatchableGraph, UnknownPathError
 from graphpatch_notebook.experiments import LogitDifference, path_patch
-from graphpatch_notebook.experiments.methods.components import default_components
+from graphpatch_notebook.experiments.methods.path_patching import default_components
 from tests.experiments.hooked import Edit, edited, gpt2, llama, outputs, putting
 
 CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
@@ -349,9 +349,10 @@ def unreached(size: float, sender: str, components: list[str]) -> str:
 def test_what_rounding_loses_is_told_from_what_is_held() -> None:
     """A head that writes 1e-10 into the stream is not kept from it by an MLP; more of the same gets there."""
     for sender in ("norm.output", "head.output"):
-        rounded = unreached(1e-10, sender, ["mlp.output"])
-        assert "No held component is in its way: a larger change in the same direction would get there" in rounded
-        assert "mlp" not in rounded
+        for size in (1e-10, 1e-20, 1e-30):
+            rounded = unreached(size, sender, ["mlp.output"])
+            assert "No held component is in its way: a larger change in the same direction would get there" in rounded
+            assert "mlp" not in rounded
     for size in (1e-10, 1.0):
         held = unreached(size, "norm.output", ["mlp.output", "head.output"])
         assert "It is component 'head.output' that takes it up first and is held" in held
