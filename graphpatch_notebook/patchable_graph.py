@@ -32,7 +32,7 @@ from graphpatch_notebook.execution import (
     verified_fx_module,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
-from graphpatch_notebook.graphs.postprocessing import postprocess
+from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.nodes import NodeMap

@@ -234,7 +234,7 @@ COMPARE_TENSORS = {
     "experiments/engine/purity.py",
     "experiments/engine/runner.py",
     "notebook/run/run_state.py",
-    "serialization/reattaching.py",
+    "serialization/loading.py",
 }
 
 
@@ -424,8 +424,7 @@ READ_PRIVATE = {
     "experiments/executors/cluster.py": {"_client"},  # of a Dask executor, which has no public name for it
     "graphs/compiled_module.py": {"_frame", "_original_module", "_callees"},
     "graphs/hierarchy.py": {"_frame", "_original_module", "_callees"},
-    "graphs/modules.py": {"_original_module"},
-    "notebook/magics/cell_results.py": {"_since", "_kept"},
+    "notebook/magics/cells.py": {"_since", "_kept"},
 }
 
 

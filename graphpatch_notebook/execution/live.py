@@ -63,6 +63,16 @@ class Run:
         self._with_patched_inputs: set[int] = set()
         self._awaiting_output: dict[int, list[tuple[int, FramePlan]]] = {}
 
+    @property
+    def is_patched(self) -> bool:
+        """Whether there are patches. Loaded graphs ask this, and the next, of the run that calls them."""
+        return len(self.plan.entries) > 0
+
+    @property
+    def has_edited_graphs(self) -> bool:
+        """Whether an edited graph runs in it."""
+        return any(frame_plan.frame.is_edited for frame_plan in self.plan.root.walk())
+
     def on_forward(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

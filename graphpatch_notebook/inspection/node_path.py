@@ -9,7 +9,7 @@ import torch
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import UnknownChildError
-from graphpatch_notebook.inspection import tree, tree_texts
+from graphpatch_notebook.inspection import tree
 from graphpatch_notebook.inspection.places import Place
 from graphpatch_notebook.inspection.source_text import CodeText, code_text
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec
@@ -152,27 +152,27 @@ class NodePath:
                 deepest graphs are closed. `None` for all lines.
             depth: How many levels to open; `None` for all.
         """
-        return CodeText(tree_texts.plain(self.__lines(show_plumbing, max_lines, depth)))
+        return CodeText(tree.plain(self.__lines(show_plumbing, max_lines, depth)))
 
     def __lines(self, show_plumbing: bool, max_lines: int | None, depth: int | None) -> list[tree.Line]:
         entry = self.__place.entry(show_plumbing=show_plumbing)
         return tree.tree_lines(entry, path=self.__place.python(), max_lines=max_lines, depth=depth)
 
     def __repr__(self) -> str:
-        return tree_texts.plain(self.__lines(False, tree.MAX_LINES, None))
+        return tree.plain(self.__lines(False, tree.MAX_LINES, None))
 
     def __rich__(self) -> Text:
-        return tree_texts.rich_text(self.__lines(False, tree.MAX_LINES, None))
+        return tree.rich_text(self.__lines(False, tree.MAX_LINES, None))
 
     def _repr_html_(self) -> str:
-        return tree_texts.html(self.__lines(False, tree.MAX_LINES, None))
+        return tree.html(self.__lines(False, tree.MAX_LINES, None))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         if len(printer.stack) > 1:  # inside a list or dict, where a tree would be unreadable
             printer.text(f"NodePath({str(self)!r})")
             return
         lines = self.__lines(False, tree.MAX_LINES, None)
-        printer.text(tree_texts.coloured(lines) if tree_texts.is_colour_terminal() else tree_texts.plain(lines))
+        printer.text(tree.coloured(lines) if tree.is_colour_terminal() else tree.plain(lines))
 
 
 def place_of(path: NodePath) -> Place:
@@ -249,7 +249,7 @@ class GraphShapes:
 
     def __repr__(self) -> str:
         entry = self.__place.entry(label_of=_shape_label)
-        return tree_texts.plain(tree.tree_lines(entry, path=python_shape(self.__place)))
+        return tree.plain(tree.tree_lines(entry, path=python_shape(self.__place)))
 
 
 def python_shape(place: Place) -> str:

@@ -110,7 +110,8 @@ def steps_of(frame: Frame) -> Iterator[Step]:
         name = f"{node.kind} {(f'{path}.' if path else '') + (node.name or node.op)!r}"
         target = (id(node.target), node.spec) if node.kind == "constant" else node.target
         index = node.call_index if isinstance(node, CallNode) else 0
-        yield name, (node.kind, target, index, _plain(node.args, numbers), _plain(node.kwargs, numbers))
+        source = numbers.get(id(node.whole)), node.position, index
+        yield name, (node.kind, target, source, _plain(node.args, numbers), _plain(node.kwargs, numbers))
         if isinstance(node, CallNode):
             yield from steps_of(node.frame)
     yield f"what {path or 'the model'!r} returns", _plain(frame.output, numbers)

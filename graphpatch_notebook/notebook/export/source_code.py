@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphpatch_notebook.inspection.tree_texts import css_colour, is_colour_terminal
+from graphpatch_notebook.inspection.tree import css_colour, is_colour_terminal
 
 WIDTH = 88
 _INDENT = "    "

@@ -1,6 +1,6 @@
 /**
  * The search grammar: from the text of a query to its terms. The same as `graphpatch_notebook/notebook/search/query.py`, whose
- * docstring explains it; tests/notebook/test_search_parity.py sees to that.
+ * docstring explains it; tests/notebook/search/test_search_parity.py sees to that.
  */
 
 /** A query that is none; the message says how to write what was perhaps meant. */

@@ -1,4 +1,4 @@
-/** The same queries find the same rows as in Python: tests/notebook/test_search_parity.py writes what they are. */
+/** The same queries find the same rows as in Python: tests/notebook/search/test_search_parity.py writes what they are. */
 import { describe, expect, test } from "vitest";
 import type { Columns } from "../../src/kernel/protocol";
 import { parseQuery, QueryError } from "../../src/tree/query";

@@ -18,9 +18,8 @@ from IPython.core.completer import CompletionContext, provisionalcompleter, rect
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.inspection.places import Place, is_child
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
-from graphpatch_notebook.notebook.completion.command_arguments import arguments_by_command
-from graphpatch_notebook.notebook.completion.python_text import cursor_at_end
-from graphpatch_notebook.notebook.completion.segments import next_segments
+from graphpatch_notebook.notebook.completion.completion import next_segments
+from graphpatch_notebook.notebook.completion.cursor import arguments_by_command, cursor_at_end
 from graphpatch_notebook.notebook.magics.commands import commands
 from tests.notebook.hostile import KEYS, hostile_graph
 from tests.notebook.shells import Shell

@@ -11,9 +11,8 @@ import torch
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.notebook.magics.choosing import OPTIONS
-from graphpatch_notebook.notebook.magics.command_help import examples
-from graphpatch_notebook.notebook.magics.command_line import Place, split_options
-from graphpatch_notebook.notebook.magics.commands import commands
+from graphpatch_notebook.notebook.magics.command_line import TypedPath, split_options
+from graphpatch_notebook.notebook.magics.commands import commands, examples
 from graphpatch_notebook.notebook.magics.wrapping import Assignment
 from graphpatch_notebook.notebook.search.query import KEYS, STATES, parse_query
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -524,7 +523,7 @@ def test_the_grammar_of_the_search_is_in_the_help(pg: Shell) -> None:
 def test_examples_can_be_typed(example: str) -> None:
     name, _, rest = example.partition(" ")
     if name in PATCH_KINDS:
-        options, behind = split_options(Place.cut(rest).rest, OPTIONS)
+        options, behind = split_options(TypedPath.cut(rest).rest, OPTIONS)
         texts = {what.lstrip("-").replace("-", "_"): text or True for what, text in options.items()}
         field, default = ("name", "free") if PATCH_KINDS[name].keeps else ("value", None)
         patch = ChosenPatch("x", name, **{field: behind.replace("{i}", "0") or default}, **texts)  # type: ignore[arg-type]

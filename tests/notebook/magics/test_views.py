@@ -9,7 +9,7 @@ import pytest
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import UnknownChildError
 from graphpatch_notebook.inspection.places import Place
-from graphpatch_notebook.notebook.magics.listing import listing
+from graphpatch_notebook.notebook.magics.views import listing
 from tests.notebook.hostile import KEYS, hostile_graph
 from tests.zoo import case_by_name
 

@@ -1,6 +1,6 @@
 """The search of the widget finds what `find` finds: both are held to `js/tests/fixtures/queries.json`.
 
-js/tests/tree/parity.test.ts reads it, too. `python -m tests.notebook.test_search_parity` writes it anew.
+js/tests/tree/parity.test.ts reads it, too. `python -m tests.notebook.search.test_search_parity` writes it anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.search.search import find
 from tests.notebook.hostile import hostile_graph
 
-FIXTURE = Path(__file__).parents[2] / "js" / "tests" / "fixtures" / "queries.json"
+FIXTURE = Path(__file__).parents[3] / "js" / "tests" / "fixtures" / "queries.json"
 
 
 class Attention(nn.Module):

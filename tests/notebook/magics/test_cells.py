@@ -535,7 +535,7 @@ class Interrupter:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         file = Path(frame.f_code.co_filename).name
-        if file not in ("cell_run.py", "cell_results.py") and not file.startswith("<ipython-input"):
+        if (file != "cells.py" or is_transforming(frame)) and not file.startswith("<ipython-input"):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -543,6 +543,13 @@ class Interrupter:
             if self.left == 0:
                 raise KeyboardInterrupt
         return self
+
+
+def is_transforming(frame: FrameType | None) -> bool:
+    """Whether IPython transforms the text of the cell, which has not begun."""
+    while frame is not None and frame.f_code.co_name not in ("mark_cell", "visit"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def test_an_untimely_interrupt_leaves_nothing(zero: Shell, expected: Tensor) -> None:

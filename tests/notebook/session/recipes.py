@@ -1,6 +1,6 @@
 """Writes recipes/*.json: sessions with many kinds of paths, chosen with the transformers that is installed.
 
-`python -m tests.notebook.recipes`, with transformers 4, made those that the tests load with transformers 5.
+`python -m tests.notebook.session.recipes`, with transformers 4, made those that the tests load with transformers 5.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from graphpatch_notebook.errors import SessionFileError
 from graphpatch_notebook.notebook.session import session_file
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
-from tests.notebook import recipes
+from tests.notebook.session import recipes
 
 NEAREST = re.compile(r"nearest: ('[^']+'), ('[^']+'), ('[^']+')")
 

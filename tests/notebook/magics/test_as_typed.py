@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook.notebook.magics.expansion import expanded
+from graphpatch_notebook.notebook.magics.command_line import expanded
 from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.shells import Shell
 
@@ -39,7 +39,7 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def deep(shell: Shell) -> Shell:
-    shell.ok("from tests.notebook.test_as_typed import Layers\nmodel = Layers()")
+    shell.ok("from tests.notebook.magics.test_as_typed import Layers\nmodel = Layers()")
     shell.ok("%graphpatch wrap pg = model(x)")
     return shell
 
