@@ -348,7 +348,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook import serialization
 
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        source = serialization.Source(self._graph_module, self._captured.options, unpatched, self._of)
+        source = serialization.GraphToSave(self._graph_module, self._captured.options, unpatched, self._of)
         serialization.save(source, file, check)
 
     @classmethod

@@ -96,7 +96,7 @@ def build(frame: Frame, targets: Targets) -> BuiltGraph:
         raise GraphError(f"there is no graph of {where} ({type(frame.module).__name__}): {frame.opaque_reason}")
     if frame.custom_graph is not None:
         return BuiltGraph(frame.custom_graph)
-    return _Builder(frame, targets).build()
+    return _GraphBuilder(frame, targets).build()
 
 
 def records(graph: fx.Graph) -> dict[str, fx.Node]:
@@ -104,7 +104,7 @@ def records(graph: fx.Graph) -> dict[str, fx.Node]:
     return {node.meta[RECORD].name: node for node in graph.nodes if RECORD in node.meta}
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(self, frame: Frame, targets: Targets) -> None:
         self.frame = frame
         self.targets = targets

@@ -1,7 +1,7 @@
 """The tree of a capture, in lines: which nodes are shown, and what is folded where there are too many.
 
 Frame or ValueSpec
-  -> Entry             a node, its label, its children    (`frame_entry`, `spec_entry`)
+  -> TreeEntry         a node, its label, its children    (`frame_entry`, `spec_entry`)
   -> Line ...          cut to a number of lines           (`tree_lines`)
   -> str, rich, HTML                                      (`plain`, `rich_text`, `html`)
 """
@@ -13,9 +13,11 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.inspection.resolution import graph_class
@@ -37,7 +39,7 @@ LabelOf: TypeAlias = Callable[[ValueSpec], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TreeEntry:
     """One node of the tree.
 
     Attributes:
@@ -52,7 +54,7 @@ class Entry:
     name: str
     label: str
     style: Style
-    children: tuple[Entry, ...] = ()
+    children: tuple[TreeEntry, ...] = ()
     size: int = field(init=False)
     pattern: int = field(init=False)
 
@@ -84,7 +86,7 @@ class Line:
 # What is shown
 
 
-def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> Entry:
+def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
     """Returns the entry of a frame with all that the tree shows of it.
 
     Args:
@@ -95,28 +97,28 @@ def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_o
             have no label.
     """
     entries = (_node_entry(node, show_plumbing, label_of) for node in frame.nodes if show_plumbing or is_shown(node))
-    return Entry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
+    return TreeEntry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
 
 
-def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> Entry:
+def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> TreeEntry:
     name = format_segment(node.name)
     if isinstance(node, CallNode):
         return frame_entry(node.frame, name, show_plumbing=show_plumbing, label_of=label_of)
     if node.kind == "call":
-        return Entry(name, "" if label_of else graph_class(None), "graph")
+        return TreeEntry(name, "" if label_of else graph_class(None), "graph")
     return spec_entry(node.spec, name, show_all=show_plumbing, label_of=label_of)
 
 
-def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> Entry:
+def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
     """Returns the entry of a value: containers opened, without `None`s, strings and the like (unless `show_all`)."""
-    inside: Iterable[Entry] = ()
+    inside: Iterable[TreeEntry] = ()
     if isinstance(spec, ContainerSpec):
         inside = (
             spec_entry(child, format_segment(text), show_all=show_all, label_of=label_of)
             for text, _, child in spec.children
             if show_all or not is_clutter(child)
         )
-    return Entry(name, (label_of or str)(spec), _style_of(spec), tuple(inside))
+    return TreeEntry(name, (label_of or str)(spec), _style_of(spec), tuple(inside))
 
 
 def is_shown(node: Node) -> bool:
@@ -164,14 +166,14 @@ class Row:
         is_folded: Whether lines below are left out.
     """
 
-    entry: Entry
+    entry: TreeEntry
     note: str = ""
-    run: tuple[Entry, ...] = ()
+    run: tuple[TreeEntry, ...] = ()
     rows: list[Row] = field(default_factory=list)
     is_folded: bool = False
 
 
-def opened(entry: Entry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
+def opened(entry: TreeEntry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
     """Returns the tree of `entry`, cut to a number of lines: what is in a row are its `rows`."""
     top = Row(entry)
     if depth is None and (max_lines is None or entry.size <= max_lines):
@@ -181,7 +183,9 @@ def opened(entry: Entry, max_lines: int | None = MAX_LINES, depth: int | None = 
     return top
 
 
-def tree_lines(entry: Entry, *, path: str, max_lines: int | None = MAX_LINES, depth: int | None = None) -> list[Line]:
+def tree_lines(
+    entry: TreeEntry, *, path: str, max_lines: int | None = MAX_LINES, depth: int | None = None
+) -> list[Line]:
     """Returns the lines of the tree of `entry`.
 
     A tree of more than `max_lines` is cut: runs of graphs that look the same are folded into one line, then the
@@ -229,7 +233,7 @@ def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> N
         queue.extend((child, level + 1) for child in rows)
 
 
-def _folded_runs(entries: Sequence[Entry]) -> list[Row]:
+def _folded_runs(entries: Sequence[TreeEntry]) -> list[Row]:
     """Returns a row for each entry, but one row for all repetitions of a group of entries."""
     keys = [(re.sub(r"_?\d+$", "", e.name), e.pattern) for e in entries]
     has_graph = [entry.style == "graph" for entry in entries]
@@ -259,7 +263,7 @@ def _repetition(keys: Sequence[tuple[str, int]], has_graph: Sequence[bool], at: 
     return 1, 1
 
 
-def _run_note(group: Sequence[Entry], again: Sequence[Entry]) -> str:
+def _run_note(group: Sequence[TreeEntry], again: Sequence[TreeEntry]) -> str:
     times = len(again) // len(group)
     same = f"(same as {group[0].name}{' … ' + group[-1].name if len(group) > 1 else ''})"
     if len(group) > 1:
@@ -403,3 +407,35 @@ def html(lines: Iterable[Line]) -> str:
 def _span(text: str, style: Style) -> str:
     escaped = html_module.escape(text)
     return f'<span style="{CSS_STYLES[style]}">{escaped}</span>' if CSS_STYLES[style] else escaped
+
+
+def used_modules(root: Frame) -> set[int]:
+    """Returns the ids of the modules that were called during the capture whose root frame is `root`."""
+    return {id(frame.module) for frame in root.walk()}
+
+
+def unused_modules(
+    module: Module, used: Container[int], names: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Module]]:
+    """Yields the submodules that were never called, the outermost of each, with the names that lead to them.
+
+    Those inside of a submodule that was called are its own; empty containers are left out.
+
+    Args:
+        module: A module that was called, or one that only holds others.
+        used: The ids of the modules that were called.
+        names: The names that lead to `module`.
+
+    Example:
+        >>> model = ModuleDict({"used": Module(), "unused": Module(), "layers": ModuleList([Module()])})
+        >>> [names for names, _ in unused_modules(model, {id(model), id(model["used"])})]
+        [('unused',), ('layers',)]
+    """
+    for name, child in module.named_children():
+        if id(child) in used:
+            continue
+        inside = [id(below) in used for below in child.modules()]
+        if any(inside):
+            yield from unused_modules(child, used, (*names, name))
+        elif not (len(inside) == 1 and isinstance(child, (ModuleDict, ModuleList, Sequential))):
+            yield (*names, name), child

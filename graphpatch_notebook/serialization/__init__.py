@@ -9,6 +9,6 @@ graph holds, and `sizes` for which sizes of its inputs. `codecs/` writes single 
 from __future__ import annotations
 
 from graphpatch_notebook.serialization.loading import Loaded, load
-from graphpatch_notebook.serialization.saving import Source, save
+from graphpatch_notebook.serialization.saving import GraphToSave, save
 
-__all__ = ["Loaded", "Source", "load", "save"]
+__all__ = ["GraphToSave", "Loaded", "load", "save"]

@@ -50,7 +50,7 @@ from graphpatch_notebook.whole_files import whole_file
 
 
 @dataclass(frozen=True)
-class Source:
+class GraphToSave:
     """The graph that is to be saved.
 
     Attributes:
@@ -77,7 +77,7 @@ class Source:
 
 
 def save(
-    source: Source,
+    source: GraphToSave,
     file: str | os.PathLike[str] | IO[bytes],
     check: Sequence[tuple[Sequence[Any], dict[str, Any]]],
 ) -> None:
@@ -118,7 +118,7 @@ def _check_calls(check: Sequence[Any]) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Document:
+def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[Call]) -> Document:
     """Returns the document of all graphs that hold, with the form of the calls that they hold for."""
     root = source.root
     known = guard_of(root.module)
@@ -155,7 +155,7 @@ def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Documen
     return with_form(found, form)
 
 
-def _verify(source: Source, reasons: Reasons, call: Call) -> None:
+def _verify(source: GraphToSave, reasons: Reasons, call: Call) -> None:
     """Compares the graph of each frame with its module; those that read values are compared as a whole only."""
     frames = {format_path(frame.path): frame for frame in source.root.walk()}
     mode = torch.is_grad_enabled()
@@ -169,7 +169,7 @@ def _verify(source: Source, reasons: Reasons, call: Call) -> None:
     _settle(source, reasons)
 
 
-def _refused(source: Source, call: Call, with_gradients: bool) -> dict[str, str]:
+def _refused(source: GraphToSave, call: Call, with_gradients: bool) -> dict[str, str]:
     with torch.set_grad_enabled(with_gradients):
         reports = verify(source.graph_module, *copied(call))
     return {
@@ -179,7 +179,7 @@ def _refused(source: Source, call: Call, with_gradients: bool) -> dict[str, str]
     }
 
 
-def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | None]:
+def _first_call(source: GraphToSave, check: Sequence[Call]) -> tuple[Call, Maker | None]:
     """Returns the call that the graphs are checked with first, and what makes others like it."""
     model = source.root.module
     problem = ""
@@ -210,7 +210,7 @@ def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | No
 class _Trial:
     """Runs what a document holds next to the model."""
 
-    def __init__(self, source: Source, found: Document) -> None:
+    def __init__(self, source: GraphToSave, found: Document) -> None:
         loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
         self._model = source.root.module
         self._call = source.call
@@ -279,7 +279,7 @@ def _shapes(form: Form, call: Call) -> list[list[int]]:
     return shapes
 
 
-def _settle(source: Source, reasons: Reasons) -> None:
+def _settle(source: GraphToSave, reasons: Reasons) -> None:
     """Settles the reasons, and refuses to leave out a graph that is its module: unedited code would run in its place.
 
     Raises:

@@ -42,10 +42,10 @@ _TRACE_LINE = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 def frames_of(converter: Converter) -> Frame:
     """Returns the root frame of a program, with all below it. Notes the calls at the modules, too."""
-    return _Builder(converter).build()
+    return _FrameBuilder(converter).build()
 
 
-class _Builder:
+class _FrameBuilder:
     def __init__(self, converter: Converter) -> None:
         self._converter = converter
         self._turns: dict[int, int] = {}

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.inspection.node_path import NodePath, place_of
-from graphpatch_notebook.inspection.places import Place, is_child
+from graphpatch_notebook.inspection.locations import Location, is_child
+from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.notebook.completion.cursor import (
     Argument,
@@ -164,7 +164,7 @@ class PathCompleter:
             return self._name_offers(argument, active)
         if argument.kind == "chosen":
             return _beginning(argument.typed, _chosen_offers(argument.typed, active))
-        root = Place.of_root(active.graph.nodes.root)
+        root = Location.of_root(active.graph.nodes.root)
         return _path_offers(root, argument.typed, patchable=argument.kind == "node")
 
     def _name_offers(self, argument: Argument, active: ActiveGraph) -> Offers | None:
@@ -210,7 +210,7 @@ def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
         yield from (Offer(path, "chosen") for path in dict.fromkeys(patch.path for patch in patches))
 
 
-def _path_offers(root: Place, typed: str, *, patchable: bool) -> Offers | None:
+def _path_offers(root: Location, typed: str, *, patchable: bool) -> Offers | None:
     """Returns what a path may become; behind a quote that begins it a name that needs it, or a whole path in quotes."""
     found = next_segments(root, typed, patchable=patchable)
     if not typed.startswith('"') or typed.count('"') > 1:
@@ -277,24 +277,24 @@ def _python_offers(cursor: Cursor, namespace: Mapping[str, Any]) -> Offers | Non
     return Offers(cursor.offsets[offers.start], texts)
 
 
-def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Place, str] | None:
+def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Location, str] | None:
     """Returns the place that an expression leads to, and by which attribute of the graph: graph, nodes or patch."""
     value: Any = namespace.get(expression.variable)
     links = list(expression.links)
     while links and not is_a(value, (PatchableGraph, NodePath)):
         value = _value_at(value, links.pop(0))
     if is_a(value, NodePath):
-        return _below(place_of(value), links)
+        return _below(location_of(value), links)
     if not is_a(value, PatchableGraph) or not links or links[0][0] != "attribute":
         return None
     way = links.pop(0)[1]
-    root = Place.of_root(value.nodes.root)
+    root = Location.of_root(value.nodes.root)
     if way == "graph":
         return _below(root, links)
     return (root, way) if way in ("nodes", "patch") and not links else None
 
 
-def _below(place: Place, links: Sequence[Link]) -> tuple[Place, str] | None:
+def _below(place: Location, links: Sequence[Link]) -> tuple[Location, str] | None:
     for kind, name in links:
         if kind == "attribute" and name == "_shape" and place.child(name) is None:
             continue  # shapes have the children of what they are the shapes of
@@ -362,7 +362,7 @@ class _Typed:
     is_quoted: bool
 
 
-def next_segments(place: Place, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
+def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
     """Returns what the last segment of a path may become.
 
     Args:
@@ -386,7 +386,7 @@ def next_segments(place: Place, typed: str, *, patchable: bool, limit: int = MOS
     return Offers(parsed.start, [_offer(child, parsed.is_quoted, patchable) for child in children])
 
 
-def _in_order(here: Place, prefix: str, children: list[Place], patchable: bool) -> list[Place]:
+def _in_order(here: Location, prefix: str, children: list[Location], patchable: bool) -> list[Location]:
     """Returns the children: the output first, which most people look for, and inputs that were not given last."""
     if here.graph is None:
         return children
@@ -431,7 +431,7 @@ def _unfinished(quoted: str) -> str:
         return quoted[1:]  # it ends within an escape: what is there so far fits nothing
 
 
-def _children(here: Place, prefix: str, patchable: bool) -> Iterator[Place]:
+def _children(here: Location, prefix: str, patchable: bool) -> Iterator[Location]:
     """Yields the children that begin with `prefix`; where there are none, others that it may mean."""
     folded = prefix.casefold()
     if here.graph is not None and folded not in "\n".join(here.graph.names).casefold():
@@ -457,12 +457,12 @@ def _children(here: Place, prefix: str, patchable: bool) -> Iterator[Place]:
         yield from (child for child in plumbing if child is not None and _leads_to_patchable(child))
 
 
-def _all_names(here: Place) -> list[str]:
+def _all_names(here: Location) -> list[str]:
     """Returns the names there, in order of execution; in a graph those of plumbing and constants, too."""
     return [node.name for node in here.graph.nodes] if here.graph is not None else here.children()
 
 
-def _meant(here: Place, names: Iterable[str], patchable: bool) -> Iterator[Place]:
+def _meant(here: Location, names: Iterable[str], patchable: bool) -> Iterator[Location]:
     """Yields the children of these names that may be meant: no plumbing, and with `patchable` what leads to a value."""
     nodes = here.graph.names if here.graph is not None else None
     for name in names:
@@ -473,11 +473,11 @@ def _meant(here: Place, names: Iterable[str], patchable: bool) -> Iterator[Place
             yield child
 
 
-def _name(place: Place) -> str:
+def _name(place: Location) -> str:
     return (*place.names, *place.dig)[-1]
 
 
-def _leads_to_patchable(child: Place) -> bool:
+def _leads_to_patchable(child: Location) -> bool:
     if child.graph is not None:
         return True
     if child.node is None or child.spec is None or not is_patchable(child.node):
@@ -491,7 +491,7 @@ def _is_given(spec: ValueSpec) -> bool:
     return not isinstance(spec, ObjectSpec) and (not isinstance(spec, ScalarSpec) or spec.is_number)
 
 
-def _offer(child: Place, is_quoted: bool, patchable: bool) -> Offer:
+def _offer(child: Location, is_quoted: bool, patchable: bool) -> Offer:
     text = json.dumps(_name(child)) if is_quoted else format_segment(_name(child))
     if child.graph is not None:
         return Offer(f"{text}." if patchable else text, visible(type(child.graph.module).__name__))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, GraphError, SessionError, UnknownPathError
-from graphpatch_notebook.inspection.node_path import NodePath, Shapes, place_of
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.locations import Location
+from graphpatch_notebook.inspection.node_path import NodePath, ValueShapes, location_of
 from graphpatch_notebook.inspection.resolution import graph_class
 from graphpatch_notebook.inspection.source_text import CodeText
-from graphpatch_notebook.inspection.unused_modules import unused_modules, used_modules
+from graphpatch_notebook.inspection.tree import unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import op_label, spec_label
 from graphpatch_notebook.notebook.display.tables import Column, Table
 from graphpatch_notebook.notebook.magics.choosing import refuse_arguments
@@ -104,7 +104,7 @@ def show(workspace: Workspace, text: str) -> Browser:
 
     options, path = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
     active = workspace.current()
-    place = place_of(_place(workspace, path))
+    place = location_of(_place(workspace, path))
     tokenizer = None
     if (name := options.get("--tokenizer")) is not None:
         if name not in workspace.namespace:
@@ -154,7 +154,7 @@ def code(workspace: Workspace, text: str) -> CodeText:
     return _place(workspace, text)._code
 
 
-def shape(workspace: Workspace, text: str) -> Shapes | tuple[int, ...]:
+def shape(workspace: Workspace, text: str) -> ValueShapes | tuple[int, ...]:
     """Returns the recorded shape at a path, or of the part that a slice takes."""
     session = workspace.current().session
     place = cut_place(without_comment(text), captured(session.graph).root)
@@ -220,7 +220,7 @@ class Child:
 class Listing(Table[Child]):
     """The children of a place, as a table; the place itself, where it is a value without children."""
 
-    def __init__(self, place: Place, patched_paths: Collection[str]) -> None:
+    def __init__(self, place: Location, patched_paths: Collection[str]) -> None:
         children = [_child(place.below(name), patched_paths) for name in place.children()]
         if place.graph is not None:
             children += _unused(place.graph)
@@ -257,16 +257,16 @@ def listing(pg: PatchableGraph, path: str = "", patched_paths: Collection[str] =
         relu    relu    [2] f32  patched
         output  output  [2] f32
     """
-    return Listing(Place.of_root(pg.nodes.root).at(path), patched_paths)
+    return Listing(Location.of_root(pg.nodes.root).at(path), patched_paths)
 
 
-def _title(place: Place) -> str:
+def _title(place: Location) -> str:
     if place.graph is not None:
         return f"{place.path or '<root>'}: {graph_class(place.graph)} of {type(place.graph.module).__name__}"
     return f"{place.path}: {place.spec}"
 
 
-def _child(place: Place, patched_paths: Collection[str]) -> Child:
+def _child(place: Location, patched_paths: Collection[str]) -> Child:
     remarks = [*_patches_in(place, patched_paths), *_state(place)]
     if place.graph is not None:
         what, value = graph_class(place.graph), type(place.graph.module).__name__
@@ -277,7 +277,7 @@ def _child(place: Place, patched_paths: Collection[str]) -> Child:
     return Child(place.path, place.last_name, what, value, "; ".join(remarks))
 
 
-def _patches_in(place: Place, patched_paths: Collection[str]) -> Iterator[str]:
+def _patches_in(place: Location, patched_paths: Collection[str]) -> Iterator[str]:
     if place.path in patched_paths:
         yield "patched"
     inside = (f"{place.path}.", f"{place.path}|")
@@ -285,7 +285,7 @@ def _patches_in(place: Place, patched_paths: Collection[str]) -> Iterator[str]:
         yield f"{count} patched inside"
 
 
-def _state(place: Place) -> Iterator[str]:
+def _state(place: Location) -> Iterator[str]:
     if place.graph is not None and place.graph.opaque_reason is not None:
         yield f"opaque: {place.graph.opaque_reason}"
     if place.node is not None and place.node.kind == "input" and _is_none(place.spec):

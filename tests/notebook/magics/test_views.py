@@ -8,7 +8,7 @@ import pytest
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.errors import UnknownChildError
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.notebook.magics.views import listing
 from tests.notebook.hostile import KEYS, hostile_graph
 from tests.zoo import case_by_name
@@ -54,7 +54,7 @@ def test_every_place_of_a_transformer_can_be_listed() -> None:
     todo = [""]
     while todo:
         path = todo.pop()
-        place = Place.of_root(pg.nodes.root).at(path)
+        place = Location.of_root(pg.nodes.root).at(path)
         rows = [child for child in listing(pg, path) if child.path]
         if place.children():
             assert [child.path for child in rows] == [place.below(name).path for name in place.children()]

@@ -1,4 +1,4 @@
-"""Places in a capture, and how one leads to the next: what `NodePath` wears its attributes over."""
+"""Locations in a capture, and how to get from one to the next: what a `NodePath` refers to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.errors import UnknownChildError
 from graphpatch_notebook.inspection.resolution import Unresolvable, nearest_paths, parse
-from graphpatch_notebook.inspection.tree import Entry, LabelOf, frame_entry, is_shown, spec_entry
+from graphpatch_notebook.inspection.tree import LabelOf, TreeEntry, frame_entry, is_shown, spec_entry
 from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, nearest, python_path
 from graphpatch_notebook.values import ContainerSpec, ValueSpec
 
@@ -21,7 +21,7 @@ def is_child(node: Node) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A graph, a node, or a value inside the container that a node holds.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
         dig: The keys, as paths write them, that lead into the node's value.
         frame: The frame that the node is in; the root frame for the root.
         node: The node; `None` for the root.
-        graph: The frame that this place *is*, if it is a graph.
+        graph: The frame that this location *is*, if it is a graph.
         spec: What was recorded of the value, if it is none.
     """
 
@@ -43,8 +43,8 @@ class Place:
     spec: ValueSpec | None
 
     @classmethod
-    def of_root(cls, root: Frame) -> Place:
-        """Returns the place of the root graph."""
+    def of_root(cls, root: Frame) -> Location:
+        """Returns the location of the root graph."""
         return cls(root, (), (), root, None, root, None)
 
     @property
@@ -62,16 +62,16 @@ class Place:
         """What a message calls it."""
         return repr(self.path) if self.names else "the root graph"
 
-    def child(self, name: str) -> Place | None:
+    def child(self, name: str) -> Location | None:
         """Returns the child called `name`, if there is one."""
         if self.graph is not None:
             if (node := self.graph.names.get(name)) is None:
                 return None
             graph = node.frame if isinstance(node, CallNode) else None
             spec = node.spec if graph is None else None
-            return Place(self.root, (*self.names, name), (), self.graph, node, graph, spec)
+            return Location(self.root, (*self.names, name), (), self.graph, node, graph, spec)
         if isinstance(self.spec, ContainerSpec) and (found := self.spec.child(name)):
-            return Place(self.root, self.names, (*self.dig, name), self.frame, self.node, None, found[1])
+            return Location(self.root, self.names, (*self.dig, name), self.frame, self.node, None, found[1])
         return None
 
     def children(self) -> list[str]:
@@ -83,8 +83,8 @@ class Place:
             return [node.name for node in self.graph.nodes if is_child(node)]
         return [text for text, _, _ in self.spec.children] if isinstance(self.spec, ContainerSpec) else []
 
-    def below(self, *names: str) -> Place:
-        """Returns the place to which `names` lead from here, one child after the other.
+    def below(self, *names: str) -> Location:
+        """Returns the location to which `names` lead from here, one child after the other.
 
         Raises:
             UnknownChildError: There is no such child; the message names the nearest paths.
@@ -97,15 +97,15 @@ class Place:
             here = child
         return here
 
-    def descendant(self, *names: str) -> Place | None:
-        """Returns the place to which `names` lead from here, if they lead anywhere."""
-        here: Place | None = self
+    def descendant(self, *names: str) -> Location | None:
+        """Returns the location to which `names` lead from here, if they lead anywhere."""
+        here: Location | None = self
         for name in names:
             here = here.child(name) if here is not None else None
         return here
 
-    def at(self, key: str | int) -> Place:
-        """Returns the place that `key` names: a child, a path from here on, or a position in a sequence.
+    def at(self, key: str | int) -> Location:
+        """Returns the location that `key` names: a child, a path from here on, or a position in a sequence.
 
         Raises:
             UnknownChildError: There is none.
@@ -126,7 +126,7 @@ class Place:
             raise UnknownChildError(f"{here.title} is a graph, not a container: its children follow a dot, not '|'")
         return here.below(*parsed.dig)
 
-    def _at_position(self, position: int) -> Place:
+    def _at_position(self, position: int) -> Location:
         if not isinstance(self.spec, ContainerSpec):
             raise UnknownChildError(f"{self.title} is no container: it has no position {position}")
         wanted = position + len(self.spec.children) if position < 0 else position
@@ -147,15 +147,15 @@ class Place:
         """Returns where `names` lead if their first is a slip for a child of this graph: graphs, too, unlike paths."""
         alike = difflib.get_close_matches(names[0], self.children(), n=50)
         meant = [child for name in nearest(names[0], alike, _MOST_MEANT) if (child := self.child(name)) is not None]
-        whole = [place.path for child in meant if (place := child.descendant(*names[1:])) is not None]
+        whole = [location.path for child in meant if (location := child.descendant(*names[1:])) is not None]
         return whole or [child.path for child in meant]
 
     def python(self) -> str:
         """Returns the Python expression that leads here from a `PatchableGraph` called `pg`."""
         return python_path("pg.graph", (*self.names, *self.dig))
 
-    def entry(self, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> Entry:
-        """Returns the entry of this place in the tree."""
+    def entry(self, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
+        """Returns the entry of this location in the tree."""
         if self.graph is not None:
             return frame_entry(self.graph, self.last_name, show_plumbing=show_plumbing, label_of=label_of)
         assert self.spec is not None  # what is no graph has a value
