@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.dimensions import Inputs, shape_problem
+from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     GraphPatchError,
@@ -129,7 +129,7 @@ class Applier:
             raise HeldBackError
         return steps
 
-    def _inputs_for(self, entry: Entry) -> Inputs | None:
+    def _inputs_for(self, entry: Entry) -> CallInputs | None:
         """Returns the arguments of the running frame, if the entry patches one of its ops."""
         frame_run, target = self.frames.stack[-1], entry.target
         is_here = frame_run.plan is not None and frame_run.plan.frame is target.frame
@@ -143,7 +143,9 @@ _RECOMPUTED_STEP = (
 )
 
 
-def apply_entry(entry: Entry, value: Any, steps: GenerationSteps | None = None, inputs: Inputs | None = None) -> Any:
+def apply_entry(
+    entry: Entry, value: Any, steps: GenerationSteps | None = None, inputs: CallInputs | None = None
+) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
     Containers on the way to a dug value are copied, never written into.
@@ -177,7 +179,7 @@ def _warn_of_lost_writes(entry: Entry) -> None:
 
 
 def _apply_at(
-    entry: Entry, value: Any, dig: tuple[Key, ...], steps: GenerationSteps | None, inputs: Inputs | None
+    entry: Entry, value: Any, dig: tuple[Key, ...], steps: GenerationSteps | None, inputs: CallInputs | None
 ) -> Any:
     __tracebackhide__ = True
     if not dig:
@@ -191,7 +193,7 @@ def _apply_at(
 
 
 def _apply(
-    entry: Entry, value: Any, steps: GenerationSteps | None, inputs: Inputs | None, *, is_own: bool = False
+    entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
 ) -> Any:
     __tracebackhide__ = True
     target = entry.target
@@ -292,7 +294,7 @@ def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
         )
 
 
-def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
+def _check_shape(entry: Entry, value: Tensor, inputs: CallInputs | None) -> None:
     if all(patch.any_shape for patch in entry.patches):
         return
     target = entry.target

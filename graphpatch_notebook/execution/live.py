@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
-from graphpatch_notebook.capture.forward_swap import Swaps
 from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
+from graphpatch_notebook.capture.observers import Swaps, apply_observer
 from graphpatch_notebook.execution.apply import Applier
 from graphpatch_notebook.execution.frames import FrameRun, RunningFrames
 from graphpatch_notebook.execution.live_mode import LiveMode, is_in_checkpoint

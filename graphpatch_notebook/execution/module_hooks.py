@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.forward_swap import observer
+from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.execution.stand_in import original_of
 
 _lock = threading.Lock()
