@@ -1,9 +1,9 @@
 """Several cells in one forward, each in rows of the batch of its own.
 
-Rows, Layout   where the rows are in a value
-RowsPatch      applies the patches of each cell to its rows
-BatchPlan      where the rows are in all values that matter, and how many cells one forward holds
-chunked        which cells share a forward: those whose first patched values occur at about the same time
+BatchRows, Layout   where the rows are in a value
+RowsPatch           applies the patches of each cell to its rows
+BatchPlan           where the rows are in all values that matter, and how many cells one forward holds
+chunked             which cells share a forward: those whose first patched values occur at about the same time
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RowsError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """Where the rows of one value are.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rows:
         return value if self.dim is None else value.narrow(self.dim, number * self.size, self.size)
 
 
-Layout = tuple[Rows | None, ...]
+Layout = tuple[BatchRows | None, ...]
 """Where the rows are in each of the leaves of a value made of containers; `None` for what is not a tensor."""
 
 
@@ -110,7 +110,7 @@ def parted(value: Any, layout: Layout, count: int) -> list[Any]:
     """Returns what `taken` does for each of the first `count` interventions: each has containers of its own.
 
     Example:
-        >>> parted({"a": torch.arange(3)}, (Rows(0, 1),), 2)
+        >>> parted({"a": torch.arange(3)}, (BatchRows(0, 1),), 2)
         [{'a': tensor([0])}, {'a': tensor([1])}]
     """
     places = iter(layout)
@@ -142,7 +142,7 @@ def row_inputs(inputs: Inputs) -> Layout:
     if not with_batch:
         raise RowsError("no input has a batch dimension")
     return tuple(
-        (Rows(0, leaf.shape[0]) if number in with_batch else Rows(None)) if isinstance(leaf, Tensor) else None
+        (BatchRows(0, leaf.shape[0]) if number in with_batch else BatchRows(None)) if isinstance(leaf, Tensor) else None
         for number, leaf in enumerate(leaves)
     )
 
@@ -180,7 +180,7 @@ class RowsPatch(Patch[Any]):
         wild: How many interventions follow that have wild values.
     """
 
-    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, wild: int = 0) -> None:
+    def __init__(self, entries: Sequence[Sequence[Entry]], rows: BatchRows, *, wild: int = 0) -> None:
         super().__init__(any_shape=True)  # each entry looks at the shape of its rows
         self._entries, self._rows = entries, rows
         patched = [number for number, own in enumerate(entries) if own]
@@ -343,7 +343,7 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
-Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, Rows], dict[str, str]]"
+Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, BatchRows], dict[str, str]]"
 """Where rows are in the output, in what frames return, and in patched values; why some of these have none."""
 
 _SHARED = "its value is one for all rows"
@@ -370,7 +370,7 @@ class BatchPlan:
     inputs: Layout
     output: Layout
     layouts: Mapping[FrameNode, Layout]
-    of_paths: Mapping[str, Rows]
+    of_paths: Mapping[str, BatchRows]
     problems: Mapping[str, str]
     most: int
     cost: RunCost
@@ -468,7 +468,7 @@ def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
     def layout_of(value: Any) -> Layout | None:
         leaves = list(leaves_of(value))
         if all(leaf.dim() > 0 and leaf.shape[0] == size for leaf in leaves if isinstance(leaf, Tensor)):
-            return tuple(Rows(0, size) if isinstance(leaf, Tensor) else None for leaf in leaves)
+            return tuple(BatchRows(0, size) if isinstance(leaf, Tensor) else None for leaf in leaves)
         return None
 
     output = layout_of(clean.output)
@@ -478,7 +478,7 @@ def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
     if output is None or any(not isinstance(value, Tensor) or layout_of(value) is None for value in values):
         return None
     layouts = {node: layout_of(node.value) for node in _kept(clean)}
-    return output, {node: own for node, own in layouts.items() if own}, dict.fromkeys(paths, Rows(0, size)), {}
+    return output, {node: own for node, own in layouts.items() if own}, dict.fromkeys(paths, BatchRows(0, size)), {}
 
 
 def _kept(clean: CleanRun) -> list[FrameNode]:
@@ -499,7 +499,7 @@ def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -
         with suppress(RowsError):
             if node in frames:
                 layouts[node] = _layout(known, node.value, frames[node].output_node.spec)
-    of_paths: dict[str, Rows] = {}
+    of_paths: dict[str, BatchRows] = {}
     problems: dict[str, str] = {}
     for target in targets:
         value = clean.marks[target.path].value
@@ -535,21 +535,21 @@ def _layout(known: Dimensions, value: Any, spec: ValueSpec | None) -> Layout:
     inside = None if isinstance(value, (Tensor, *PLAIN)) else readable_children(value)
     if inside is None:
         return (_rows(known, value, spec) if isinstance(value, Tensor) else None,)
-    found: list[Rows | None] = []
+    found: list[BatchRows | None] = []
     for key, child in inside:
         own = spec.child(key_text(key)) if isinstance(spec, ContainerSpec) else None
         found += _layout(known, child, None if own is None else own[1])
     return tuple(found)
 
 
-def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> Rows:
+def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> BatchRows:
     if not isinstance(spec, TensorSpec) or len(spec.shape) != value.dim():
         raise RowsError(f"a value of shape {tuple(value.shape)} was not captured like that")
     try:
         dim = known.batch_dim(spec)
     except NoBatchError as problem:
         raise RowsError(str(problem)) from None
-    return Rows(None) if dim is None else Rows(dim, value.shape[dim])
+    return BatchRows(None) if dim is None else BatchRows(dim, value.shape[dim])
 
 
 def _size(inputs: Inputs) -> tuple[int, str]:

@@ -197,7 +197,7 @@ def _is_shared(tensor: Tensor) -> bool:
 _MANY = 16
 
 
-class Steps:
+class TorchCalls:
     """What a run did: functions, with their arguments that are neither tensors nor objects."""
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class SameSteps(TorchFunctionMode):
         steps: Of the other one.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: TorchCalls) -> None:
         super().__init__()
         self._expected = iter(steps.calls)
         self._has_strayed = False
@@ -311,7 +311,7 @@ class PositionFlow(ValueReads):
 
     def __init__(self, tree: FrameTree, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         super().__init__(tree)
-        self.steps = Steps()
+        self.steps = TorchCalls()
         self._fixed = {id(tensor): weakref.ref(tensor) for tensor in weights}
         self._seen = {id(tensor): weakref.ref(tensor) for tensor in inputs}
         self._is_lost = False
@@ -449,7 +449,7 @@ class Flow:
         last_only: The places of those of them whose results are read at the last position only.
     """
 
-    steps: Steps
+    steps: TorchCalls
     position_wise: frozenset[Place]
     last_only: frozenset[Place]
 

@@ -41,9 +41,9 @@ class ReferredValues:
         *values: The values.
 
     Example:
+        >>> from functools import partial
         >>> now = {"position": 0}
-        >>> def metric(output):
-        ...     return output[now["position"]]
+        >>> metric = partial(lambda now, output: output[now["position"]], now)
         >>> before = ReferredValues(metric)
         >>> before == ReferredValues(metric)
         True

@@ -25,7 +25,7 @@ from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.pickling import RECIPE, packed
 from graphpatch_notebook.experiments.executors.scheduling import Chunks, Ledger, run_here
-from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, Work, run_chunk
+from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, SweepWork, run_chunk
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.warning_places import warn_each_time
 
@@ -168,7 +168,7 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
         )
 
 
-def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: Work) -> Task:
+def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: SweepWork) -> Task:
     """Returns what makes tasks for an executor.
 
     Raises:

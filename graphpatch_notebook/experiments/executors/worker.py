@@ -110,7 +110,7 @@ Outcome: TypeAlias = "tuple[list[CellResult], list[str], list[str]]"
 
 
 @dataclass(frozen=True)
-class Work:
+class SweepWork:
     """What the chunks of a sweep have in common, besides the graph.
 
     Attributes:
@@ -141,7 +141,7 @@ class SharedGraph:
     """Runs chunks in threads of this process, on one graph: each thread has a runner, and contexts, of its own."""
 
     pg: PatchableGraph
-    work: Work
+    work: SweepWork
     _own: threading.local = field(default_factory=threading.local)
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> Outcome:
@@ -162,7 +162,7 @@ class _WorkerState:
 
     token: str
     recipe: bytes
-    work: Work
+    work: SweepWork
     runners: dict[int, CellRunner] = field(default_factory=dict)  # by thread
 
 
@@ -177,7 +177,7 @@ def run_chunk(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: int
     Args:
         token: Tells sweeps apart.
         recipe: How to build the graph.
-        work: A `Work`.
+        work: A `SweepWork`.
         cells: Pairs of number and patch map.
         attempt: How often these cells were submitted before. Some schedulers know a task by its arguments, and would
             hand out the failure of the last attempt.
