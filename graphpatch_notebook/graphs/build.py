@@ -61,7 +61,7 @@ _LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis))
 
 
 class Targets(Protocol):
-    """How the code of a frame's graph module reaches what lies outside the graph."""
+    """How the code of a frame's graph module refers to what is outside the graph."""
 
     def of_call(self, node: CallNode) -> str:
         """Returns the attribute path of the graph module that a call node calls."""
@@ -72,7 +72,7 @@ class Targets(Protocol):
 
 @dataclass(slots=True)
 class BuiltGraph:
-    """A graph, and what its `get_attr` nodes of the form `_constant_0` stand for.
+    """A graph, and the values of its `get_attr` nodes called `_constant_0`, `_constant_1`, ...
 
     Attributes:
         graph: The graph.
@@ -191,7 +191,7 @@ class _GraphBuilder:
         return tuple(map(self._value, node.args)), {key: self._value(value) for key, value in node.kwargs.items()}
 
     def _output(self, value: Any, spec: ValueSpec | None) -> Any:
-        """Returns how the recorded output stands in the graph; a `torch.Size` is recorded as a tuple of its sizes."""
+        """Returns the recorded output as the graph holds it; a `torch.Size` is recorded as a tuple of its sizes."""
         if not isinstance(spec, ContainerSpec) or type(value) not in (tuple, list, dict):
             return self._value(value)
         if spec.type is torch.Size:
@@ -204,7 +204,7 @@ class _GraphBuilder:
         return type(value)([self._output(v, s) for v, s in zip(value, specs, strict=True)])
 
     def _value(self, value: Any) -> Any:
-        """Returns how a recorded argument stands in the graph."""
+        """Returns a recorded argument as the graph holds it."""
         if isinstance(value, (tuple, list)) and type(value) not in (tuple, list, torch.Size):
             return self._container(type(value), range(len(value)), value)
         if type(value) in (tuple, list):
@@ -346,7 +346,7 @@ class ForwardCodeGen(CodeGen):
         return marked
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        """Returns the defaults that are no literals, by the names that stand for them."""
+        """Returns the defaults that are not literals, by the names that the code uses for them."""
         return [*super().additional_globals(), *self._defaults]
 
 
@@ -372,7 +372,7 @@ def _is_printable(value: Any) -> bool:
 
 
 class DefaultName:
-    """Prints as a name, by which the code finds a default that is no literal."""
+    """Prints as a name, under which the code finds a default that is not a literal."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -489,7 +489,7 @@ class NamedFunction:
 
 
 class Container:
-    """Makes a container of a class of its own (dataclass, `ModelOutput`, namedtuple, ...) out of its children.
+    """Makes a container of a special class (dataclass, `ModelOutput`, namedtuple, ...) from its children.
 
     Keys that are names are passed as keyword arguments, all others by position.
     """

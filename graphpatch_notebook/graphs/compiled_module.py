@@ -84,7 +84,7 @@ class CompiledGraphModule(GraphModule):
         """Says that the graph was edited: from now on it is the module, and its code is generated anew when needed.
 
         Raises:
-            RuntimeError: The graph is not well formed, or needs what is no longer there.
+            RuntimeError: The graph is malformed, or refers to something that is gone.
         """
         self.graph.lint()
         self._check_constants()
@@ -100,7 +100,7 @@ class CompiledGraphModule(GraphModule):
         self._hierarchy.edits += 1
 
     def _as_recorded(self) -> CompiledGraphModule:
-        """Returns what runs the graph as it is in the records, whatever becomes of this one."""
+        """Returns a graph module that runs the graph as recorded, regardless of later edits of this one."""
         result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
         result._callees.extend(self._callees)
         result._modules.update(self._modules)
@@ -183,7 +183,7 @@ class CompiledGraphModule(GraphModule):
 
         Args:
             names: The names of the nodes whose values go through `patched(name, value)`.
-            patched: Returns what stands in for a value.
+            patched: Returns the patched value.
             args: The positional arguments of `forward`.
             kwargs: The keyword arguments.
         """
@@ -205,7 +205,7 @@ class CompiledGraphModule(GraphModule):
             self._edited_calls.check(args, kwargs)
 
     def _unwrapped(self, result: Any) -> Any:
-        # The graphs of custom extraction functions hand out a one-element tuple.
+        # The graphs of custom extraction functions return a one-element tuple.
         return result[0] if self._frame.custom_graph is not None else result
 
     def _build(self) -> BuiltGraph:
@@ -263,7 +263,7 @@ class CompiledGraphModule(GraphModule):
         return path if _is_writable(path) else self._alias(path, path)
 
     def built(self) -> BuiltGraph:
-        """Returns the graph as it is now, with what its constants stand for."""
+        """Returns the current graph with its constants."""
         return self._build()
 
     def path_meant(self, target: str) -> str:

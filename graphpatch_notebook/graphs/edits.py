@@ -96,9 +96,9 @@ class EditedCalls:
     def input_problem(self, node: Node) -> str | None:
         """Returns why a patch on this input would not do in the graph what it does in the module, if so."""
         if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
-            return f"was {node.spec} in the example, and is so in the edited graph, whatever it is given"
+            return f"was {node.spec} in the example, and the edited graph always uses that value"
         if node.target in {name for pair in self._frame.conditions.same_inputs for name, _ in pair}:
-            return "was one tensor with another input of the example, from which the edited graph cannot tell it"
+            return "was the same tensor as another input of the example, and the edited graph cannot distinguish them"
         return None
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -248,15 +248,15 @@ Fingerprint = list[tuple[Any, ...]]
 
 
 def fingerprint(graph: fx.Graph) -> Fingerprint:
-    """Returns what tells the graph from an edited one."""
+    """Returns a value that differs after any edit of the graph."""
     return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any]) -> None:
-    """Makes the records of `frame` those of its edited graph: each node of it has one, under a name of its own.
+    """Updates the records of `frame` to those of its edited graph: each node has one, under a unique name.
 
-    What new nodes hold, and what may have changed behind them, is found out on tensors without data (of the device
-    `meta`); where that does not work, it is not known.
+    The values of new nodes, and of those that depend on them, are computed on the meta device. They are unknown if that
+    fails.
 
     Args:
         frame: The frame.
@@ -298,7 +298,7 @@ class _Specs:
 
     Args:
         attribute: Returns what `get_attr` nodes read, by its path.
-        is_wrapped: Whether the output is in a tuple of its own, as in custom graphs.
+        is_wrapped: Whether the output is wrapped in a tuple, as in custom graphs.
     """
 
     def __init__(self, attribute: Callable[[str], Any], *, is_wrapped: bool) -> None:
@@ -338,7 +338,7 @@ class _Specs:
                 return _on(describe(getattr(args[0], str(node.target))(*args[1:], **kwargs)), devices)
             if node.op == "call_function" and callable(node.target):
                 return _on(describe(node.target(*args, **kwargs)), devices)
-        except Exception:  # whatever the user's function says to tensors without data
+        except Exception:  # raised by the user's function on meta tensors
             return None
         return None
 

@@ -74,7 +74,7 @@ _shared: weakref.WeakValueDictionary[str, _SharedCode] = weakref.WeakValueDictio
 def generate(graph: fx.Graph) -> GeneratedCode:
     """Returns the code of `graph` as it is now.
 
-    Graphs with equal source share one code object, whatever the globals that it runs with.
+    Graphs with equal source share one code object, even if their globals differ.
 
     Example:
         >>> graph = fx.Graph()
@@ -101,7 +101,7 @@ def generate(graph: fx.Graph) -> GeneratedCode:
 
 
 def _escape_keywords(graph: fx.Graph) -> None:
-    """Has fx write `getattr(self, "lambda")`: it does so for names that are no identifiers, but keywords are."""
+    """Makes fx write `getattr(self, "lambda")`: it does so for names that are not identifiers, but keywords are."""
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and any(map(keyword.iskeyword, str(node.target).split("."))):
             node.target = _EscapedPath(node.target)
@@ -140,12 +140,12 @@ _patches: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("graphpatch_
 
 
 def patches_from(patched: Callable[[str, Any], Any]) -> AbstractContextManager[None]:
-    """Makes `patched(name, value)` answer for the patched values that come up in the block."""
+    """Makes `patched(name, value)` return the patched values inside the block."""
     return holding(_patches, patched)
 
 
 def woven_patched(value: Any, name: str) -> Any:
-    """Returns what stands in for the value of the node `name`; what woven code calls."""
+    """Returns the patched value of the node `name`. Called by generated code."""
     patched = _patches.get()
     return value if patched is None else patched(name, value)
 

@@ -92,7 +92,7 @@ class _HierarchyBuilder:
                 self._pending.append((mirror, name, child))
 
     def _elsewhere(self, module: Module) -> Module:
-        """Returns what stands for a module that the frame that holds it does not call."""
+        """Returns the graph module of a module that is not called by the frame that holds it."""
         known = self._by_module.get(id(module))
         if known is None:
             is_used = any(id(inside) in self._by_module for inside in module.modules())
@@ -144,7 +144,7 @@ def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], Non
     Where it edited the graph, the edited graph is the module from then on; where it did not, nothing changes.
 
     Raises:
-        CaptureError: An edited graph is not well formed, or needs what is no longer there.
+        CaptureError: An edited graph is malformed, or refers to something that is gone.
         Exception: Whatever `function` raises.
     """
     for callee in graph_module.callees():

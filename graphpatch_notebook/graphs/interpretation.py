@@ -1,6 +1,6 @@
 """Runs the graphs of a model node by node, each by a `torch.fx.Interpreter`, instead of as generated code.
 
-Slower, but an error names its node, and every value can be looked at as it comes up.
+It is slower than generated code, but an error names its node, and a callback sees every value.
 
     GraphInterpreter.run
     └── graph module            with the hooks of its module, as ever
@@ -42,7 +42,7 @@ class GraphInterpreter:
 
     Args:
         graph_module: The root of the hierarchy.
-        on_node: Called with the path and the value (no copy) of each node, when it has come up.
+        on_node: Called with the path and the value (not a copy) of each node once it is computed.
         before_run: Called before each run.
 
     Example:

@@ -1,13 +1,13 @@
 """The graph modules: a hierarchy that mirrors the model's, in which graphs run in place of the modules' own code.
 
-    GraphModule                  stands for one frame of one of the user's modules
+    GraphModule                  one frame of one of the user's modules
     ├── CompiledGraphModule      runs its graph, where that is known to equal the module
     ├── OpaqueGraphModule        has no graph: runs the module
     └── UnusedModule             was not reached by the example: runs the module
     MultiplyInvokedModule        the graph modules of a module that was called several times
 
-A graph module shares parameters, buffers and hooks with its module (the very same dictionaries), has the graph modules
-of the submodules under their own names, and hands all other attributes through.
+A graph module shares parameters, buffers and hooks with its module (the same dictionaries), has the graph modules of
+the submodules under the same names, and reads all other attributes from its module.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAKE_MODULES = type(vars(Module())["_modules"])
 
 
 class Mirror(Module):
-    """A module that stands for another one, with which it shares all but the submodules. Abstract."""
+    """A module that shares everything but the submodules with another module. Abstract."""
 
     # Set without `Module.__init__`: a hierarchy may have thousands of these.
     _original_module: Module
@@ -173,7 +173,7 @@ class GraphModule(Mirror):
 
     @property
     def reason(self) -> str | None:
-        """Why there is no graph, or why the graph does not stand for the module; `None` where it may."""
+        """Why there is no graph, or why the graph may differ from the module; `None` if neither applies."""
         reasons = (self._frame.opaque_reason, self._frame.custom_failure)
         return "; ".join(reason for reason in reasons if reason is not None) or None
 
@@ -193,7 +193,7 @@ class GraphModule(Mirror):
         return self._hierarchy.edits
 
     def callee(self, module: Module, call_index: int) -> GraphModule | None:
-        """Returns the graph module of the given call of `module` in this frame, if it came up during capture."""
+        """Returns the graph module of the given call of `module` in this frame, if the capture had that call."""
         for callee in self._callees:
             call = callee._frame.call
             if callee._original_module is module and call is not None and call.call_index == call_index:
@@ -228,14 +228,14 @@ class GraphModule(Mirror):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the frame: its graph, or the module where there is none that can stand for it."""
+        """Runs the frame: its graph, or the module if no graph can replace it."""
         if is_hooked(self._original_module):
             return run_in_hook(self._original_module, self.run_frame, args, kwargs)
         return self.run_frame(args, kwargs)
 
     @abstractmethod
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs what lies inside of all hooks."""
+        """Runs the frame inside of all hooks."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class _Router:
 class OpaqueGraphModule(GraphModule):
     """A module without a graph. Runs the module itself.
 
-    The options say to skip it, it could not be captured, or its weight is quantized; `reason` tells.
+    The options say to skip it, it could not be captured, or its weight is quantized; `reason` says which.
 
     Example:
         >>> import torch
@@ -360,7 +360,7 @@ class MultiplyInvokedModule(ModuleList):
         """Runs the next of the calls where a graph calls, which counts them.
 
         Raises:
-            GraphError: Nobody counts: which of the calls is meant cannot be told.
+            GraphError: It is not called by a graph, so it is not known which call is meant.
         """
         caller = running_graph.get()
         if caller is not None:

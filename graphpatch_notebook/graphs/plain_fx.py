@@ -52,27 +52,27 @@ def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> t
         any_size: Whether inputs of other sizes than the example's are let in.
 
     Raises:
-        GraphError: There is no graph of some frame; the message names them all.
+        GraphError: Some frames have no graph; the message names them all.
     """
     opaque = [graph for graph in root.walk() if graph.frame.opaque_reason is not None]
     if opaque:
         listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
-        raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
+        raise GraphError(f"some parts of the model have no graph, so it cannot be written as one graph: {listed}")
     woven: set[Node] = set()
     check = InputCheck(root.frame, any_size=any_size)
     result = _Writer(root, patched, woven, check).module()
     if missing := [node.name for node in patched if node not in woven]:
-        raise GraphError(f"these patched nodes do not stand in the graphs: {', '.join(map(repr, missing))}")
+        raise GraphError(f"these patched nodes are not in the graphs: {', '.join(map(repr, missing))}")
     return result, check
 
 
 class PatchedValue(Module):
-    """Returns what stands in for a value of the model, from its patches. What such a graph calls where one is patched.
+    """Applies patches to a value of the model. The graph calls it where a node is patched.
 
     Args:
         patches: The patches, in order; what they hold is looked up in each run.
         dig: The keys that lead from the value to what is patched in it.
-        is_written: Whether the value was written into a tensor that others hold, and so must be what stands in for it.
+        is_written: Whether the value was written into a tensor that others hold: the patched value is written there, too.
         is_shown_copied: Whether patches that only look are shown a copy: the model writes into the value later.
         is_shown_alias: Whether they are shown an alias that takes the place of the value: an input of the module.
     """
@@ -140,7 +140,7 @@ class _Writer:
         copies: dict[fx.Node, fx.Node] = {}
         returned = self._graph.graph_copy(self._source.graph, copies)
         if self._frame.custom_graph is not None:
-            returned = returned[0]  # type: ignore[index]  # such a graph hands out a one-element tuple
+            returned = returned[0]  # type: ignore[index]  # such a graph returns a one-element tuple
         self._graph.set_codegen(codegen_of(self._source.graph))
         output = self._graph.output(returned)
         placeholders = [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"]
@@ -199,7 +199,7 @@ class _Writer:
             raise GraphError(str(error)) from None
 
     def _put(self, path: str, value: Any) -> str:
-        if isinstance(value, fx.Node):  # a module that an edited graph calls, and of which there is no graph
+        if isinstance(value, fx.Node):  # a module without a graph, called by an edited graph
             value = _value(self._source, str(value.target))
         safe = ".".join(map(_safe_name, path.split(".")))
         if self._held.get(safe, value) is not value:
@@ -235,7 +235,7 @@ class _Writer:
         return self._graph.create_node("call_module", name, (value,), name=name)
 
     def _with_patched(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]]) -> Any:
-        """Returns how the output stands in the graph with patches on a part of it."""
+        """Returns the output as the graph holds it, with patches on a part of it."""
         if isinstance(value, fx.Node) or not dig:
             return self._call(value, dig, patches, self._frame.output_node)
         key, *rest = dig
@@ -259,7 +259,7 @@ def _bring_together(placeholders: list[fx.Node]) -> None:
 
 
 def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:
-    """Takes out what only told Python where to go in the recorded run: compilers cannot follow it."""
+    """Removes reads of values that only decided the control flow of the recorded run: compilers cannot trace them."""
     for old, new in reversed(copies.items()):
         record: Node | None = old.meta.get(RECORD)
         if record is None or record.kind != "op" or record.is_in_place or new.users:
@@ -282,7 +282,7 @@ def _value(source: CompiledGraphModule, path: str) -> Any:
 
 
 def _is_saved(module: Module, record: Node) -> bool:
-    """Whether a tensor of the model stands in its state dict."""
+    """Whether a tensor of the model is in its state dict."""
     holder, _, name = str(record.target).rpartition(".")
     owner = module.get_submodule(holder)
     return name in owner._parameters or (name in owner._buffers and name not in owner._non_persistent_buffers_set)
@@ -340,7 +340,7 @@ class InputCheck(Module):
 
     @contextmanager
     def noting_layouts(self) -> Iterator[None]:
-        """Makes the way in which inputs lie in memory in the block the one in which they must lie afterwards."""
+        """Requires the memory layout of the inputs in the block of all later calls."""
         self._is_noting_layouts = True
         try:
             yield

@@ -1,8 +1,8 @@
 """What runs at present, a graph or the module's own code, and the hooks between them.
 
 In a live run the module's own code runs in place of its graph, and so does that of all it calls. Graphs below it do not
-run: code may hand something on that no graph holds, by a global, a context variable or a hook (transformers collects
-hidden states so), and only other code picks it up.
+run: code may pass on a value that no graph holds, through a global, a context variable or a hook (transformers collects
+hidden states like that), and only other code reads it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_as(
 
 def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:
     running_graph.set(outer)
-    # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
+    # In the graph `with torch.no_grad():` is two calls. The second one may be missing: after an error, or
     # where torch itself does it (in `autograd.Function`), out of sight.
     if torch.is_grad_enabled() != grad_was_enabled:
         torch.set_grad_enabled(grad_was_enabled)
@@ -79,7 +79,7 @@ trusted: ContextVar[Collection[Module]] = ContextVar("graphpatch_trusted_graphs"
 
 
 def is_hooked(module: Module) -> bool:
-    """Whether hooks of accelerate lie around the module's own forward."""
+    """Whether hooks of accelerate wrap the module's own forward."""
     return innermost_forward(module) != "forward"
 
 
@@ -97,7 +97,7 @@ def observed_by(watching: Observer) -> AbstractContextManager[None]:
 
 
 def unobserved() -> AbstractContextManager[None]:
-    """Keeps whoever observes at present from seeing the forwards that run in the block."""
+    """Hides the forwards that run in the block from the current observer."""
     return observed_by(_NOBODY)
 
 

@@ -49,7 +49,7 @@ class FrameReport:
         path: The path of the frame; empty for the root.
         module_class: The class of the module.
         status: `equal`, bit for bit; `differing`, both ran and their results differ, or the graph raises; `not
-            comparable`, a run of the graph would prove nothing; `opaque`, there is no graph; `own graph`, the graph
+            comparable`, running the graph would not prove anything; `opaque`, there is no graph; `own graph`, the graph
             *is* the module (edited, or custom); `not reached` by these inputs.
         reason: In what they differ, why they cannot be compared, or why there is no graph.
     """
@@ -65,7 +65,7 @@ class FrameReport:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """How all graphs of a model compare with their modules on the same inputs. Printing it shows what is to be known.
+    """How all graphs of a model compare with their modules on the same inputs. Print it for a summary.
 
     Attributes:
         frames: A report for each frame, in order of execution.
@@ -158,7 +158,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         copy_context().run(root.frame.module, *first[0], **first[1])
     found = verifier.found
     if isinstance(root, CompiledGraphModule) and root in found and found[root].is_equal:
-        # Submodules may hand things on that no graph holds: once more, with all graphs that are equal running.
+        # Submodules may pass on values that no graph holds: compare once more, running all graphs that are equal.
         equal = frozenset(graph_module for graph_module, comparison in found.items() if comparison.is_equal)
         with afterwards(state.restore), holding(trusted, equal):
             if is_hooked(root.frame.module):  # the parameters are there only between the hooks

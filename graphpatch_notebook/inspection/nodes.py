@@ -1,6 +1,6 @@
 """`pg.nodes`: every path that can be patched, with what is known of the value there.
 
-A node whose value is a container has no entry of its own: it has one for each tensor and number in it
+A node whose value is a container has an entry for each tensor and number in it, and none for the container
 (`output|sub_0.logits`).
 """
 
@@ -37,7 +37,7 @@ class NodeMeta:
         frame_path: The path of the graph that the node is in; empty for the root.
         module_class: The name of the class of the user's module that this is the graph of.
         is_plumbing: Whether the value only carries sizes; the tree hides it.
-        is_mutated_later: Whether the model writes into this very tensor after the node.
+        is_mutated_later: Whether the model writes into this tensor after the node.
         is_view_filled_later: Whether that tensor is a view, so that a patch of it is cut off from its base.
 
     Example:
@@ -78,7 +78,7 @@ class NodeMap(Mapping[str, NodeMeta]):
         root: The frame of the whole model.
 
     Raises:
-        UnknownPathError: (on look-up) There is no such path, or it leads to no single value; a `KeyError`.
+        UnknownPathError: (on look-up) There is no such path, or it does not lead to a single value; a `KeyError`.
 
     Example:
         >>> from graphpatch_notebook.values import TensorSpec
@@ -129,7 +129,7 @@ class NodeMap(Mapping[str, NodeMeta]):
         return self._built
 
     def _found(self, text: str) -> NodeMeta:
-        # By walking down: whoever looks one path up does not wait for a list of all.
+        # By walking down: a look-up of one path does not wait for a list of all.
         try:
             target = resolve(self._root, text)
         except Unresolvable as problem:

@@ -78,7 +78,7 @@ def parse(text: str) -> ParsedPath:
     """Returns `text` taken apart, as `parse_path` does; `<root>`, as the tree has it, is the root graph.
 
     Raises:
-        Unresolvable: `text` is no path.
+        Unresolvable: `text` is not a path.
     """
     if text in ("", "<root>"):
         return ParsedPath(())
@@ -100,12 +100,12 @@ def _with_one_bar(text: str) -> str | None:
 
 
 def is_patchable(node: Node) -> bool:
-    """Whether a live run sees the value of `node` come up."""
+    """Whether a live run sees the value of `node`."""
     return node.is_live and node.kind not in ("constant", "call")
 
 
 def graph_class(frame: Frame | None) -> str:
-    """Returns the name of the class of the graph module that stands for `frame`."""
+    """Returns the name of the class of the graph module of `frame`."""
     return "OpaqueGraphModule" if frame is None or frame.opaque_reason is not None else "CompiledGraphModule"
 
 
@@ -195,7 +195,7 @@ def _no_container(node: Node, spec: ValueSpec, text: str, here: str) -> Unresolv
         )
     hint = f"; to patch a part of it, use {here!r} with slice=..." if isinstance(spec, TensorSpec) else ""
     return Unresolvable(
-        f"{here!r} is no container but a value: {spec}; there is no {text!r} in it{hint}", is_unknown=True
+        f"{here!r} is not a container but a value: {spec}; there is no {text!r} in it{hint}", is_unknown=True
     )
 
 
@@ -329,7 +329,7 @@ def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], p
             hint = f"a dot does not lead into a container, write {str(meant)!r} ({problem.message})"
         else:
             close = nearest_paths(root, parsed)
-            hint = f"nearest: {_listed(close, 3)}" if close else "nothing lies below it"
+            hint = f"nearest: {_listed(close, 3)}" if close else "there is nothing below it"
     return Unresolvable(f"{path!r} is a node, not a graph: no {asked!r}; {hint}", is_unknown=True)
 
 

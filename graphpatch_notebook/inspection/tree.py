@@ -66,7 +66,7 @@ class TreeEntry:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the tree, in parts that may have colours of their own."""
+    """A line of the tree, in parts with separate colors."""
 
     branch: str
     name: str
@@ -156,12 +156,12 @@ def _style_of(spec: ValueSpec) -> Style:
 
 @dataclass(slots=True)
 class Row:
-    """What a line stands for: an entry, or a run of entries that look like earlier ones.
+    """What a line shows: an entry, or a run of entries that look like earlier ones.
 
     Attributes:
         entry: The entry; of a run, the first.
         note: What is said of it behind its label; of a run, all that is said.
-        run: The entries that the line stands for, if it is a run.
+        run: The entries that the line shows, if it is a run.
         rows: The lines directly below.
         is_folded: Whether lines below are left out.
     """

@@ -129,7 +129,7 @@ class Form:
 
 
 class Guard:
-    """Refuses calls of a loaded graph that it is no record of. A forward pre-hook of its root module.
+    """Finds calls that a loaded graph does not hold for.
 
     Args:
         form: The form of the calls that it holds for.
@@ -165,7 +165,7 @@ class Guard:
 
 
 def encoded_form(form: Form) -> dict[str, Any]:
-    """Returns the JSON of a form, of which parameters and specs are those of the root frame."""
+    """Returns the JSON of a form, without parameters and specs, which are those of the root frame."""
     return {
         "dims": form.dims,
         "ranges": {name: list(bounds) for name, bounds in form.ranges.items()},

@@ -67,7 +67,7 @@ class StoredLine(SourceLine):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSite(Site):
-    """A call site of which only the lines are known."""
+    """A call site that only has lines, no code objects."""
 
     lines: tuple[SourceLine, ...] = ()
 
@@ -203,7 +203,7 @@ def decoded_nodes(
         if isinstance(node, CallNode):
             number = fields["frame"].whole()
             if number in calls:
-                raise fields["frame"].error("each call has a frame of its own")
+                raise fields["frame"].error("two calls refer to one frame")
             calls[number] = node
         frame.nodes.append(node)
         frame.names[node.name] = node
@@ -318,7 +318,7 @@ class FrameReader:
                 if "graph" not in fields:
                     raise entry.error("there should be a graph, or why there is none")
                 frame.custom_graph = decoded_graph(fields["graph"].items(), frame, allowed)
-                # Of loaded graphs all are custom ones: these are no records of the model's code besides.
+                # All loaded graphs are custom ones. These were edited or custom before they were saved, too.
                 frame.is_edited = "own_graph" in fields and fields["own_graph"].flag()
             if isinstance(frame.module, LoadedModule):
                 _set_forward(frame.module, frame)

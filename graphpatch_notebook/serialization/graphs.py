@@ -1,4 +1,4 @@
-"""Graphs as JSON, and back: over the attribute paths of the module that they stand for.
+"""Graphs as JSON, and back, over the attribute paths of their module.
 
 {"op": "call_function", "name": "mul", "function": "operator.mul", "args": [{"node": 0}, 2], "record": 3}
 """
@@ -120,7 +120,7 @@ def _encoded_target(
     if fx_node.op == "call_module":
         record = fx_node.meta.get(RECORD)
         if not isinstance(record, CallNode):
-            raise UnstorableError(f"it calls {target!r}, of which there is no record")
+            raise UnstorableError(f"it calls {target!r}, which has no record")
         found = module_at(frame.module, target) if frame.custom_graph is not None else None
         if found is not None and found is not record.frame.module:
             raise UnstorableError(f"it calls {target!r}, where another module was put since it was captured")
@@ -193,7 +193,7 @@ class _GraphReader:
         kwargs = self._kwargs(fields["kwargs"]) if "kwargs" in fields else {}
         if op == "output":
             if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) != 1 or kwargs:
-                raise item.error("the output is to be wrapped in a tuple")
+                raise item.error("the output must be wrapped in a tuple")
             return self.graph.create_node("output", "output", args, name=name)
         target = self._target(item, fields, op, args)
         return self.graph.create_node(op, target, args, kwargs, name)
@@ -217,7 +217,7 @@ class _GraphReader:
         for pair in item.items():
             name, value = pair.items(2)
             if not is_identifier(name.text()) or name.text() in found:
-                raise name.error(f"{name.text()[:60]!r} is no name of an argument")
+                raise name.error(f"{name.text()[:60]!r} is not the name of an argument")
             found[name.text()] = decoded(value, self._reference)
         return found
 
@@ -281,14 +281,14 @@ class _GraphReader:
         return self.refs[leaf] if isinstance(leaf, fx.Node) else leaf
 
     def _ref_without_record(self, fx_node: fx.Node) -> Any:
-        """Returns what stands for a node that only takes values apart, or puts them together."""
+        """Returns the value of a node that only unpacks values, or packs them."""
         found = [self.refs[used] for used in fx_node.all_input_nodes]
         return found[0] if len(found) == 1 else tuple(found)
 
 
 def _name(item: Item) -> str:
     if not item.text().isidentifier():
-        raise item.error(f"{item.text()[:60]!r} is no name")
+        raise item.error(f"{item.text()[:60]!r} is not a name")
     return item.text()
 
 

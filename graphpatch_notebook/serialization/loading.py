@@ -45,7 +45,7 @@ class Loaded:
         module: The root module.
         root: The root frame.
         options: How the graph was captured.
-        unstored: For the paths of frames of which the file has no graph, why not.
+        unstored: Why the file has no graph of some frames, by path.
     """
 
     module: Module
@@ -57,7 +57,7 @@ class Loaded:
 def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: Iterable[str]) -> Loaded:
     """Reads a file. What `PatchableGraph.load` says holds."""
     if model is not None and not isinstance(model, Module):
-        raise TypeError(f"model is to be a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     allowed = Allowed(allow)
     given: Any = file
     source = Path(given) if isinstance(given, (str, os.PathLike)) else given
@@ -77,7 +77,7 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
-    """Returns what `load` would make of a document in this very process, over the modules that it is of."""
+    """Returns the result of loading a document in the process that made it, over the modules of the model."""
     return _assembled(Item(content, "the graph"), tensors, originals, _Everything(), "the graph", is_guarded=False)
 
 
@@ -112,7 +112,7 @@ def _read(file: Path | IO[bytes], name: str) -> tuple[str, dict[str, Tensor]]:
         if isinstance(error, (FileNotFoundError, IsADirectoryError)):
             raise
         raise SerializationError(
-            f"{name} is no file that pg.save(file) wrote, or it is damaged: {error}; files of torch.save and "
+            f"{name} is not a file that pg.save(file) wrote, or it is damaged: {error}; files of torch.save and "
             "pickles are never read, as these run code"
         ) from error
     text = metadata.get(METADATA_KEY)

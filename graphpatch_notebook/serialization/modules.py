@@ -62,7 +62,7 @@ class LoadedModule(Module):
     """Stands for a module of the model that was saved: its parameters, buffers, children and tensor attributes.
 
     Attributes:
-        tensor_paths: For names that graphs use, the attribute paths that these stand for.
+        tensor_paths: The attribute paths behind names that graphs use.
     """
 
     tensor_paths: dict[str, str]
@@ -88,9 +88,9 @@ class LoadedModule(Module):
 
 
 class LoadedRoot(LoadedModule):
-    """The root of a loaded graph: what it cannot tell of, the model runs where it is given.
+    """The root of a loaded graph. If a model is given, it runs the calls that the graph does not hold for.
 
-    Its own attributes have names that no model gives to its submodules.
+    The names of its attributes do not collide with those of submodules.
     """
 
     _stored_guard: Guard
@@ -103,7 +103,7 @@ class LoadedRoot(LoadedModule):
         Args:
             guard: Says for which calls the graph holds.
             model: The model, if it is given.
-            has_edits: Whether some graphs are no records of the model, which then cannot run in their place.
+            has_edits: Whether some graphs are not records of the model, so that the model cannot run in their place.
         """
         state = self.__dict__
         state["_stored_guard"] = guard
@@ -175,7 +175,7 @@ def module_at(module: Module, path: str) -> Module | None:
 
 
 def tensor_at(module: Module, path: str) -> Any:
-    """Returns the parameter or buffer at an attribute path, whatever its names are; `None` where there is none."""
+    """Returns the parameter or buffer at an attribute path, even if names on it are not identifiers; or `None`."""
     *names, last = path.split(".")
     holder: Module | None = module
     for name in names:
@@ -194,7 +194,7 @@ def loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
 
 
 def new_module(name: str, is_container: bool, is_root: bool) -> Module:
-    """Returns an empty module that stands for one of the class `name`."""
+    """Returns an empty module for one of the class `name`."""
     return CONTAINERS[name]() if is_container and not is_root else loaded_class(name, is_root)()
 
 
@@ -202,7 +202,7 @@ _OWN_NAMES = frozenset({*dir(Module), *vars(LoadedModule()), "tensor_paths", *Lo
 
 
 def is_writable(path: str) -> bool:
-    """Whether graphs can reach `path` as Python writes it: names that are no keywords, and not those of any module."""
+    """Whether graphs can write `path` in Python: its names are not keywords, nor attributes that all modules have."""
     parts = path.split(".")
     return all((part.isidentifier() or part.isdecimal()) and not keyword.iskeyword(part) for part in parts) and not any(
         part in _OWN_NAMES or part.startswith("__") for part in parts
@@ -223,7 +223,7 @@ class ModuleTable:
 
     Args:
         root: The model.
-        called: The modules that the model calls, wherever it holds them.
+        called: The modules that the model calls, in its registries or elsewhere.
         tensors: Where their tensors are written.
 
     Attributes:
@@ -272,7 +272,7 @@ class ModuleTable:
         parents, _, name = path.rpartition(".")
         holder = module_at(module, parents)
         if holder is None:
-            raise UnstorableError(f"it reads {path!r}, which lies in no submodule")
+            raise UnstorableError(f"it reads {path!r}, which is not in a submodule")
         parameter = holder._parameters.get(name)
         registered = holder._buffers.get(name) if parameter is None else parameter
         if registered is not None:
@@ -283,7 +283,7 @@ class ModuleTable:
             return next((a for a, known in paths.items() if known == path), None) or _noted(paths, "path", path)
         value = holder.__dict__.get(name)
         if not isinstance(value, Tensor):
-            raise UnstorableError(f"it reads {path!r}, which is no tensor that a module holds")
+            raise UnstorableError(f"it reads {path!r}, which is not a tensor that a module holds")
         if not is_writable(path):
             return self.hold(module, value)
         self._extras_of(holder, "attributes")[name] = self._tensor(holder, name, value)
@@ -371,7 +371,7 @@ class ModuleReader:
         item: The table.
         tensors: The tensors of the file.
         originals: Modules of the model by number, whose parameters and buffers are shared.
-        live: The numbers of those that stand for themselves.
+        live: The numbers of modules that have no graph in the file and run themselves.
         root: The number of the root.
 
     Attributes:
@@ -394,7 +394,7 @@ class ModuleReader:
         for module, fields in zip(self.modules, entries, strict=True):
             for name, other in _pairs(fields["called"]):
                 if not isinstance(module, LoadedModule) or name.text()[: len(ALIAS)] != ALIAS:
-                    raise name.error(f"{name.text()[:60]!r} is no name for a module that is called")
+                    raise name.error(f"{name.text()[:60]!r} is not a name for a module that is called")
                 module.__dict__[name.text()] = self.modules[other.whole(0, len(self.modules) - 1)]
 
     def _add(self, number: int, fields: dict[str, Item]) -> None:
@@ -406,7 +406,7 @@ class ModuleReader:
         name = fields["class"].text()
         is_container = fields["is_container"].flag()
         if not name.isidentifier() or name.startswith("__") or (is_container and name not in CONTAINERS):
-            raise fields["class"].error(f"{name[:60]!r} is no name of a class")
+            raise fields["class"].error(f"{name[:60]!r} is not the name of a class")
         module = new_module(name, is_container, is_root=number == self._root)
         module.training = fields["training"].flag()
         module._modules.update(children)
@@ -441,7 +441,7 @@ class ModuleReader:
         for name, tensor in _pairs(fields["parameters"]):
             found = None if tensor.is_null else self._tensor(tensor)
             if found is not None and not isinstance(found, Parameter):
-                raise tensor.error("a parameter is to be one in the table of tensors, too")
+                raise tensor.error("a parameter must be a parameter in the table of tensors, too")
             parameters[_new_name(name, taken)] = found
             taken[name.text()] = found
         for entry in fields["buffers"].items():

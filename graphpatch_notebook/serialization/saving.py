@@ -51,7 +51,7 @@ from graphpatch_notebook.whole_files import whole_file
 
 @dataclass(frozen=True)
 class GraphToSave:
-    """The graph that is to be saved.
+    """The graph to save.
 
     Attributes:
         graph_module: Its hierarchy of graph modules.
@@ -324,7 +324,7 @@ def _warn(file: Path | IO[bytes], root: Frame, reasons: Reasons, dropped: dict[s
 
 
 def _uses_cache(frame: Frame) -> bool:
-    """Whether a frame could be stored if there was no cache of transformers in it."""
+    """Whether only a cache of transformers keeps a frame from being stored."""
     names = {doubt.what for doubt in frame.doubts if doubt.reason is Reason.USES_OBJECT}
     names |= {node.spec.type_name for node in frame.nodes if isinstance(node.spec, ObjectSpec)}
     return any(name.endswith("Cache") for name in names)
@@ -352,7 +352,7 @@ def _write(file: Path | IO[bytes], found: Document) -> None:
 Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
-"""Between what the integers of made-up inputs lie: the first of these that the model can work with."""
+"""Bounds for the integers of made-up inputs. The first ones that the model accepts are used."""
 
 
 class ModelRaisesError(Exception):
@@ -401,7 +401,7 @@ class Maker:
         is_mask = spec.dtype is torch.bool or "mask" in name
         made = torch.randint(*((0, 2) if is_mask else self.bounds), shape, generator=generator)
         if is_mask and made.dim() and made.numel():
-            made[..., 0] = 1  # a row of which nothing is left to look at holds no numbers
+            made[..., 0] = 1  # a row that is masked completely gives NaN
         return made.to(spec.device, spec.dtype)
 
 

@@ -193,7 +193,7 @@ def test_another_model(tmp_path: Path, changed: Any, message: str) -> None:
     changed(pg._module)
     with pytest.raises(SerializationError, match=message):
         PatchableGraph.load(file, model=pg._module)
-    with pytest.raises(TypeError, match="model is to be a torch.nn.Module, not type"):
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, not type"):
         PatchableGraph.load(file, model=Outer)
 
 

@@ -36,7 +36,7 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
     Raises:
         TypeError: It is neither.
         FileNotFoundError: There is no such file.
-        SerializationError: The file is no archive at all.
+        SerializationError: The file is not an archive.
         GraphError: This torch is too old.
         Exception: Whatever torch raises on a file that it cannot read, or a program that it cannot unflatten.
     """
@@ -63,5 +63,5 @@ def _checked_file(file: str | os.PathLike[str]) -> str:
     if not Path(name).is_file():
         raise FileNotFoundError(f"there is no file {name!r}")
     if not zipfile.is_zipfile(name):
-        raise SerializationError(f"{name!r} is no file that torch.export.save wrote")
+        raise SerializationError(f"{name!r} is not a file that torch.export.save wrote")
     return name

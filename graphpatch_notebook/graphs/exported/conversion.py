@@ -45,7 +45,7 @@ class Converter:
         guards: What the program asserts of its flat inputs.
 
     Attributes:
-        root: The module that stands for the whole program.
+        root: The module of the whole program.
         root_group: Its group.
         inputs: The parameters of the program.
     """
@@ -120,7 +120,7 @@ class Converter:
     # -- graphs --------------------------------------------------------------------------------------------------------
 
     def graph(self, group: Group, number: int) -> fx.Graph:
-        """Returns a new copy of a graph of a group, ready to stand for its module."""
+        """Returns a new copy of a graph of a group, ready to run as its module."""
         variant = group.graphs()[number]
         source = graph_in(variant)
         assert source is not None
@@ -260,7 +260,7 @@ def copied_into(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node])
     Args:
         graph: Where to.
         source: Where from.
-        made: What stands for the placeholders of `source`; the copies are added.
+        made: The nodes that replace the placeholders of `source`; the copies are added.
     """
     for node in source.nodes:
         if node.op == "output":
@@ -286,7 +286,7 @@ class Structured:
 
 
 def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:
-    """Returns the output as it stands in a graph: plain containers as they are, others as calls."""
+    """Returns the output as a graph holds it: plain containers as they are, others as calls."""
     if structure.is_leaf():
         return leaves[0]
     if not _is_plain(structure):

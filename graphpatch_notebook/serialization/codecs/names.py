@@ -44,7 +44,7 @@ class Allowed:
         self.missing: dict[str, None] = {}
 
     def covers(self, name: str) -> bool:
-        """Whether `name`, or what it lies in, is allowed."""
+        """Whether `name`, or a module that it is in, is allowed."""
         return any(name == allowed or name.startswith(f"{allowed}.") for allowed in self._names)
 
     def require(self, name: str) -> bool:
@@ -58,7 +58,7 @@ class Allowed:
         """Refuses the file if it has asked for anything that is not allowed.
 
         Raises:
-            SerializationError: It has; the message lists all that is to be allowed.
+            SerializationError: It has; the message lists all names to allow.
         """
         if self.missing:
             names = sorted(self.missing)
@@ -156,7 +156,7 @@ def name_of_class(cls: type) -> str:
     """
     name = _names_of_known().get(cls)
     if name is None and not _is_container(cls):
-        raise UnstorableError(f"it makes a {cls.__name__}, which is no kind of container that can be written")
+        raise UnstorableError(f"it makes a {cls.__name__}, which is not a kind of container that can be written")
     return name or name_of_object(cls)
 
 
@@ -170,13 +170,13 @@ def class_of(item: Item, allowed: Allowed) -> type | None:
     if name in _known():
         return _known()[name]
     if not is_name(name):
-        raise item.error(f"{name[:60]!r} is no name of a class")
+        raise item.error(f"{name[:60]!r} is not the name of a class")
     is_transformers = _TRANSFORMERS.fullmatch(name) is not None and not allowed.covers(dotted(name))
     if not is_transformers and not allowed.require(dotted(name)):
         return None
     found = imported(name, item.where)
     if not isinstance(found, type) or not _is_container(found) or (is_transformers and not _is_output(found)):
-        raise item.error(f"{dotted(name)} is no class of containers")
+        raise item.error(f"{dotted(name)} is not a class of containers")
     return found
 
 
@@ -188,11 +188,11 @@ def _is_output(cls: type) -> bool:
     return any(base.__name__ == "ModelOutput" and base.__module__.startswith("transformers.") for base in cls.__mro__)
 
 
-# -- classes of recorded values, of which nothing is ever made --------------------------------------------------------
+# -- classes of recorded values, which are never instantiated ---------------------------------------------------------
 
 
 def described_class(cls: type) -> list[str]:
-    """Returns what is told of the class of a recorded container: its name, and what kind of container it is."""
+    """Returns the description of the class of a recorded container: its name, and the kind of container."""
     if cls in _names_of_known():
         return [_names_of_known()[cls]]
     bases: list[tuple[str, Any]] = [("tuple", tuple), ("list", list), ("mapping", Mapping)]
@@ -206,14 +206,14 @@ def class_text(cls: type) -> str:
 
 
 def class_described(item: Item) -> type:
-    """Returns the class of a recorded container: itself if it is well known, else a class that stands for it."""
+    """Returns the class of a recorded container: the class itself if it is well known, else a placeholder class."""
     parts = item.items()
     if not 1 <= len(parts) <= 2:
         raise item.error("there should be a name and a kind")
     name = parts[0].text()
     if len(parts) == 1:
         if name not in _known():
-            raise parts[0].error(f"{name[:60]!r} is no known class of containers")
+            raise parts[0].error(f"{name[:60]!r} is not a known class of containers")
         return _known()[name]
     return _stand_in(name, parts[1].one_of(tuple(_KINDS)))
 
@@ -246,7 +246,7 @@ _OPERATORS = (
 ).split()
 _BUILTINS = "abs bool float getattr int len list max min range round setattr slice sum tuple".split()
 _MATH = "ceil cos exp floor gcd isqrt log log2 prod sin sqrt tan tanh trunc".split()
-# Functions that read files, hand out memory or call back, or change what lies outside of the graph.
+# Functions that read files, give access to memory, call back, or change state outside of the graph.
 _REFUSED = frozenset(
     "from_file apply_ map_ map2_ register_hook register_post_accumulate_grad_hook share_memory_ storage numpy backward "
     "untyped_storage typed_storage data_ptr const_data_ptr set_ module_load as_subclass to_dlpack from_dlpack "
@@ -418,7 +418,7 @@ def decoded_function(item: Item, allowed: Allowed) -> Function:
 def _decoded_op(item: Item, allowed: Allowed) -> Function:
     path = item.text()
     if not _OPS_PATH.fullmatch(path) or "__" in path or any(map(_is_refused, path.split("."))):
-        raise item.error(f"{path[:80]!r} is no operator that a file may call")
+        raise item.error(f"{path[:80]!r} is not an operator that a file may call")
     space, name, *overload = path.split(".")
     if space not in _OPS and not allowed.require(f"{space}.{name}"):
         return not_allowed
@@ -437,16 +437,16 @@ def _decoded_other(item: Item, allowed: Allowed) -> Function:
     ((kind, inside),) = fields.items()
     name = inside.text()
     if not is_name(name):
-        raise inside.error(f"{name[:60]!r} is no name of a function")
+        raise inside.error(f"{name[:60]!r} is not the name of a function")
     if not allowed.require(dotted(name)):
         return not_allowed
     found = imported(name, item.where)
     if kind == "apply":
         if not isinstance(found, type) or not issubclass(found, torch.autograd.Function):
-            raise inside.error(f"{dotted(name)} is no autograd.Function")
+            raise inside.error(f"{dotted(name)} is not an autograd.Function")
         return NamedFunction(found.apply)
     if not callable(found):
-        raise inside.error(f"{dotted(name)} is no function")
+        raise inside.error(f"{dotted(name)} is not a function")
     return NamedFunction(found)
 
 

@@ -14,7 +14,7 @@ _SHOWN = 40
 
 
 class Item:
-    """A value of a JSON document, and where it stands in it.
+    """A value of a JSON document, and its position there.
 
     Example:
         >>> Item({"a": [1, 2]}, "file").fields("a")["a"].items()[1].whole(0, 9)
@@ -98,7 +98,7 @@ def parsed(text: str, where: str) -> Item:
     """Returns the JSON document in `text`.
 
     Raises:
-        SerializationError: It is no JSON, or not of the strict kind: names that are given twice, numbers that are none.
+        SerializationError: It is not strict JSON: a name is given twice, say, or a number is NaN.
     """
     try:
         return Item(json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number), where)
@@ -116,4 +116,4 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")

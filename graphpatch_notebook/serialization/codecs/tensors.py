@@ -215,7 +215,7 @@ class StoredTensor:
         """Returns the tensor over `storage`, the bytes of its storage.
 
         Raises:
-            SerializationError: It does not lie in it.
+            SerializationError: It is not inside the storage.
         """
         if self.bytes_needed > storage.numel():
             raise self.item.error(f"it reaches beyond the end of the storage {self.storage[:60]!r}")
@@ -228,7 +228,7 @@ class StoredTensor:
 
 
 def made_tensors(entries: list[StoredTensor], contents: dict[str, Tensor]) -> list[Tensor]:
-    """Returns the tensors of a file over storages of their own, each on the device that it was on.
+    """Returns the tensors of a file over new storages, each on the device that it was on.
 
     Args:
         entries: The table.

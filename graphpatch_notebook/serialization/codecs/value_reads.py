@@ -45,7 +45,7 @@ def unchanged(value: Any, expected: Any) -> None:
     """Refuses to go on with a value that the model would have done something else with; what stored graphs call.
 
     Args:
-        value: The value; or the parts of a tensor, of which the number counts.
+        value: The value; or the parts of a tensor, whose number is compared.
         expected: What it was when the graph was captured.
     """
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Plain values as JSON: what stands for itself stands as it is, all else is an object with one field that names it.
+"""Plain values as JSON: values that JSON has are written as they are, others as an object with one field, its kind.
 
 1, 0.5, "a", None, [..]     ->  the same
 (1, 2)                      ->  {"tuple": [1, 2]}
@@ -92,7 +92,7 @@ def decoded(item: Item, node: Callable[[Item], Any] | None = None, depth: int = 
 
     Args:
         item: What `encoded` made.
-        node: Returns what stands for the item of `{"node": item}`; without it there may be none.
+        node: Returns the value of the item of `{"node": item}`; `None` if there may not be any.
         depth: How many containers it is in.
 
     Raises:
@@ -115,7 +115,7 @@ def decoded(item: Item, node: Callable[[Item], Any] | None = None, depth: int = 
         return node(inside)
     reader = _READERS.get(name)
     if reader is None:
-        raise item.error(f"{name[:40]!r} is no kind of value")
+        raise item.error(f"{name[:40]!r} is not a kind of value")
     return reader(inside, lambda child: decoded(child, node, depth + 1))
 
 
