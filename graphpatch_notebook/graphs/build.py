@@ -150,12 +150,12 @@ class _GraphBuilder:
         fx_node.meta[RECORD] = node
         # The value of `x[i] = v` as a record is `x`, which has just been written into.
         self.values[node, ()] = self._written(node) or fx_node
-        # Taken out at once: the model may put something else there later.
+        # Read at once: the model may write something else there later.
         for dig in self.digs.get(node, ()):
             self._dug(node, dig)
 
     def _written(self, node: Node) -> fx.Node | None:
-        """Returns the node of the tensor that an op wrote into which itself returns nothing."""
+        """Returns the node of the tensor that an op without a result wrote into."""
         is_silent = getattr(node.target, "__name__", "") in ("__setitem__", "__set__", "__iset__")
         if not node.is_in_place or not (is_silent or is_overload(node.target)):
             return None
@@ -251,7 +251,7 @@ class _GraphBuilder:
             return self._dug(ref.node, ref.dig)
         except KeyError:
             where = format_path((*self.frame.path, ref.node.name))
-            raise GraphError(f"{where!r} is used before it is made, or outside of its frame") from None
+            raise GraphError(f"{where!r} is used before it is computed, or outside of its frame") from None
 
     def _dug(self, node: Node, dig: tuple[Key, ...]) -> fx.Node:
         known = self.values.get((node, dig))
@@ -304,7 +304,7 @@ def _identifier(name: str) -> str:
 
 
 class ForwardCodeGen(CodeGen):
-    """Prints signatures that fx's own code generation cannot: `/`, a bare `*`, and defaults that do not print."""
+    """Prints signatures that fx cannot print: `/`, a bare `*`, and defaults that are not literals."""
 
     def __init__(self, parameters: list[InputParameter]) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ def _attribute_of(accessor: Any) -> str | None:
 
 
 def printable(func: Any) -> Any:
-    """Returns `func`, or a `NamedFunction` around it where fx could not print a name that leads back to it."""
+    """Returns `func`, or a `NamedFunction` around it if fx cannot print a name that refers to it."""
     if isinstance(func, (NamedFunction, Container)) or is_overload(func):
         return func
     name = getattr(func, "__name__", None)
@@ -516,7 +516,7 @@ class Container:
 
 def _module_of(value: Any) -> str:
     module = str(getattr(value, "__module__", "") or "")
-    # fx writes the names of torch's own functions as they stand, without a global that could be another object.
+    # fx writes the names of torch's functions without a global that could be another object.
     return "function" if module.split(".", maxsplit=1)[0] in ("torch", "builtins", "_operator", "") else module
 
 

@@ -141,7 +141,7 @@ def _container(module: Module) -> Module:
 def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], None]) -> None:
     """Calls `function(graph_module, module)` for each graph module that has a graph, innermost first.
 
-    Where it edited the graph, the edited graph is the module from then on; where it did not, nothing changes.
+    If it edits the graph, the edited graph replaces the module; if not, nothing changes.
 
     Raises:
         CaptureError: An edited graph is malformed, or refers to something that is gone.
@@ -161,5 +161,5 @@ def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], Non
         frame = graph_module.frame
         raise CaptureError(
             f"the postprocessing function left the graph of {format_path(frame.path) or '<root>'!r} "
-            f"({type(frame.module).__name__}) not fit to run: {error}"
+            f"({type(frame.module).__name__}) in a state that cannot run: {error}"
         ) from error

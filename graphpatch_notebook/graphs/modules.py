@@ -1,7 +1,7 @@
 """The graph modules: a hierarchy that mirrors the model's, in which graphs run in place of the modules' own code.
 
     GraphModule                  one frame of one of the user's modules
-    ├── CompiledGraphModule      runs its graph, where that is known to equal the module
+    ├── CompiledGraphModule      has a graph, and runs it if it replaces the module
     ├── OpaqueGraphModule        has no graph: runs the module
     └── UnusedModule             was not reached by the example: runs the module
     MultiplyInvokedModule        the graph modules of a module that was called several times
@@ -109,7 +109,7 @@ class Mirror(Module):
         self._original_module.train(mode)
         return self
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # what `to`, `half`, `cuda`, ... are made of
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # called by `to`, `half`, `cuda`, ...
         self._original_module._apply(*args, **kwargs)
         return self
 
@@ -134,7 +134,7 @@ class Hierarchy:
     """What all graph modules of one model share.
 
     Attributes:
-        has_own_graphs: Whether there are graphs that are their module, rather than a record of it: edited ones, and
+        has_own_graphs: Whether there are graphs that replace their module, rather than record it: edited ones, and
             those of custom extraction functions.
         edits: How often a graph was edited.
     """
@@ -145,9 +145,9 @@ class Hierarchy:
 
 
 class GraphModule(Mirror):
-    """Stands for one frame: one invocation of one of the user's modules. Abstract.
+    """The graph module of one frame: one invocation of one of the user's modules. Abstract.
 
-    Called like the module, and returns what the module returns.
+    It is called like the module, and returns what the module returns.
     """
 
     _frame: Frame
@@ -179,12 +179,12 @@ class GraphModule(Mirror):
 
     @property
     def has_own_graph(self) -> bool:
-        """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
+        """Whether there is a graph that replaces the module (edited, or custom), rather than records it."""
         return False
 
     @property
     def calls_own_graphs(self) -> bool:
-        """Whether there may be graphs below this one that are their module."""
+        """Whether there may be graphs below this one that replace their module."""
         return self._hierarchy.has_own_graphs
 
     @property
@@ -211,9 +211,9 @@ class GraphModule(Mirror):
             yield from callee.walk()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the hooks of the user's module and the frame, or the frame alone where a graph calls it.
+        """Runs the hooks of the user's module and the frame, or the frame alone if a graph calls it.
 
-        What hooks do to tensors is part of the graph of the caller.
+        The graph of the caller already has what hooks do to tensors.
         """
         if is_compiling():
             is_inside = self._frame.parent is not None
@@ -239,7 +239,7 @@ class GraphModule(Mirror):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        # The frame first: its copy brings along those of all frames below it, which the callees then find.
+        # The frame first: copying it also copies all frames below it, and the callees then use these copies.
         return {"_frame": FrameReference(self._frame)} | {k: v for k, v in self.__dict__.items() if k != "_frame"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _Router:
-    """Diverts what a module calls to the graph modules of these calls."""
+    """Redirects the calls of submodules to the graph modules of these calls."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self._graph_module = graph_module
@@ -357,7 +357,7 @@ class MultiplyInvokedModule(ModuleList):
         return getattr(self.__dict__["_original_module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the next of the calls where a graph calls, which counts them.
+        """Runs the next of the calls if a graph calls it; the running graph counts its calls.
 
         Raises:
             GraphError: It is not called by a graph, so it is not known which call is meant.

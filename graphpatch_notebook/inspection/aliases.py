@@ -1,8 +1,8 @@
-"""Names that people bring along: the last part of a path, or a hook point of TransformerLens.
+"""Names from elsewhere: the last part of a path, or a hook point of TransformerLens.
 
 wte, mlp, attn.c_proj, layers.1.mlp      the end of paths      -> what these modules return
 blocks.0.hook_resid_post, hook_embed     TransformerLens       -> the value of that kind in a stack of layers
-attn.pattern, attn_weights               inside of attention   -> what opens attention that is one fused call
+attn.pattern, attn_weights               inside attention      -> how to decompose attention that is one fused call
 """
 
 from __future__ import annotations

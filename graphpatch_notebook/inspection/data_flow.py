@@ -1,7 +1,7 @@
-"""Where a value of a capture comes from, and where it goes: read off the records, frame by frame.
+"""Where a value of a capture comes from, and where it is used, from the records, frame by frame.
 
-A value is a node and the keys that lead into it (a `Ref`). Across a call the flow goes on inside: what a frame gets
-as an input is what its caller gave, and what a call gives is the output of its frame.
+A value is a node and the keys that lead into it (a `Ref`). The flow continues inside a call: the input of a frame is
+the argument that its caller gave, and the value of a call is the output of its frame.
 """
 
 from __future__ import annotations

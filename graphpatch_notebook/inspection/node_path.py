@@ -172,7 +172,7 @@ class NodePath:
             printer.text(f"NodePath({str(self)!r})")
             return
         lines = self.__lines(False, tree.MAX_LINES, None)
-        printer.text(tree.coloured(lines) if tree.is_colour_terminal() else tree.plain(lines))
+        printer.text(tree.colored(lines) if tree.is_color_terminal() else tree.plain(lines))
 
 
 def location_of(path: NodePath) -> Location:
@@ -242,7 +242,7 @@ class GraphShapes:
         return self.__location.children()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("the shapes of a graph cannot be copied or pickled; keep those of single nodes")
+        raise TypeError("the shapes of a graph cannot be copied or pickled; store those of single nodes")
 
     def _ipython_key_completions_(self) -> list[str]:
         return self.__location.children()

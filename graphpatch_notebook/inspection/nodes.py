@@ -72,7 +72,7 @@ class NodeMeta:
 class NodeMap(Mapping[str, NodeMeta]):
     """Every path of a capture that can be patched, with its `NodeMeta`, in order of execution. Read-only.
 
-    The nodes of a submodule stand where it was called. Looking a path up takes the same time in any model.
+    The nodes of a submodule follow at the place of its call. A look-up takes the same time in any model.
 
     Args:
         root: The frame of the whole model.
@@ -152,7 +152,7 @@ class NodeRows:
         specs: What was recorded of the values: leaves only.
     """
 
-    # Lists, not one record for each path: those would take longer to make than everything else here together.
+    # Lists, not one record for each path, which would take longer to make than everything else here.
     paths: list[str] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
@@ -175,7 +175,7 @@ class NodeRows:
                     self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", states)
             elif node.is_plumbing in states and is_patchable(node):
                 path, spec = prefix + format_segment(node.name), node.spec
-                if type(spec) is TensorSpec:  # nearly all of them, for which a loop would take twice as long
+                if type(spec) is TensorSpec:  # nearly all rows, and a loop would take twice as long
                     add_path(path)
                     add_node(node)
                     add_frame(frame)
@@ -196,7 +196,7 @@ def _leaves(path: str, spec: ValueSpec) -> dict[str, ValueSpec]:
     """Returns the leaves of the value at `path`, by their own paths."""
     inside: dict[str, ValueSpec] = {}
     for dig, leaf in leaves(spec):
-        # Of two keys that read the same (1 and "1"), a path means the first.
+        # If two keys have the same text (1 and "1"), a path means the first.
         inside.setdefault(f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path, leaf)
     return inside
 

@@ -1,4 +1,4 @@
-"""The document of a graph: all that is written but the numbers in its tensors.
+"""The document of a graph: everything that is written except the numbers in its tensors.
 
 {"schema": 1, "written_by": "0.1.0", "torch": "2.13.0", "options": {..}, "form": {..},
  "frames": [..], "modules": [..], "tensors": [..], "lines": [..]}
@@ -33,15 +33,15 @@ from graphpatch_notebook.serialization.graphs import OwnPaths, encoded_graph
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable, own_tensor_attribute
 
 SCHEMA = 1
-"""The version of the form that documents have. Raised whenever an older reader would misread a newer document."""
+"""The version of the layout of documents. Increased whenever an older reader would misread a newer document."""
 
 
 @dataclass
 class Document:
-    """What is written of a graph.
+    """The written form of a graph.
 
     Attributes:
-        content: The document, as JSON knows it.
+        content: The document, as JSON.
         tensors: The tensors that it refers to.
         modules: The modules that it refers to, by number.
     """
@@ -144,7 +144,7 @@ def note_unstorable(root: Frame, builds: Builds, reasons: Reasons) -> None:
 
 def is_own_graph(frame: Frame, root: Frame) -> bool:
     """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""
-    # Of loaded graphs all are custom ones; those that were edited, or custom before, count as edited.
+    # All loaded graphs are custom ones; those that were edited or custom before they were saved count as edited.
     return frame.is_edited or (frame.has_own_graph and not isinstance(root.module, LoadedRoot))
 
 

@@ -26,14 +26,14 @@ from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.forms import Guard
 
 CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
-"""The classes of torch that only hold modules: these are what they were."""
+"""The classes of torch that only hold modules: these keep their class."""
 
 ALIAS = "_graphpatch_"
-"""How the names begin by which graphs reach what has no name that Python can write."""
+"""The prefix of names that graphs use for objects whose own names Python cannot write."""
 
 
 class StoredForward:
-    """`forward` of a module whose code is not there: graphs run in its place. Has the signature that it had.
+    """`forward` of a module without its code, as graphs run in its place. It has the signature of the original.
 
     Args:
         class_name: The class of the module.
@@ -49,7 +49,7 @@ class StoredForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: there is nothing to run."""
+        """Raises an error: there is nothing to run."""
         raise UnstoredFrameError(f"this {self._class_name} cannot run: {self._reason}")
 
 
@@ -59,7 +59,7 @@ _NOT_CALLED = (
 
 
 class LoadedModule(Module):
-    """Stands for a module of the model that was saved: its parameters, buffers, children and tensor attributes.
+    """A module of the saved model, without its code: its parameters, buffers, children and tensor attributes.
 
     Attributes:
         tensor_paths: The attribute paths behind names that graphs use.
@@ -98,7 +98,7 @@ class LoadedRoot(LoadedModule):
     _stored_edits: bool
 
     def set_guard(self, guard: Guard, model: Module | None, *, has_edits: bool) -> None:
-        """Makes `guard` watch all calls.
+        """Makes `guard` check all calls.
 
         Args:
             guard: Says for which calls the graph holds.
@@ -129,7 +129,7 @@ _checked: ContextVar[tuple[Module, ...]] = ContextVar("graphpatch_checked_roots"
 
 
 def _advice(model: Module | None, has_edits: bool) -> str:
-    """Returns what can be done about calls that the graph does not hold for, beside making another graph."""
+    """Returns the advice for calls that the graph does not hold for, beside making another graph."""
     if has_edits:
         return "; the model cannot run such calls instead, as graphs were edited or are custom, unlike its own code"
     if model is None:
@@ -141,14 +141,14 @@ def _advice(model: Module | None, has_edits: bool) -> str:
 
 
 class Refusal:
-    """The forward pre-hook that refuses calls which a guard finds a problem with: those that graph modules make."""
+    """The forward pre-hook that refuses calls if a guard finds a problem: those that go through graph modules."""
 
     def __init__(self, guard: Guard, advice: str) -> None:
         self._guard = guard
         self._advice = advice
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises: if there is a problem."""
+        """Raises an error if there is a problem."""
         problem = None if module in _checked.get() else self._guard.problem(args, kwargs, self._advice)
         if problem is not None:
             raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
@@ -188,7 +188,7 @@ def tensor_at(module: Module, path: str) -> Any:
 
 @cache
 def loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
-    """Returns the class of loaded modules that goes by the name of the original class."""
+    """Returns the class of loaded modules with the name of the original class."""
     base = LoadedRoot if is_root else LoadedModule
     return type(name, (base,), {"__doc__": base.__doc__, "__module__": __name__})
 
@@ -219,7 +219,7 @@ def own_tensor_attribute(module: Module, name: str) -> Tensor | None:
 
 
 class ModuleTable:
-    """The modules that are to be written, each under a number: children before those that hold them.
+    """The modules to write, each with a number: children before their parents.
 
     Args:
         root: The model.
@@ -350,7 +350,7 @@ def _noted(held: dict[str, Any], kind: str, what: Any) -> str:
 
 
 def _class_name(module: Module) -> str:
-    """Returns what the class of `module` is called in the file: what `torch.export` makes may be called `<lambda>`."""
+    """Returns the name of the class of `module` for the file: `torch.export` makes classes called `<lambda>`."""
     name = type(module).__name__
     return name if name.isidentifier() and not name.startswith("__") else Module.__name__
 
@@ -390,7 +390,7 @@ class ModuleReader:
         entries = [entry.fields(*_FIELDS) for entry in item.items()]
         for number, fields in enumerate(entries):
             self._add(number, fields)
-        # Which module calls which may go round in circles.
+        # Calls between modules may have cycles.
         for module, fields in zip(self.modules, entries, strict=True):
             for name, other in _pairs(fields["called"]):
                 if not isinstance(module, LoadedModule) or name.text()[: len(ALIAS)] != ALIAS:

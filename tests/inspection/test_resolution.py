@@ -118,7 +118,7 @@ INPUT_PROBLEMS = [
     ),
     ("table", "'table' is a constant in the code of the model"),
     ("size", "'size' is arithmetic on sizes"),
-    ("output|loss", "keys: 'logits', 'cache', 'empty'; if other example inputs bring it, make the PatchableGraph with"),
+    ("output|loss", "keys: 'logits', 'cache', 'empty'; if other example inputs have it, make the PatchableGraph with"),
     ("output|empty", "'output|empty' is a list(1) without a tensor or number in it"),
 ]
 

@@ -19,7 +19,7 @@ try:
 except ImportError:  # before torch 2.6, whose programs are refused
 
     class InterpreterModuleDispatcher(Module):  # type: ignore[no-redef]
-        """What these versions never make."""
+        """Never made by these versions."""
 
 
 _POSITIONAL_ARGUMENT = "_positional_arg_"

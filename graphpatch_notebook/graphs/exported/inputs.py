@@ -98,7 +98,7 @@ class ProgramInputs:
         """Returns the call in the form that the program was exported with.
 
         Raises:
-            Exception: Whatever the program raises on such inputs.
+            Exception: Raised by the program on such inputs.
         """
         flat = list(self._checks(*args, **kwargs))
         if self._guards is not None:

@@ -73,9 +73,9 @@ class ExportedModule(Module):
         return self._graph_of_call[call]
 
     def train(self, mode: bool = True) -> Any:
-        """Raises: what the modes change was decided when the program was exported."""
+        """Raises an error: the modes were fixed when the program was exported."""
         raise NotImplementedError(
-            f"{'train' if mode else 'eval'}() changes nothing in an exported program: dropout and the like run as they "
+            f"{'train' if mode else 'eval'}() does not change an exported program: dropout and the like run as they "
             "did when it was exported; export the model in the other mode"
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from graphpatch_notebook.inspection.tree import CSS_STYLES, RICH_STYLES, Style, is_colour_terminal
+from graphpatch_notebook.inspection.tree import CSS_STYLES, RICH_STYLES, Style, is_color_terminal
 from graphpatch_notebook.notebook.display.labels import visible
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Table(Sequence[Item]):
         if len(printer.stack) > 1:  # inside a list or dict, where a table would be unreadable
             printer.text(f"<{type(self).__name__} of {len(self):,} rows>")
             return
-        printer.text(self._coloured() if is_colour_terminal() else repr(self))
+        printer.text(self._coloured() if is_color_terminal() else repr(self))
 
     def _coloured(self) -> str:
         """Returns the table for a terminal, as wide as that, coloured by ANSI codes."""

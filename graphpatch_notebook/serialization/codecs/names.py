@@ -27,10 +27,10 @@ from graphpatch_notebook.values import take
 
 
 class Allowed:
-    """The names that the caller of `load` allows, and those that it would have to allow.
+    """The names that the caller of `load` allows, and those that are missing.
 
     Args:
-        names: Dotted names: of a function or class, or of a package or module with all that is in it.
+        names: Dotted names: of a function or class, or of a package or module with everything in it.
 
     Example:
         >>> Allowed(["mylib"]).covers("mylib.ops.foo"), Allowed(["mylib.ops.foo"]).covers("mylib.ops.foobar")
@@ -76,14 +76,14 @@ def name_of_object(value: Any) -> str:
     """
     module, name = str(getattr(value, "__module__", "") or ""), str(getattr(value, "__qualname__", "") or "")
     if not module or not _are_plain([*module.split("."), *name.split(".")]):
-        raise UnstorableError(f"it uses {name or repr(value)[:60]}, which no name leads to from outside")
+        raise UnstorableError(f"it uses {name or repr(value)[:60]}, which cannot be imported by a name")
     if _found(module, name) != value:
         raise UnstorableError(f"it uses {module}.{name}, but that name now means something else")
     return f"{module}:{name}"
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` has the form of what `name_of_object` returns."""
+    """Whether `text` has the form of a result of `name_of_object`."""
     module, _, name = text.partition(":")
     return _are_plain([*module.split("."), *name.split(".")])
 
@@ -94,7 +94,7 @@ def dotted(text: str) -> str:
 
 
 def imported(text: str, where: str) -> Any:
-    """Imports what `text` (of `name_of_object`) names; only for names that are allowed.
+    """Imports the object that `text` (of `name_of_object`) names; only for names that are allowed.
 
     Raises:
         SerializationError: There is no such thing here.
@@ -164,7 +164,7 @@ def class_of(item: Item, allowed: Allowed) -> type | None:
     """Returns the class of containers of that name; `None` where it is not allowed, which `allowed` notes.
 
     Raises:
-        SerializationError: It is none, or not to be found here.
+        SerializationError: It has the wrong kind, or does not exist here.
     """
     name = item.text()
     if name in _known():
@@ -256,7 +256,7 @@ _REFUSED = frozenset(
     "__cuda_array_interface__ __torch_dispatch__ __torch_function__ __hash__ __repr__ __format__ __init__ __new__ "
     "__del__ __getattr__ __getattribute__ __setattr__ __delattr__ __class__ __init_subclass__ __subclasshook__".split()
 )
-# Methods that torch leaves out of its list of operators, as no tensor goes into them but for its dtype.
+# Methods that are not in torch's list of operators, as they only read the dtype and device of a tensor.
 _FACTORY_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
 # Operators that trust the indices and addresses that they are given.
 _UNCHECKED = ("unsafe_index", "unsafe_masked", "reinterpret_tensor", "from_blob", "_test_")
@@ -271,7 +271,7 @@ def _is_refused(name: str) -> bool:
 
 @cache
 def functions() -> dict[str, Function]:
-    """Returns all functions that a file may call without leave, by name."""
+    """Returns all functions that a file may call without being allowed, by name."""
     found: dict[str, Function] = {}
     overridable = {id(f) for group in torch.overrides.get_overridable_functions().values() for f in group}
     for space, holder in _NAMESPACES.items():
@@ -326,7 +326,7 @@ def encoded_function(function: Any) -> Any:
     """Returns the JSON of a function that a graph calls.
 
     Raises:
-        UnstorableError: No name leads to it.
+        UnstorableError: It cannot be imported by a name.
     """
     if isinstance(function, NamedFunction):
         function = function.function
@@ -356,7 +356,7 @@ def check_method(name: str) -> str:
     """Returns the name of a method of tensors that graphs may call.
 
     Raises:
-        UnstorableError: It is none.
+        UnstorableError: It is not such a name.
     """
     if name not in _methods():
         raise UnstorableError(f"it calls the method {name[:60]!r}, which is none of the operators that files may call")
@@ -364,7 +364,7 @@ def check_method(name: str) -> str:
 
 
 def check_attribute(function: Any, args: tuple[Any, ...]) -> None:
-    """Refuses to read or write attributes that are more than a value: methods, private ones.
+    """Checks that a call does not read or write attributes that are more than values: methods, private ones.
 
     Args:
         function: What the graph calls.
@@ -397,7 +397,7 @@ def decoded_function(item: Item, allowed: Allowed) -> Function:
     """Returns the function of a JSON item; one that is not allowed is noted in `allowed`, and must not be called.
 
     Raises:
-        SerializationError: It is none, or not to be found here.
+        SerializationError: It has the wrong kind, or does not exist here.
     """
     if type(item.value) is str:
         function = functions().get(item.text())
@@ -451,5 +451,5 @@ def _decoded_other(item: Item, allowed: Allowed) -> Function:
 
 
 def not_allowed(*_args: Any, **_kwargs: Any) -> Any:
-    """Stands for a function that is not allowed, until the whole file is refused for it."""
+    """Placeholder for a function that is not allowed, until the whole file is refused."""
     raise AssertionError("a function that is not allowed is never called")

@@ -1,4 +1,4 @@
-"""Strict reading of JSON: each value is asked for as what it has to be; all else is an error that says where."""
+"""Strict reading of JSON: each value must have the expected type, or an error says where it does not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Item:
 
     @property
     def is_null(self) -> bool:
-        """Whether there is nothing."""
+        """Whether it is null."""
         return self.value is None
 
     def text(self) -> str:
@@ -62,7 +62,7 @@ class Item:
         return self.value
 
     def flag(self) -> bool:
-        """Returns it as true or false."""
+        """Returns it as a bool."""
         if type(self.value) is not bool:
             raise self._expected("true or false")
         return self.value
@@ -105,7 +105,7 @@ def parsed(text: str, where: str) -> Item:
     except RecursionError:
         raise SerializationError(f"{where}: it is nested too deeply") from None
     except ValueError as error:
-        raise SerializationError(f"{where}: it holds no valid JSON ({error})") from None
+        raise SerializationError(f"{where}: it does not hold valid JSON ({error})") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ def encoded(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
 
     Args:
         value: Plain values, in tuples, lists, dicts and slices.
-        leaf: Returns the JSON of what is none of these.
+        leaf: Returns the JSON of other values.
 
     Raises:
-        UnstorableError: There is none.
+        UnstorableError: It cannot be written.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -96,7 +96,7 @@ def decoded(item: Item, node: Callable[[Item], Any] | None = None, depth: int = 
         depth: How many containers it is in.
 
     Raises:
-        SerializationError: The item is nothing that `encoded` makes.
+        SerializationError: The item is not a result of `encoded`.
     """
     if depth > _DEEPEST:
         raise item.error("it is nested too deeply")
@@ -127,7 +127,7 @@ def _decoded_dict(item: Item, decode: _Decode) -> dict[Any, Any]:
     try:
         return {decode(key): decode(value) for key, value in pairs}
     except TypeError:
-        raise item.error("a key of a dict cannot be one") from None
+        raise item.error("it is not a valid key of a dict") from None
 
 
 def _decoded_range(item: Item, _: _Decode) -> range:
