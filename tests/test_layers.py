@@ -232,7 +232,7 @@ ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_chan
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
     "experiments/engine/purity.py",
-    "experiments/engine/runner.py",
+    "experiments/engine/strategies.py",
     "notebook/run/run_state.py",
     "serialization/loading.py",
 }

@@ -289,7 +289,7 @@ def test_patches_that_the_context_refuses(zero: Shell) -> None:
     [
         ("zero x", r"'zero' is a command for a line of its own: %graphpatch zero x"),
         ("nope", r"there is no variable 'nope'; graphs: pg"),
-        ("model", r"'model' is no PatchableGraph but an object of Mlp; graphs: pg"),
+        ("model", r"'model' is not a PatchableGraph but an object of Mlp; graphs: pg"),
         ("pg pg", r"'pg' is too much; write %%graphpatch \[NAME\]"),
         ("--only", r"--only needs to know which patches"),
         ("--only #7", r"there is no patch #7; chosen: #1"),
@@ -479,7 +479,7 @@ def test_a_slice_beyond_the_size_is_told_when_all_else_is_filled(zero: Shell) ->
     zero.ok("%graphpatch probe hidden h")
     ran = zero.run("%%graphpatch\npg(x)")
     assert type(ran.error) is PatchValueError
-    assert str(ran.error).startswith("#2 (probe output[99] far): there is no [99] in a value of shape (3, 2): index 99")
+    assert str(ran.error).startswith("#2 (probe output[99] far): cannot take [99] of a value of shape (3, 2): index 99")
     assert not hasattr(ran.error, "__notes__")
     assert "h" in zero.namespace
     assert "far" not in zero.namespace

@@ -128,7 +128,7 @@ def test_nothing_that_fits_changes_nothing(recipe: str) -> None:
 
 def test_an_operation_is_a_text(recipe: str) -> None:
     _, other = session()
-    with pytest.raises(SessionFileError, match=r"patches\[0\]: op must be a text, not 3"):
+    with pytest.raises(SessionFileError, match=r"patches\[0\]: op must be a string, not 3"):
         session_file.loads(other, recipe.replace('"kind": "zero"', '"kind": "zero", "op": 3', 1))
 
 

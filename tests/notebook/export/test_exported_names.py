@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.export.patch_code import Form, export
+from graphpatch_notebook.notebook.export.patch_code import ExportForm, export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import Session
 
-FORMS: tuple[Form, ...] = ("graphpatch", "hooks")
+FORMS: tuple[ExportForm, ...] = ("graphpatch", "hooks")
 # Functions of the user's that assign their variables, or attributes of their objects.
 HELPERS = """
 def rebinds(value):
@@ -84,7 +84,7 @@ def in_session(patches: list[ChosenPatch], arguments: str, namespace: dict[str, 
     return {"output": output, **resolved.results(before)}
 
 
-def source_of(patches: list[ChosenPatch], form: Form, arguments: str = "x") -> str:
+def source_of(patches: list[ChosenPatch], form: ExportForm, arguments: str = "x") -> str:
     pg = variables()["pg"]
     session = Session(pg, Origin("pg", "model", arguments))
     session.extend(patches)
@@ -215,7 +215,7 @@ def test_names_mean_what_they_meant_before_the_call_assigned_them(arguments: str
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_where_nothing_assigns_names_stay_where_they_are_used(form: Form) -> None:
+def test_where_nothing_assigns_names_stay_where_they_are_used(form: ExportForm) -> None:
     chosen = [
         patch("sub_0.output", "add", slice=":, i", value="v"),
         patch("output", "custom", value="lambda t: torch.abs(t.flip(0))"),
