@@ -14,8 +14,7 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
-from graphpatch_notebook.capture.inputs import signature_of
+from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.delegation import ModuleDelegate

@@ -374,9 +374,8 @@ CLOSED = ("capture", "execution", "execution/replay")
 REACHED_INTO: dict[str, set[str]] = {
     "capture": set(
         (
-            "autograd_functions call_sites containers custom_graphs data_loops decompositions doubts "
-            "example_inputs forward_swap frame_count functions held_values identity inputs naming quantization "
-            "recorder records replaced_modules tensor_sources value_sizes"
+            "call_sites custom_graphs data_loops decompositions doubts functions held_values inputs naming observers "
+            "quantization recorder records"
         ).split()
     ),
     "execution": set(),

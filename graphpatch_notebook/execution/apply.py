@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.dimensions import Inputs, shape_problem
+from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     GraphPatchError,
@@ -129,7 +129,7 @@ class Applier:
             raise HeldBackError
         return steps
 
-    def _inputs_for(self, entry: Entry) -> Inputs | None:
+    def _inputs_for(self, entry: Entry) -> CallInputs | None:
         """Returns the arguments of the frame that runs, if the entry stands on one of its ops."""
         frame_run, target = self.frames.stack[-1], entry.target
         is_here = frame_run.plan is not None and frame_run.plan.frame is target.frame
@@ -143,7 +143,7 @@ _RECOMPUTED_STEP = (
 )
 
 
-def apply_entry(entry: Entry, value: Any, steps: Steps | None = None, inputs: Inputs | None = None) -> Any:
+def apply_entry(entry: Entry, value: Any, steps: Steps | None = None, inputs: CallInputs | None = None) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
     Containers on the way to a dug value are copied, never written into.
@@ -176,7 +176,7 @@ def _warn_of_lost_writes(entry: Entry) -> None:
     )
 
 
-def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | None, inputs: Inputs | None) -> Any:
+def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | None, inputs: CallInputs | None) -> Any:
     __tracebackhide__ = True
     if not dig:
         return _apply(entry, value, steps, inputs)
@@ -188,7 +188,7 @@ def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | Non
     return value if patched is child else replaced(value, dig[0], patched)
 
 
-def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None, *, is_own: bool = False) -> Any:
+def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: CallInputs | None, *, is_own: bool = False) -> Any:
     __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.spec, TensorSpec) and value.shape != target.spec.shape:
@@ -288,7 +288,7 @@ def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
         )
 
 
-def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
+def _check_shape(entry: Entry, value: Tensor, inputs: CallInputs | None) -> None:
     if all(patch.any_shape for patch in entry.patches):
         return
     target = entry.target

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.call_sites import is_own
-from graphpatch_notebook.capture.forward_swap import Swaps, observer
+from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
 from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,

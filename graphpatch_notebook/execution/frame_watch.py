@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import Swaps
+from graphpatch_notebook.capture.observers import Swaps
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import takes_hooks
 from graphpatch_notebook.interrupts import afterwards, holding

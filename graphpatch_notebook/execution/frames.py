@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.nn import Module
 
-from graphpatch_notebook.checks.dimensions import Inputs
+from graphpatch_notebook.checks.dimensions import CallInputs
 from graphpatch_notebook.execution.plan import FramePlan, RunPlan
 from graphpatch_notebook.execution.repetitions import Repetitions
 
@@ -24,7 +24,7 @@ class FrameRun:
 
     __slots__ = ("counts", "inputs", "plan", "sites")
 
-    def __init__(self, plan: FramePlan | None, inputs: Inputs = ((), {})) -> None:
+    def __init__(self, plan: FramePlan | None, inputs: CallInputs = ((), {})) -> None:
         self.plan = plan
         self.sites = None if plan is None else plan.sites
         self.counts: dict[int, int] = {}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
+from graphpatch_notebook.capture.observers import apply_observer
 from graphpatch_notebook.execution.apply import Applier
 from graphpatch_notebook.execution.boundary import patched_inputs, replacements, watch_inputs, with_aliases
 from graphpatch_notebook.execution.frames import FrameRun, RunningFrames

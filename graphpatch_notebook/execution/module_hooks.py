@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from graphpatch_notebook.capture.forward_swap import observer
+from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.execution.stand_in import original_of
 
 _lock = threading.Lock()

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
-from graphpatch_notebook.capture.forward_swap import observer
+from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
 from graphpatch_notebook.interrupts import holding

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import original_forward
-from graphpatch_notebook.capture.identity import memory_of
+from graphpatch_notebook.capture.held_values import memory_of
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import readable_children
 

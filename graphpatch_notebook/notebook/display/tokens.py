@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.inputs import bind, signature_of
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 

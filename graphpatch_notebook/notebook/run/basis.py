@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.checks.model_state import Fingerprint
 from graphpatch_notebook.notebook.session.chosen_patch import names_used
 from graphpatch_notebook.notebook.session.expressions import free_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from graphpatch_notebook.capture.forward_swap import original_forward
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRandomState
 from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured

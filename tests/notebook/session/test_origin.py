@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.notebook.session.origin import changed_variables, written_arguments
 from tests.notebook.shells import Shell
 
