@@ -156,14 +156,12 @@ class Refusal:
 
 def is_patched_run() -> bool:
     """Whether patches are active in the current run."""
-    plan = getattr(observer.get(), "plan", None)
-    return plan is not None and len(plan.entries) > 0
+    return getattr(observer.get(), "is_patched", False)
 
 
 def is_edited_run() -> bool:
     """Whether an edited graph takes part in the current run."""
-    plan = getattr(observer.get(), "plan", None)
-    return plan is not None and any(part.frame.is_edited for part in plan.root.walk())
+    return getattr(observer.get(), "has_edited_graphs", False)
 
 
 def module_at(module: Module, path: str) -> Module | None:
