@@ -233,7 +233,7 @@ SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mo
 COMPARE_TENSORS = {
     "experiments/engine/purity.py",
     "experiments/engine/strategies.py",
-    "notebook/run/run_state.py",
+    "notebook/run/model_calls.py",
     "serialization/loading.py",
 }
 
