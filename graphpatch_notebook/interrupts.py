@@ -1,16 +1,43 @@
-"""Takes things back wherever an interrupt comes: between any two instructions, those that take back included.
+"""Interrupts: everything is put back wherever one comes, between any two instructions, those that put back included.
 
-What is taken back is taken back once more where the first time may not have come to its end, so it must allow that.
+`afterwards` and `holding` run the steps that put things back, and run them again if an interrupt came in between; so
+each step must allow to be run twice. `deferred` makes an interrupt wait. An interrupt that comes right
+before the first line of an `__exit__` ends a `with` block without it, which no Python code can prevent: `Block` says
+later that the block is over.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from opcode import opmap
+from types import FrameType
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+# -- putting things back -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def afterwards(*steps: Callable[[], object]) -> Iterator[None]:
+    """Runs steps, one after the other, when the block ends, whatever ends it; twice if an interrupt comes meanwhile."""
+    try:
+        try:
+            yield
+        finally:
+            for step in steps:
+                step()
+    except BaseException:
+        for step in steps:
+            step()
+        raise
 
 
 @contextmanager
@@ -24,19 +51,80 @@ def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         finally:
             variable.set(before)
     finally:
-        variable.set(before)  # once more, if an interrupt came in between
+        variable.set(before)  # again, if an interrupt came in between
 
 
 @contextmanager
-def afterwards(*steps: Callable[[], object]) -> Iterator[None]:
-    """Takes steps, one after the other, when the block ends, however it does."""
+def deferred() -> Iterator[None]:
+    """Makes Ctrl+C (or the stop button of a notebook) take effect at the end of the block.
+
+    Python interrupts the main thread only: in other threads this does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    received: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: received.append(frame))
     try:
-        try:
-            yield
-        finally:
-            for step in steps:
-                step()
-    except BaseException:
-        for step in steps:
-            step()
-        raise
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            before(signal.SIGINT, received[-1])
+
+
+# -- blocks that an interrupt ended ------------------------------------------------------------------------------------
+
+# Python 3.10; 3.11 to 3.13; from 3.14 on an ordinary call follows the last of these.
+_WITH = {opmap.get("SETUP_WITH"), opmap.get("BEFORE_WITH")} - {None}
+_LOAD_SPECIAL = opmap.get("LOAD_SPECIAL")
+_POP_TOP = opmap["POP_TOP"]
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class Block:
+    """A block of code of the user: a `with` block, or a cell. Known limit: see `is_over`.
+
+    Args:
+        frame: The Python frame of the function or cell that contains it.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+        self._thread = threading.get_ident()
+        self._task = _current_task() if frame.f_code.co_flags & inspect.CO_COROUTINE else None
+
+    @staticmethod
+    def entered_by(frame: FrameType) -> Block | None:
+        """Returns the `with` block that a frame is entering; `None` if there is none, or the frame can be suspended."""
+        code, last = frame.f_code.co_code, frame.f_lasti
+        is_with = code[last] in _WITH or (last >= 2 and code[last - 2] == _LOAD_SPECIAL)
+        return Block(frame) if is_with and not frame.f_code.co_flags & _SUSPENDS else None
+
+    def is_over(self) -> bool:
+        """Whether its frame has come to its end; `False` in other threads than its own, which cannot know.
+
+        Where the frame itself goes on (its own code handles the interrupt), the block counts as running.
+        """
+        if self._task is not None and self._task is not _current_task():
+            return bool(self._task.done())  # it may be waiting
+        if threading.get_ident() != self._thread:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is None
+
+
+def _current_task() -> Any:
+    if (asyncio := sys.modules.get("asyncio")) is None:  # it takes long to import
+        return None
+    with contextlib.suppress(RuntimeError):  # no loop is running
+        return asyncio.current_task()
+    return None
+
+
+def discards_value(frame: FrameType) -> bool:
+    """Whether a frame is discarding the value of an expression: that of a line that is only a call."""
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _POP_TOP

@@ -32,7 +32,7 @@ from graphpatch_notebook.execution import (
     verified_fx_module,
 )
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphInterpreter, GraphModule
-from graphpatch_notebook.graphs.postprocessing import postprocess
+from graphpatch_notebook.graphs.hierarchy import postprocess
 from graphpatch_notebook.graphs.verification import VerificationReport, verify
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.nodes import NodeMap
@@ -349,7 +349,7 @@ class PatchableGraph(ModuleDelegate):
         from graphpatch_notebook import serialization
 
         unpatched = copy.copy(self)  # contexts belong to the object that they were entered with
-        source = serialization.Source(self._graph_module, self._captured.options, unpatched, self._of)
+        source = serialization.GraphToSave(self._graph_module, self._captured.options, unpatched, self._of)
         serialization.save(source, file, check)
 
     @classmethod

@@ -22,7 +22,12 @@ export default defineConfig({
     projects: [
       {
         extends: true,
-        test: { name: "happy-dom", environment: "happy-dom", include: ["tests/*.test.ts"] },
+        test: {
+          name: "happy-dom",
+          environment: "happy-dom",
+          include: ["tests/*/*.test.ts"],
+          exclude: ["tests/browser/**"],
+        },
       },
       {
         extends: true,

@@ -232,9 +232,9 @@ ANSWERS = {"get_autocast_dtype", "is_inference_mode_enabled", "unrepeatable_chan
 SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mode while it runs
 COMPARE_TENSORS = {
     "experiments/engine/purity.py",
-    "experiments/engine/runner.py",
+    "experiments/engine/strategies.py",
     "notebook/run/run_state.py",
-    "serialization/reattaching.py",
+    "serialization/loading.py",
 }
 
 
@@ -424,8 +424,7 @@ READ_PRIVATE = {
     "experiments/executors/cluster.py": {"_client"},  # of a Dask executor, which has no public name for it
     "graphs/compiled_module.py": {"_frame", "_original_module", "_callees"},
     "graphs/hierarchy.py": {"_frame", "_original_module", "_callees"},
-    "graphs/modules.py": {"_original_module"},
-    "notebook/magics/cell_results.py": {"_since", "_kept"},
+    "notebook/magics/cells.py": {"_since", "_kept"},
     "notebook/magics/views.py": {"_code", "_shape"},
 }
 

@@ -24,6 +24,7 @@ from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
 from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import (
@@ -81,7 +82,7 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             _settle(module, recorder)
 
     try:
-        try:
+        with afterwards(take_back):
             swaps.hold(modules)
             observer.set(recorder)
             apply_observer.set(recorder)
@@ -89,10 +90,7 @@ def record(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 eager.hold()
             with visible_apply(), recorder:
                 module(*args, **kwargs)
-        finally:
-            take_back()
     except BaseException as error:
-        take_back()  # once more, if an interrupt came in between
         restore_gradients(has_grad, error)
         raise
     if recorder.root_frame is None:

@@ -10,10 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
+
+from graphpatch_notebook.interrupts import afterwards
 
 
 class ApplyObserver(Protocol):
@@ -66,14 +69,9 @@ _replacement = _Replacement()
 def visible_apply() -> Iterator[None]:
     """Hands calls of `Function.apply` to the `apply_observer` of their context for the length of the block."""
     holder = object()
-    try:
-        try:
-            _replacement.hold(holder)
-            yield
-        finally:
-            _replacement.let_go(holder)
-    finally:
-        _replacement.let_go(holder)  # once more, if an interrupt came in between
+    with afterwards(partial(_replacement.let_go, holder)):
+        _replacement.hold(holder)
+        yield
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

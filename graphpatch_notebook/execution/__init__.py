@@ -11,7 +11,7 @@ from __future__ import annotations
 from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
-from graphpatch_notebook.execution.frame_watch import FramesSeen, FrameWatch
+from graphpatch_notebook.execution.frame_watch import FrameWatch, frames_seen
 from graphpatch_notebook.execution.generation_config import (
     GENERATION_CONFIG,
     compiling_nothing,
@@ -29,7 +29,6 @@ __all__ = [
     "CapturedModel",
     "Entry",
     "FrameWatch",
-    "FramesSeen",
     "PatchContext",
     "Restriction",
     "Step",
@@ -39,6 +38,7 @@ __all__ = [
     "call_patched",
     "compiling_nothing",
     "copied_config",
+    "frames_seen",
     "generating_with",
     "held_value",
     "innermost",

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +39,7 @@ from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
 from graphpatch_notebook.execution.repetitions import Repetitions, warn_of_data_loops
 from graphpatch_notebook.execution.steps import StepCount, Steps
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
-from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
+from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.torch_compat import (
     EagerCode,
     function_mode_depth,
@@ -82,7 +83,7 @@ class PatchContext:
         try:
             plan = self._plan()
             context = enter(self._captured, plan, self)
-            context.block = WithBlock.around(sys._getframe(1))
+            context.block = Block.entered_by(sys._getframe(1))
             if plan.data_loops and not self.is_quiet:
                 warn_of_data_loops(plan.data_loops, is_by_user=not is_own(sys._getframe(1).f_code))
         except BaseException:
@@ -110,7 +111,7 @@ class PatchContext:
         if self._was_entered:
             return
         frame = sys._getframe().f_back
-        if frame is not None and throws_away(frame):
+        if frame is not None and discards_value(frame):
             warn_each_time(
                 "pg.patch(...) patches nothing by itself: call the model inside of `with pg.patch(...):`",
                 PatchNotFiredWarning,
@@ -161,7 +162,7 @@ class ActiveContext:
         self.plan: RunPlan = plan if outer is None else outer.plan.with_more(plan.entries)
         self.own = plan.entries
         self.origin = origin
-        self.block: WithBlock | None = None
+        self.block: Block | None = None
         self.held = _HeldModel()
         self.calls = _Calls()
         is_strict = origin.is_strict or (outer is not None and outer.reports.is_strict)
@@ -342,11 +343,8 @@ def leave(context: ActiveContext) -> None:
 
 def take_back(context: ActiveContext) -> None:
     """Makes the model what it was before `context` was entered, and says nothing."""
-    try:
-        _let_go(context)
-    except BaseException:
-        _let_go(context)  # an impatient user's second interrupt: the model must be left as it was all the same
-        raise
+    with afterwards(partial(_let_go, context)):
+        pass
 
 
 def _let_go(context: ActiveContext) -> None:

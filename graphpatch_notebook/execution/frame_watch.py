@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.forward_swap import Swaps
 from graphpatch_notebook.execution.live import Run
 from graphpatch_notebook.execution.module_hooks import takes_hooks
+from graphpatch_notebook.interrupts import afterwards, holding
 
 
 class FrameWatch(Protocol):
@@ -32,41 +34,18 @@ watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", defa
 """Who sees the frames of the patched runs that begin in this context."""
 
 
-class FramesSeen:
-    """Has all frames of the patched run that is made in the block seen, not only those of patched modules.
-
-    What is taken back is noted before it is done, and `__exit__` tries twice: an interrupt may come at any moment.
+@contextmanager
+def frames_seen(frame_watch: FrameWatch, modules: Iterable[Module]) -> Iterator[None]:
+    """Shows `frame_watch` all frames of patched runs in the block, not only those of patched modules.
 
     Args:
-        frame_watch: Sees them.
+        frame_watch: Sees the frames.
         modules: The modules whose calls are seen.
     """
-
-    def __init__(self, frame_watch: FrameWatch, modules: Iterable[Module]) -> None:
-        self._modules = modules
-        self._watch = frame_watch
-        self._swaps = Swaps()
-        self._before: FrameWatch | None = None
-
-    def __enter__(self) -> None:
-        self._before = watch.get()
-        try:
-            self._swaps.hold(module for module in self._modules if takes_hooks(module))
-            watch.set(self._watch)
-        except BaseException:
-            self._let_go()
-            raise
-
-    def __exit__(self, *_error: object) -> None:
-        try:
-            self._let_go()
-        except BaseException:
-            self._let_go()
-            raise
-
-    def _let_go(self) -> None:
-        watch.set(self._before)
-        self._swaps.let_go()
+    swaps = Swaps()
+    with afterwards(swaps.let_go), holding(watch, frame_watch):
+        swaps.hold(module for module in modules if takes_hooks(module))
+        yield
 
 
 class WatchedRun(Run):

@@ -25,6 +25,7 @@ from graphpatch_notebook.execution.repetitions import Repetitions
 from graphpatch_notebook.execution.stand_in import bound_with
 from graphpatch_notebook.execution.steps import Steps
 from graphpatch_notebook.execution.tracebacks import explain
+from graphpatch_notebook.interrupts import holding
 from graphpatch_notebook.torch_compat import runs_hooks
 
 
@@ -175,17 +176,11 @@ class Run:
             return invoke(forward, args, kwargs)
         mode = LiveMode(applier, has_gradients=self.has_gradients)
         applier.is_under_mode = True
-        outer = apply_observer.get()
         try:
-            try:
-                apply_observer.set(mode)
-                with mode:
-                    return invoke(forward, args, kwargs)
-            finally:
-                apply_observer.set(outer)
-                applier.is_under_mode = False
+            with holding(apply_observer, mode), mode:
+                return invoke(forward, args, kwargs)
         finally:
-            apply_observer.set(outer)  # once more, if an interrupt came in between
+            applier.is_under_mode = False
 
     def _count_step(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes a call from outside any frame: of the model, or by a method of it."""

@@ -1,17 +1,18 @@
-"""Graph modules: what runs graphs in place of the model's modules.
+"""Graph modules: they run graphs in place of the modules of the model.
 
-`build` turns a frame into an `fx.Graph`, `lazy_code` generates its code when it first runs, `hierarchy` joins the
-graph modules (`modules`, `compiled_module`) of all frames, and `interpretation` runs a graph node by node.
-`verification` compares graphs with the modules they stand for. Edited graphs are checked in `edited_calls`;
-`weaving` and `plain_fx` write patches into code; `exported/` makes hierarchies of `torch.export` programs.
+`build` turns the records of a frame into an `fx.Graph`. `generated_code` makes its code when it first runs, with
+patches woven in. `hierarchy` joins the graph modules (`modules`, `compiled_module`) of all frames, and `running` keeps
+what runs at present: a graph, or the module's own code. `interpretation` runs a graph node by node, `verification`
+compares graphs with their modules, `edits` checks edited graphs, and `copies` copies and pickles graphs. `plain_fx`
+writes a hierarchy of plain `fx.GraphModule`s, and `exported/` makes a hierarchy from a `torch.export` program.
 """
 
 from __future__ import annotations
 
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule, own_graphs
+from graphpatch_notebook.graphs.generated_code import code_generations
 from graphpatch_notebook.graphs.hierarchy import build_hierarchy
 from graphpatch_notebook.graphs.interpretation import GraphInterpreter
-from graphpatch_notebook.graphs.lazy_code import code_generations
 from graphpatch_notebook.graphs.modules import (
     GraphModule,
     MultiplyInvokedModule,

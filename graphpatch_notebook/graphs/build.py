@@ -14,12 +14,15 @@ users know, which is that of the record.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import operator
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MethodDescriptorType, WrapperDescriptorType
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -38,10 +41,9 @@ from graphpatch_notebook.capture.records import (
     refs_in,
 )
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs.targets import Container, Operand, written
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.torch_compat import is_overload
-from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, take
+from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, TensorSpec, ValueSpec, rebuilt, take
 
 OWNER_NAMES = ("self", "this", "graph_module", "graph_module_")
 """What generated code calls the graph module: the first name that no parameter of `forward` has."""
@@ -94,7 +96,7 @@ def build(frame: Frame, targets: Targets) -> BuiltGraph:
         raise GraphError(f"there is no graph of {where} ({type(frame.module).__name__}): {frame.opaque_reason}")
     if frame.custom_graph is not None:
         return BuiltGraph(frame.custom_graph)
-    return _Builder(frame, targets).build()
+    return _GraphBuilder(frame, targets).build()
 
 
 def records(graph: fx.Graph) -> dict[str, fx.Node]:
@@ -102,7 +104,7 @@ def records(graph: fx.Graph) -> dict[str, fx.Node]:
     return {node.meta[RECORD].name: node for node in graph.nodes if RECORD in node.meta}
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(self, frame: Frame, targets: Targets) -> None:
         self.frame = frame
         self.targets = targets
@@ -329,7 +331,7 @@ class ForwardCodeGen(CodeGen):
         marked = self._with_markers(free_vars)
         if "self" not in self._kinds:
             return super().gen_fn_def(marked, *args, **kwargs)
-        # A parameter of `forward` is called `self`: then the module goes by another name, see `lazy_code`.
+        # A parameter of `forward` is called `self`: then the module goes by another name, see `generated_code`.
         taken = {_parameter_name(text) for text in free_vars}
         owner = next(name for name in OWNER_NAMES if name not in taken)
         return super().gen_fn_def(["self", *marked], *args, **kwargs).replace("self", owner, 1)
@@ -377,3 +379,171 @@ class DefaultName:
 
     def __repr__(self) -> str:
         return self._name
+
+
+# -- how calls are written ---------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """A call as a graph holds it.
+
+    Attributes:
+        op: The fx opcode, `call_function` or `call_method`.
+        target: What is called: a function, or the name of a method.
+        order: What is written as positional arguments: the positions of recorded arguments, and names of attributes;
+            `None` for the recorded arguments as they were.
+    """
+
+    op: str
+    target: Any
+    order: tuple[int | str, ...] | None = None
+
+
+Operand: TypeAlias = Literal["tensor", "number", "other"]
+
+
+def written(func: Callable[..., Any], operands: Sequence[Operand], has_kwargs: bool) -> Written:
+    """Returns how to write a call of `func`.
+
+    Args:
+        func: The function that torch dispatched.
+        operands: What the positional arguments are: Python's operators are sure to reach `func` only for plain tensors
+            and numbers.
+        has_kwargs: Whether there are keyword arguments.
+    """
+    name = str(getattr(func, "__name__", ""))
+    is_method = bool(operands) and operands[0] == "tensor"
+    if is_method and len(operands) == 2 and not has_kwargs:
+        if operands[1] != "other" and func in _BINARY:
+            return Written("call_function", _BINARY[func])
+        if operands[1] == "number" and func in _REFLECTED:
+            return Written("call_function", _REFLECTED[func], order=(1, 0))
+    if is_method and not has_kwargs and func in _ALWAYS:
+        return Written("call_function", _ALWAYS[func])
+    if (attribute := _attribute_of(func)) is not None:
+        if name == "__get__":
+            return Written("call_function", getattr, order=(0, attribute))
+        return Written("call_function", setattr, order=(0, attribute, 1))
+    if is_method and getattr(Tensor, name, None) is func:
+        return Written("call_method", name)
+    return Written("call_function", printable(func))
+
+
+def _attribute_of(accessor: Any) -> str | None:
+    if getattr(accessor, "__name__", None) not in ("__get__", "__set__"):
+        return None
+    descriptor = getattr(accessor, "__self__", None)
+    name = getattr(descriptor, "__name__", None)
+    return name if isinstance(name, str) and getattr(Tensor, name, None) is descriptor else None
+
+
+def printable(func: Any) -> Any:
+    """Returns `func`, or a `NamedFunction` around it where fx could not print a name that leads back to it."""
+    if isinstance(func, (NamedFunction, Container)) or is_overload(func):
+        return func
+    name = getattr(func, "__name__", None)
+    module = getattr(func, "__module__", None)
+    if isinstance(name, str) and name.isidentifier():
+        if getattr(builtins, name, None) is func or getattr(operator, name, None) is func:
+            return func
+        if module is None and any(getattr(m, name, None) is func for m in (torch, torch.nn.functional)):
+            return func
+        if isinstance(module, str) and _at(f"{module}.{name}") is func:
+            return func
+        if isinstance(func, (MethodDescriptorType, WrapperDescriptorType)) and getattr(Tensor, name, None) is func:
+            return func  # printed as `torch.Tensor.name`
+    return NamedFunction(func)
+
+
+def _at(path: str) -> Any:
+    first, *rest = path.split(".")
+    found: Any = sys.modules.get(first)
+    for name in rest:
+        found = getattr(found, name, None)
+    return found
+
+
+class NamedFunction:
+    """A function under a name that generated code can use: an `autograd.Function.apply`, a lambda, a bound method."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        owner = getattr(function, "__self__", None)
+        name = str(getattr(function, "__name__", type(function).__name__))
+        if isinstance(owner, type):
+            name = f"{owner.__name__}.{name}"
+        self.function = function
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = _module_of(owner if isinstance(owner, type) else function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedFunction) and self.function == other.function
+
+    def __hash__(self) -> int:
+        return hash((NamedFunction, self.function))
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}>"
+
+
+class Container:
+    """Makes a container of a class of its own (dataclass, `ModelOutput`, namedtuple, ...) out of its children.
+
+    Keys that are names are passed as keyword arguments, all others by position.
+    """
+
+    def __init__(self, kind: type, keys: tuple[Key, ...]) -> None:
+        self.type = kind
+        self.keys = keys
+        self.is_by_name = all(isinstance(key, str) and key.isidentifier() for key in keys)
+        self.__name__ = self.__qualname__ = kind.__name__
+        self.__module__ = _module_of(kind)
+
+    def __call__(self, *items: Any, **by_name: Any) -> Any:
+        return rebuilt(self.type, self.keys, [*items, *by_name.values()])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Container) and (self.type, self.keys) == (other.type, other.keys)
+
+    def __hash__(self) -> int:
+        return hash((self.type, self.keys))
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}>"
+
+
+def _module_of(value: Any) -> str:
+    module = str(getattr(value, "__module__", "") or "")
+    # fx writes the names of torch's own functions as they stand, without a global that could be another object.
+    return "function" if module.split(".", maxsplit=1)[0] in ("torch", "builtins", "_operator", "") else module
+
+
+def _table(names: dict[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Functions of `Tensor` by name, those that this version of torch has."""
+    return {getattr(Tensor, name): function for name, function in names.items() if hasattr(Tensor, name)}
+
+
+_BINARY = _table(
+    {
+        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+        "__floordiv__": operator.floordiv, "remainder": operator.mod, "pow": operator.pow, "__pow__": operator.pow,
+        "matmul": operator.matmul, "eq": operator.eq, "__eq__": operator.eq, "ne": operator.ne, "lt": operator.lt,
+        "le": operator.le, "gt": operator.gt, "ge": operator.ge, "__and__": operator.and_, "__or__": operator.or_,
+        "__xor__": operator.xor, "__lshift__": operator.lshift, "__rshift__": operator.rshift,
+    }
+)  # fmt: skip
+_REFLECTED = _table(
+    {
+        "__rsub__": operator.sub, "__rdiv__": operator.truediv, "__rtruediv__": operator.truediv,
+        "__rpow__": operator.pow, "__rfloordiv__": operator.floordiv, "__rmod__": operator.mod,
+        "__rlshift__": operator.lshift, "__rrshift__": operator.rshift,
+    }
+)  # fmt: skip
+_ALWAYS = _table(
+    {
+        "neg": operator.neg, "positive": operator.pos, "__invert__": operator.invert, "__getitem__": operator.getitem,
+        "__setitem__": operator.setitem, "__len__": len,
+    }
+)  # fmt: skip

@@ -19,15 +19,12 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.call_signature import CallSignature
 from graphpatch_notebook.checks.comparison import Comparison
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs import live_runs
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.copies import PackedGraph
-from graphpatch_notebook.graphs.edited_calls import EditedCalls, check_edited
-from graphpatch_notebook.graphs.edited_records import update_records
-from graphpatch_notebook.graphs.lazy_code import GeneratedCode, generate
-from graphpatch_notebook.graphs.modules import GraphModule, Hierarchy
-from graphpatch_notebook.graphs.running import RunningGraph, interpreter, run_as
-from graphpatch_notebook.graphs.weaving import patches_from, weave
+from graphpatch_notebook.graphs.edits import EditedCalls, check_edited, update_records
+from graphpatch_notebook.graphs.generated_code import GeneratedCode, generate, patches_from, weave
+from graphpatch_notebook.graphs.modules import GraphModule, Hierarchy, run_live
+from graphpatch_notebook.graphs.running import RunningGraph, interpreter, run_as, trusted
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import is_tracing, never_compiled
 
@@ -163,8 +160,8 @@ class CompiledGraphModule(GraphModule):
         if self.has_own_graph:
             self._check_call(args, kwargs)
             return self.run_graph(args, kwargs)
-        is_asked_for = interpreter.get() is not None or self in live_runs.trusted.get()
-        return self.run_graph(args, kwargs) if is_asked_for else live_runs.run_live(self, args, kwargs)
+        is_asked_for = interpreter.get() is not None or self in trusted.get()
+        return self.run_graph(args, kwargs) if is_asked_for else run_live(self, args, kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the graph as it is now, with fresh code, or node by node in an interpreted run."""
@@ -309,7 +306,7 @@ def own_graphs(graph_module: GraphModule) -> list[CompiledGraphModule]:
 
 @never_compiled
 def _run_live(graph_module: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return live_runs.run_live(graph_module, args, kwargs)
+    return run_live(graph_module, args, kwargs)
 
 
 def _is_writable(path: str) -> bool:

@@ -1,11 +1,19 @@
-"""Builds the hierarchy of graph modules from the frames of a capture. Cheap: no graphs, no code."""
+"""Builds the hierarchy of graph modules from the frames of a capture, and applies the user's postprocessing function.
+
+Building is cheap: no graphs, no code.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.records import CallNode, Frame
+from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graphs.edits import fingerprint
 from graphpatch_notebook.graphs.modules import (
     GraphModule,
     Hierarchy,
@@ -13,7 +21,7 @@ from graphpatch_notebook.graphs.modules import (
     OpaqueGraphModule,
     UnusedModule,
 )
-from graphpatch_notebook.paths import unique_name
+from graphpatch_notebook.paths import format_path, unique_name
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
@@ -125,3 +133,33 @@ def _container(module: Module) -> Module:
     if type(module) in _CONTAINERS:
         return type(module)()
     return UnusedModule(module, children=dict)
+
+
+# -- postprocessing ----------------------------------------------------------------------------------------------------
+
+
+def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], None]) -> None:
+    """Calls `function(graph_module, module)` for each graph module that has a graph, innermost first.
+
+    Where it edited the graph, the edited graph is the module from then on; where it did not, nothing changes.
+
+    Raises:
+        CaptureError: An edited graph is not well formed, or needs what is no longer there.
+        Exception: Whatever `function` raises.
+    """
+    for callee in graph_module.callees():
+        postprocess(callee, function)
+    if not isinstance(graph_module, CompiledGraphModule):
+        return
+    before = fingerprint(graph_module.graph)
+    function(graph_module, graph_module.frame.module)
+    if fingerprint(graph_module.graph) == before:
+        return
+    try:
+        graph_module.recompile()
+    except RuntimeError as error:
+        frame = graph_module.frame
+        raise CaptureError(
+            f"the postprocessing function left the graph of {format_path(frame.path) or '<root>'!r} "
+            f"({type(frame.module).__name__}) not fit to run: {error}"
+        ) from error

@@ -16,17 +16,118 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleList, Parameter
 
+from graphpatch_notebook.capture.forward_swap import Swaps, invoke, original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError
-from graphpatch_notebook.graphs import live_runs
 from graphpatch_notebook.graphs.copies import FrameReference
-from graphpatch_notebook.graphs.hooks import call_with_hooks
-from graphpatch_notebook.graphs.mirror import Mirror
-from graphpatch_notebook.graphs.running import running_graph
+from graphpatch_notebook.graphs.running import (
+    call_with_hooks,
+    is_hooked,
+    observed_by,
+    run_in_hook,
+    running_graph,
+    unobserved,
+)
+from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
+
+# What every module has: parameters, buffers, hooks. Plain flags among them are read off the user's module.
+_SHARED = tuple(
+    (name, type(value))
+    for name, value in vars(Module()).items()
+    if isinstance(value, (dict, set)) and name != "_modules"
+)
+_MAKE_MODULES = type(vars(Module())["_modules"])
+
+
+class Mirror(Module):
+    """A module that stands for another one, with which it shares all but the submodules. Abstract."""
+
+    # Set without `Module.__init__`: a hierarchy may have thousands of these.
+    _original_module: Module
+
+    def __init__(self, module: Module) -> None:
+        state = self.__dict__
+        original = module.__dict__
+        for name, make in _SHARED:
+            # Modules of torchscript do not have all of them.
+            state[name] = original[name] if name in original else make()
+        state["_modules"] = _MAKE_MODULES()
+        state["_original_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__
+        for registry in ("_parameters", "_buffers", "_modules"):
+            if name in state.get(registry, ()):
+                return state[registry][name]
+        if "_original_module" not in state:  # being copied or unpickled
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        return getattr(state["_original_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name) or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        elif isinstance(value, (Tensor, Module)) and not hasattr(self._original_module, name):
+            # For an edited graph: the user's module stays as it is.
+            own: dict[str, Any] = self._modules if isinstance(value, Module) else self.__dict__
+            own[name] = value
+        else:
+            setattr(self._original_module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._original_module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self._modules, *dir(self._original_module)})
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Gives this module, for its graph, a tensor that the user's module does not have."""
+        setattr(self, name, tensor)
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """Gives this module, for its graph, a parameter that the user's module does not have."""
+        setattr(self, name, param)
+
+    @property
+    def training(self) -> bool:
+        """The flag of the user's module."""
+        return self._original_module.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self._original_module.training = value
+
+    def train(self, mode: bool = True) -> Any:
+        """Puts the user's module in training mode, or in evaluation mode."""
+        self._original_module.train(mode)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # what `to`, `half`, `cuda`, ... are made of
+        self._original_module._apply(*args, **kwargs)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state dict of the user's module."""
+        return self._original_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads a state dict into the user's module."""
+        return self._original_module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yields the parameters of the user's module under its names."""
+        return self._original_module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yields the buffers of the user's module under its names."""
+        return self._original_module.named_buffers(*args, **kwargs)
 
 
 class Hierarchy:
@@ -128,8 +229,8 @@ class GraphModule(Mirror):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the frame: its graph, or the module where there is none that can stand for it."""
-        if live_runs.is_hooked(self._original_module):
-            return live_runs.run_in_hook(self._original_module, self.run_frame, args, kwargs)
+        if is_hooked(self._original_module):
+            return run_in_hook(self._original_module, self.run_frame, args, kwargs)
         return self.run_frame(args, kwargs)
 
     @abstractmethod
@@ -144,6 +245,36 @@ class GraphModule(Mirror):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__dict__["_frame"] = state["_frame"].frame
+
+
+# -- live runs
+
+
+def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the module's own forward, inside of all hooks."""
+    forward = original_forward(graph_module.frame.module)
+    if not graph_module.calls_own_graphs:
+        with unobserved():
+            return invoke(forward, args, kwargs)
+    swaps = Swaps()
+    with afterwards(swaps.let_go), observed_by(_Router(graph_module)):
+        swaps.hold(callee.frame.module for callee in graph_module.callees())
+        return invoke(forward, args, kwargs)
+
+
+class _Router:
+    """Diverts what a module calls to the graph modules of these calls."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self._graph_module = graph_module
+        self._counts: dict[int, int] = {}
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call_index = self._counts.get(id(module), 0)
+        self._counts[id(module)] = call_index + 1
+        callee = self._graph_module.callee(module, call_index)
+        with unobserved():
+            return invoke(forward, args, kwargs) if callee is None else callee.run_frame(args, kwargs)
 
 
 @final
@@ -162,7 +293,7 @@ class OpaqueGraphModule(GraphModule):
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module."""
-        return live_runs.run_live(self, args, kwargs)
+        return run_live(self, args, kwargs)
 
 
 @final

@@ -30,10 +30,10 @@ from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.call_signature import CONTIGUOUS, Aspect, CallSignature, Difference
 from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.graphs.build import Container, printable
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
+from graphpatch_notebook.graphs.generated_code import written_value
 from graphpatch_notebook.graphs.modules import GraphModule
-from graphpatch_notebook.graphs.targets import Container, printable
-from graphpatch_notebook.graphs.weaving import written_value
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.torch_compat import codegen_of

@@ -1,13 +1,32 @@
-"""What graph runs at present: tells the graph modules that it calls how they are called."""
+"""What runs at present, a graph or the module's own code, and the hooks between them.
+
+In a live run the module's own code runs in place of its graph, and so does that of all it calls. Graphs below it do not
+run: code may hand something on that no graph holds, by a global, a context variable or a hook (transformers collects
+hidden states so), and only other code picks it up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Module
+
+from graphpatch_notebook.capture.forward_swap import (
+    Observer,
+    Swaps,
+    innermost_forward,
+    invoke,
+    observer,
+)
+from graphpatch_notebook.capture.tensor_sources import plain_tensors
+from graphpatch_notebook.errors import GraphError
+from graphpatch_notebook.interrupts import afterwards, holding
+from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks
 
 
 class RunningGraph:
@@ -39,16 +58,9 @@ interpreter: ContextVar[Callable[..., Any] | None] = ContextVar("graphpatch_inte
 def run_as(
     function: Callable[..., Any], running: RunningGraph, owner: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    outer, grad_was_enabled = running_graph.get(), torch.is_grad_enabled()
-    try:
-        try:
-            running_graph.set(running)
-            return function(owner, *args, **kwargs)
-        finally:
-            _take_back(outer, grad_was_enabled)
-    except BaseException:
-        _take_back(outer, grad_was_enabled)  # once more, if an interrupt came in between
-        raise
+    with afterwards(partial(_take_back, running_graph.get(), torch.is_grad_enabled())):
+        running_graph.set(running)
+        return function(owner, *args, **kwargs)
 
 
 def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:
@@ -57,3 +69,100 @@ def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:
     # where torch itself does it (in `autograd.Function`), out of sight.
     if torch.is_grad_enabled() != grad_was_enabled:
         torch.set_grad_enabled(grad_was_enabled)
+
+
+# -- the module's own code ---------------------------------------------------------------------------------------------
+
+
+trusted: ContextVar[Collection[Module]] = ContextVar("graphpatch_trusted_graphs", default=())
+"""The graphs that run in place of their modules at present although they are only records of these."""
+
+
+def is_hooked(module: Module) -> bool:
+    """Whether hooks of accelerate lie around the module's own forward."""
+    return innermost_forward(module) != "forward"
+
+
+def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `run(args, kwargs)` where the hooks of accelerate run the module's own forward."""
+    swaps = Swaps()
+    with afterwards(swaps.let_go), observed_by(_Diversion(module, run)):
+        swaps.hold([module])
+        return module.forward(*args, **kwargs)
+
+
+def observed_by(watching: Observer) -> AbstractContextManager[None]:
+    """Makes `watching` see the swapped forwards that run in the block."""
+    return holding(observer, watching)
+
+
+def unobserved() -> AbstractContextManager[None]:
+    """Keeps whoever observes at present from seeing the forwards that run in the block."""
+    return observed_by(_NOBODY)
+
+
+class _Nobody:
+    """Takes no notice, and keeps others from taking notice."""
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return invoke(forward, args, kwargs)
+
+
+_NOBODY = _Nobody()
+
+
+class _Diversion:
+    """Diverts the forward of one module."""
+
+    def __init__(self, module: Module, run: Callable[..., Any]) -> None:
+        self._module = module
+        self._run = run
+
+    def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with observed_by(_NOBODY):
+            return self._run(args, kwargs) if module is self._module else invoke(forward, args, kwargs)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def call_with_hooks(module: Module, recorded: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `forward` of `module` between its hooks, and returns what the caller gets.
+
+    Args:
+        module: The module.
+        recorded: The ids of the hooks that ran when the caller was captured: they run for what else they do, and what
+            they return, which the caller's graph computes itself, is dropped.
+        args: The positional arguments of `forward`.
+        kwargs: The keyword arguments.
+
+    Raises:
+        GraphError: A recorded hook writes into a tensor, as the graph does, too.
+    """
+    for key, hook, takes_kwargs in forward_pre_hooks(module):
+        if key in recorded:
+            _run_recorded(module, hook, (args, kwargs) if takes_kwargs else (args,))
+        elif takes_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        elif (result := hook(module, args)) is not None:
+            args = result if isinstance(result, tuple) else (result,)
+    output = module.forward(*args, **kwargs)
+    for key, hook, takes_kwargs in forward_hooks(module):
+        given = (args, kwargs, output) if takes_kwargs else (args, output)
+        if key in recorded:
+            _run_recorded(module, hook, given)
+        elif (result := hook(module, *given)) is not None:
+            output = result
+    return output
+
+
+def _run_recorded(module: Module, hook: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    tensors = [tensor for tensor in plain_tensors(given) if not tensor.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+    hook(module, *given)
+    if [tensor._version for tensor in tensors] != versions:
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        raise GraphError(
+            f"the forward hook {name} of a {type(module).__name__} writes into a tensor in place, as the edited graph "
+            "of its caller does, too: make the hook return a new tensor, or remove it before the model is captured"
+        )

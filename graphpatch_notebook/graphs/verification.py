@@ -18,15 +18,14 @@ from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared,
 from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
-from graphpatch_notebook.graphs.live_runs import (
+from graphpatch_notebook.graphs.modules import GraphModule, run_live
+from graphpatch_notebook.graphs.running import (
     is_hooked,
     observed_by,
     run_in_hook,
-    run_live,
     trusted,
     unobserved,
 )
-from graphpatch_notebook.graphs.modules import GraphModule
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.values import children

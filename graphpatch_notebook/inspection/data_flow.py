@@ -11,52 +11,52 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphpatch_notebook.capture.records import CallNode, ElementNode, Frame, Node, Ref, Structure, refs_in
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.values import ContainerSpec, Key
 
 
-def sources(place: Place) -> list[Ref]:
-    """Returns the values that the value at `place` is made from; for a graph, what its call was given.
+def sources(location: Location) -> list[Ref]:
+    """Returns the values that the value at `location` is made from; for a graph, what its call was given.
 
     Example:
         >>> import torch
         >>> from graphpatch_notebook import PatchableGraph
         >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2))
-        >>> root = Place.of_root(pg._root_frame)
+        >>> root = Location.of_root(pg._root_frame)
         >>> [source.node.name for source in sources(root.below("sub_0", "input"))]
         ['input']
     """
-    node = place.node
+    node = location.node
     if node is None:
         return []
-    keys = keys_of(place)
-    if place.graph is None and node.kind == "input":
-        return _given(place.frame, node, keys)
-    if place.graph is None and node.kind == "output":
-        return _unique(refs_in(at_keys(place.frame.output, keys)))
+    keys = keys_of(location)
+    if location.graph is None and node.kind == "input":
+        return _given(location.frame, node, keys)
+    if location.graph is None and node.kind == "output":
+        return _unique(refs_in(at_keys(location.frame.output, keys)))
     if isinstance(node, ElementNode):
         return [Ref(node.whole, (node.position,))]
     return _unique(refs_in((node.args, node.kwargs)))
 
 
-def users(place: Place) -> list[Ref]:
-    """Returns the values that are made from the value at `place`; for a graph, from what its call returned."""
-    node, frame = place.node, place.frame
+def users(location: Location) -> list[Ref]:
+    """Returns the values that are made from the value at `location`; for a graph, from what its call returned."""
+    node, frame = location.node, location.frame
     if node is None:
         return []
-    keys = keys_of(place)
-    if place.graph is None and node.kind == "output":
+    keys = keys_of(location)
+    if location.graph is None and node.kind == "output":
         if frame.call is None or frame.parent is None:
             return []
         node, frame = frame.call, frame.parent
     return _unique(user for other in frame.nodes for user in _uses(other, frame, node, keys))
 
 
-def keys_of(place: Place) -> tuple[Key, ...]:
-    """Returns the keys that lead from the value of the node of `place` to the value there."""
+def keys_of(location: Location) -> tuple[Key, ...]:
+    """Returns the keys that lead from the value of the node of `location` to the value there."""
     keys: list[Key] = []
-    spec = place.node.spec if place.node is not None else None
-    for text in place.dig:
+    spec = location.node.spec if location.node is not None else None
+    for text in location.dig:
         found = spec.child(text) if isinstance(spec, ContainerSpec) else None
         if found is None:
             break

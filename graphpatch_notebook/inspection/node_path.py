@@ -9,15 +9,15 @@ import torch
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import UnknownChildError
-from graphpatch_notebook.inspection import tree, tree_texts
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection import tree
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.source_text import CodeText, code_text
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-Shapes: TypeAlias = "torch.Size | ShapeTuple | ShapeDict | GraphShapes | None"
+ValueShapes: TypeAlias = "torch.Size | ShapeTuple | ShapeDict | GraphShapes | None"
 
 
 class CodeSource(Protocol):
@@ -28,7 +28,7 @@ class CodeSource(Protocol):
 
 
 class NodePath:
-    """A place in the hierarchy of graphs: a graph, a node, or a value inside the container that a node holds.
+    """A location in the hierarchy of graphs: a graph, a node, or a value inside the container that a node holds.
 
     `pg.graph` is the root. Children are attributes and items: `pg.graph.h_0.mlp`, `pg.graph["h_0.mlp.act.mul_3"]`,
     `pg.graph.output.sub_0` (in text `output|sub_0`; `pg.graph.output[0]` is the same). Tab completes them. At a prompt
@@ -54,63 +54,63 @@ class NodePath:
         ('sub_0.linear', torch.Size([1, 3]))
     """
 
-    __slots__ = ("__code_of", "__place")
+    __slots__ = ("__code_of", "__location")
 
-    __place: Place
+    __location: Location
     __code_of: CodeSource
 
     def __init__(self, root: Frame, code_of: CodeSource) -> None:
-        self.__set(Place.of_root(root), code_of)
+        self.__set(Location.of_root(root), code_of)
 
-    def __set(self, place: Place, code_of: CodeSource) -> None:
-        object.__setattr__(self, "_NodePath__place", place)
+    def __set(self, location: Location, code_of: CodeSource) -> None:
+        object.__setattr__(self, "_NodePath__location", location)
         object.__setattr__(self, "_NodePath__code_of", code_of)
 
-    def __to(self, place: Place) -> NodePath:
+    def __to(self, location: Location) -> NodePath:
         path = object.__new__(NodePath)
-        path.__set(place, self.__code_of)
+        path.__set(location, self.__code_of)
         return path
 
     # --- children ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> NodePath:
         __tracebackhide__ = True
-        return self.__to(_attribute(self.__place, name))
+        return self.__to(_attribute(self.__location, name))
 
     def __getitem__(self, key: str | int) -> NodePath:
         __tracebackhide__ = True
-        return self.__to(self.__place.at(key))
+        return self.__to(self.__location.at(key))
 
     def __iter__(self) -> Iterator[NodePath]:
         """Yields the children, as `dir` lists them."""
-        return (self.__to(self.__place.below(name)) for name in self.__place.children())
+        return (self.__to(self.__location.below(name)) for name in self.__location.children())
 
     def __contains__(self, key: str | int) -> bool:
         try:
-            self.__place.at(key)
+            self.__location.at(key)
         except UnknownChildError:
             return False
         return True
 
     def __dir__(self) -> list[str]:
-        return [*self.__place.children(), "_code", "_shape"]
+        return [*self.__location.children(), "_code", "_shape"]
 
     def _ipython_key_completions_(self) -> list[str]:
-        return self.__place.children()
+        return self.__location.children()
 
     # --- identity ---------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        return self.__place.path or "<root>"
+        return self.__location.path or "<root>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NodePath):
             return NotImplemented
-        mine, theirs = self.__place, other.__place
+        mine, theirs = self.__location, other.__location
         return mine.root is theirs.root and (mine.names, mine.dig) == (theirs.names, theirs.dig)
 
     def __hash__(self) -> int:
-        return hash((id(self.__place.root), self.__place.names, self.__place.dig))
+        return hash((id(self.__location.root), self.__location.names, self.__location.dig))
 
     def __copy__(self) -> NodePath:
         return self
@@ -131,20 +131,20 @@ class NodePath:
     @property
     def _code(self) -> CodeText:
         """The Python code of a graph, with the lines that call it; of a node, the user's lines that made it."""
-        return code_text(self.__place, self.__code_of)
+        return code_text(self.__location, self.__code_of)
 
     @property
-    def _shape(self) -> Shapes:
+    def _shape(self) -> ValueShapes:
         """The recorded `torch.Size`; of a container a tuple or dict of these; `None` for what is no tensor.
 
         Of a graph a `GraphShapes`, which has the same children as the graph.
         """
-        return _shapes(self.__place)
+        return _shapes(self.__location)
 
     def _tree(
         self, *, show_plumbing: bool = False, max_lines: int | None = tree.MAX_LINES, depth: int | None = None
     ) -> CodeText:
-        """Returns the tree below this place.
+        """Returns the tree below this location.
 
         Args:
             show_plumbing: Show also what only carries sizes, constants, and inputs that the example did not have.
@@ -152,44 +152,44 @@ class NodePath:
                 deepest graphs are closed. `None` for all lines.
             depth: How many levels to open; `None` for all.
         """
-        return CodeText(tree_texts.plain(self.__lines(show_plumbing, max_lines, depth)))
+        return CodeText(tree.plain(self.__lines(show_plumbing, max_lines, depth)))
 
     def __lines(self, show_plumbing: bool, max_lines: int | None, depth: int | None) -> list[tree.Line]:
-        entry = self.__place.entry(show_plumbing=show_plumbing)
-        return tree.tree_lines(entry, path=self.__place.python(), max_lines=max_lines, depth=depth)
+        entry = self.__location.entry(show_plumbing=show_plumbing)
+        return tree.tree_lines(entry, path=self.__location.python(), max_lines=max_lines, depth=depth)
 
     def __repr__(self) -> str:
-        return tree_texts.plain(self.__lines(False, tree.MAX_LINES, None))
+        return tree.plain(self.__lines(False, tree.MAX_LINES, None))
 
     def __rich__(self) -> Text:
-        return tree_texts.rich_text(self.__lines(False, tree.MAX_LINES, None))
+        return tree.rich_text(self.__lines(False, tree.MAX_LINES, None))
 
     def _repr_html_(self) -> str:
-        return tree_texts.html(self.__lines(False, tree.MAX_LINES, None))
+        return tree.html(self.__lines(False, tree.MAX_LINES, None))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         if len(printer.stack) > 1:  # inside a list or dict, where a tree would be unreadable
             printer.text(f"NodePath({str(self)!r})")
             return
         lines = self.__lines(False, tree.MAX_LINES, None)
-        printer.text(tree_texts.coloured(lines) if tree_texts.is_colour_terminal() else tree_texts.plain(lines))
+        printer.text(tree.coloured(lines) if tree.is_colour_terminal() else tree.plain(lines))
 
 
-def place_of(path: NodePath) -> Place:
-    """Returns the place that `path` wears its attributes over."""
-    place: Place = object.__getattribute__(path, "_NodePath__place")  # other attributes are nodes
-    return place
+def location_of(path: NodePath) -> Location:
+    """Returns the location that `path` wears its attributes over."""
+    location: Location = object.__getattribute__(path, "_NodePath__location")  # other attributes are nodes
+    return location
 
 
-def _attribute(place: Place, name: str) -> Place:
+def _attribute(location: Location, name: str) -> Location:
     __tracebackhide__ = True
     # Python, copy, pickle and IPython ask every object for names like these: they get a quick answer.
     is_dunder = name.startswith("__") and name.endswith("__")
-    if not is_dunder and (child := place.child(name)) is not None:
+    if not is_dunder and (child := location.child(name)) is not None:
         return child
     if name.startswith("_"):
-        raise UnknownChildError(f"{place.title} has no child {name!r}")
-    return place.below(name)  # which raises
+        raise UnknownChildError(f"{location.title} has no child {name!r}")
+    return location.below(name)  # which raises
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -226,39 +226,39 @@ class ShapeDict(dict[str, "torch.Size | ShapeTuple | ShapeDict | None"]):
 class GraphShapes:
     """The shapes in a graph: it has the same children as the graph, and in the end they are a `torch.Size`."""
 
-    __slots__ = ("__place",)
-    __place: Place
+    __slots__ = ("__location",)
+    __location: Location
 
-    def __init__(self, place: Place) -> None:
-        self.__place = place
+    def __init__(self, location: Location) -> None:
+        self.__location = location
 
-    def __getattr__(self, name: str) -> Shapes:
-        return _shapes(_attribute(self.__place, name))
+    def __getattr__(self, name: str) -> ValueShapes:
+        return _shapes(_attribute(self.__location, name))
 
-    def __getitem__(self, key: str) -> Shapes:
-        return _shapes(self.__place.at(key))
+    def __getitem__(self, key: str) -> ValueShapes:
+        return _shapes(self.__location.at(key))
 
     def __dir__(self) -> list[str]:
-        return self.__place.children()
+        return self.__location.children()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("the shapes of a graph cannot be copied or pickled; keep those of single nodes")
 
     def _ipython_key_completions_(self) -> list[str]:
-        return self.__place.children()
+        return self.__location.children()
 
     def __repr__(self) -> str:
-        entry = self.__place.entry(label_of=_shape_label)
-        return tree_texts.plain(tree.tree_lines(entry, path=python_shape(self.__place)))
+        entry = self.__location.entry(label_of=_shape_label)
+        return tree.plain(tree.tree_lines(entry, path=python_shape(self.__location)))
 
 
-def python_shape(place: Place) -> str:
-    """Returns the Python expression for the shapes at `place`."""
-    return place.python().replace("pg.graph", "pg.graph._shape", 1)
+def python_shape(location: Location) -> str:
+    """Returns the Python expression for the shapes at `location`."""
+    return location.python().replace("pg.graph", "pg.graph._shape", 1)
 
 
-def _shapes(place: Place) -> Shapes:
-    return GraphShapes(place) if place.graph is not None else _value_shapes(place.spec)
+def _shapes(location: Location) -> ValueShapes:
+    return GraphShapes(location) if location.graph is not None else _value_shapes(location.spec)
 
 
 def _value_shapes(spec: ValueSpec | None) -> torch.Size | ShapeTuple | ShapeDict | None:

@@ -11,7 +11,7 @@ from types import CodeType
 from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, Node, SourceLine
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.resolution import graph_class
 
 
@@ -24,20 +24,20 @@ class CodeText(str):
         return str(self)
 
 
-def code_text(place: Place, code_of: Callable[[Frame], str]) -> CodeText:
-    """Returns the code of the graph at `place`, or the user's lines that made the value there."""
-    if place.graph is None:
-        assert place.node is not None  # only the root has no node, and it is a graph
-        return CodeText(_value_text(place.node, place.frame))
-    if place.graph.opaque_reason is None:
-        title, code = "Compiled code:", code_of(place.graph).strip("\n")
+def code_text(location: Location, code_of: Callable[[Frame], str]) -> CodeText:
+    """Returns the code of the graph at `location`, or the user's lines that made the value there."""
+    if location.graph is None:
+        assert location.node is not None  # only the root has no node, and it is a graph
+        return CodeText(_value_text(location.node, location.frame))
+    if location.graph.opaque_reason is None:
+        title, code = "Compiled code:", code_of(location.graph).strip("\n")
     else:
-        title, code = "No compiled code:", f"{graph_class(place.graph)}, because {place.graph.opaque_reason}"
-    if place.graph.custom_failure is not None:
-        title = f"{title.removesuffix(':')} ({place.graph.custom_failure}):"
-    if place.node is None:
-        return CodeText(code if place.graph.opaque_reason is None else f"{title}\n{code}")
-    return CodeText(f"Calling context:\n{_lines(place.node) or '(not known)'}\n{title}\n{code}")
+        title, code = "No compiled code:", f"{graph_class(location.graph)}, because {location.graph.opaque_reason}"
+    if location.graph.custom_failure is not None:
+        title = f"{title.removesuffix(':')} ({location.graph.custom_failure}):"
+    if location.node is None:
+        return CodeText(code if location.graph.opaque_reason is None else f"{title}\n{code}")
+    return CodeText(f"Calling context:\n{_lines(location.node) or '(not known)'}\n{title}\n{code}")
 
 
 def _value_text(node: Node, frame: Frame) -> str:

@@ -1,23 +1,32 @@
 """The tree of a capture, in lines: which nodes are shown, and what is folded where there are too many.
 
 Frame or ValueSpec
-  -> Entry             a node, its label, its children    (`frame_entry`, `spec_entry`)
+  -> TreeEntry         a node, its label, its children    (`frame_entry`, `spec_entry`)
   -> Line ...          cut to a number of lines           (`tree_lines`)
-  -> str, rich, HTML                                      (`tree_texts`)
+  -> str, rich, HTML                                      (`plain`, `rich_text`, `html`)
 """
 
 from __future__ import annotations
 
+import html as html_module
+import os
 import re
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.inspection.resolution import graph_class
 from graphpatch_notebook.paths import format_segment, python_path
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, UnknownSpec, ValueSpec
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
 
 MAX_LINES = 200
 # Groups of up to so many nodes are looked for that repeat themselves (layers with the ops between them, loops).
@@ -30,7 +39,7 @@ LabelOf: TypeAlias = Callable[[ValueSpec], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TreeEntry:
     """One node of the tree.
 
     Attributes:
@@ -45,7 +54,7 @@ class Entry:
     name: str
     label: str
     style: Style
-    children: tuple[Entry, ...] = ()
+    children: tuple[TreeEntry, ...] = ()
     size: int = field(init=False)
     pattern: int = field(init=False)
 
@@ -77,7 +86,7 @@ class Line:
 # What is shown
 
 
-def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> Entry:
+def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
     """Returns the entry of a frame with all that the tree shows of it.
 
     Args:
@@ -88,28 +97,28 @@ def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_o
             have no label.
     """
     entries = (_node_entry(node, show_plumbing, label_of) for node in frame.nodes if show_plumbing or is_shown(node))
-    return Entry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
+    return TreeEntry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
 
 
-def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> Entry:
+def _node_entry(node: Node, show_plumbing: bool, label_of: LabelOf | None) -> TreeEntry:
     name = format_segment(node.name)
     if isinstance(node, CallNode):
         return frame_entry(node.frame, name, show_plumbing=show_plumbing, label_of=label_of)
     if node.kind == "call":
-        return Entry(name, "" if label_of else graph_class(None), "graph")
+        return TreeEntry(name, "" if label_of else graph_class(None), "graph")
     return spec_entry(node.spec, name, show_all=show_plumbing, label_of=label_of)
 
 
-def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> Entry:
+def spec_entry(spec: ValueSpec, name: str, *, show_all: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
     """Returns the entry of a value: containers opened, without `None`s, strings and the like (unless `show_all`)."""
-    inside: Iterable[Entry] = ()
+    inside: Iterable[TreeEntry] = ()
     if isinstance(spec, ContainerSpec):
         inside = (
             spec_entry(child, format_segment(text), show_all=show_all, label_of=label_of)
             for text, _, child in spec.children
             if show_all or not is_clutter(child)
         )
-    return Entry(name, (label_of or str)(spec), _style_of(spec), tuple(inside))
+    return TreeEntry(name, (label_of or str)(spec), _style_of(spec), tuple(inside))
 
 
 def is_shown(node: Node) -> bool:
@@ -157,14 +166,14 @@ class Row:
         is_folded: Whether lines below are left out.
     """
 
-    entry: Entry
+    entry: TreeEntry
     note: str = ""
-    run: tuple[Entry, ...] = ()
+    run: tuple[TreeEntry, ...] = ()
     rows: list[Row] = field(default_factory=list)
     is_folded: bool = False
 
 
-def opened(entry: Entry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
+def opened(entry: TreeEntry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
     """Returns the tree of `entry`, cut to a number of lines: what is in a row are its `rows`."""
     top = Row(entry)
     if depth is None and (max_lines is None or entry.size <= max_lines):
@@ -174,7 +183,9 @@ def opened(entry: Entry, max_lines: int | None = MAX_LINES, depth: int | None = 
     return top
 
 
-def tree_lines(entry: Entry, *, path: str, max_lines: int | None = MAX_LINES, depth: int | None = None) -> list[Line]:
+def tree_lines(
+    entry: TreeEntry, *, path: str, max_lines: int | None = MAX_LINES, depth: int | None = None
+) -> list[Line]:
     """Returns the lines of the tree of `entry`.
 
     A tree of more than `max_lines` is cut: runs of graphs that look the same are folded into one line, then the
@@ -222,7 +233,7 @@ def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> N
         queue.extend((child, level + 1) for child in rows)
 
 
-def _folded_runs(entries: Sequence[Entry]) -> list[Row]:
+def _folded_runs(entries: Sequence[TreeEntry]) -> list[Row]:
     """Returns a row for each entry, but one row for all repetitions of a group of entries."""
     keys = [(re.sub(r"_?\d+$", "", e.name), e.pattern) for e in entries]
     has_graph = [entry.style == "graph" for entry in entries]
@@ -252,7 +263,7 @@ def _repetition(keys: Sequence[tuple[str, int]], has_graph: Sequence[bool], at: 
     return 1, 1
 
 
-def _run_note(group: Sequence[Entry], again: Sequence[Entry]) -> str:
+def _run_note(group: Sequence[TreeEntry], again: Sequence[TreeEntry]) -> str:
     times = len(again) // len(group)
     same = f"(same as {group[0].name}{' … ' + group[-1].name if len(group) > 1 else ''})"
     if len(group) > 1:
@@ -310,3 +321,121 @@ def _draw(row: Row, branch: str, indent: str, lines: list[Line]) -> None:
     for position, child in enumerate(row.rows):
         is_last = position == len(row.rows) - 1
         _draw(child, indent + ("└─" if is_last else "├─"), indent + ("  " if is_last else "│ "), lines)
+
+
+def is_colour_terminal() -> bool:
+    """Whether what is printed now is read in a terminal that shows colours."""
+    is_terminal = bool(getattr(sys.stdout, "isatty", bool)())
+    return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+_ANSI: dict[Style, str] = {
+    "name": "",
+    "graph": "\x1b[1;36m",
+    "tensor": "\x1b[32m",
+    "container": "\x1b[33m",
+    "number": "\x1b[35m",
+    "object": "\x1b[35m",
+    "note": "\x1b[2m",
+    "line": "\x1b[2m",
+}
+RICH_STYLES: dict[Style, str] = {
+    "name": "",
+    "graph": "bold cyan",
+    "tensor": "green",
+    "container": "yellow",
+    "number": "magenta",
+    "object": "magenta",
+    "note": "dim",
+    "line": "dim",
+}
+
+
+def css_colour(colour: str) -> str:
+    """Returns the CSS declarations of a text colour that can be read on a light and on a dark page.
+
+    No colour has enough contrast (4.5) to both white and black: it is mixed with the page's own colour of text, darker
+    on a light page, lighter on a dark one. Browsers that cannot mix show the colour itself, of contrast 4 to both.
+    """
+    return f"color:{colour};color:color-mix(in srgb,{colour} 75%,currentColor)"
+
+
+CSS_STYLES: dict[Style, str] = {
+    "name": "",
+    "graph": f"{css_colour('#2c7fb8')};font-weight:600",
+    "tensor": css_colour("#3a8a4d"),
+    "container": css_colour("#a06a1c"),
+    "number": css_colour("#a05aa8"),
+    "object": css_colour("#a05aa8"),
+    "note": "opacity:.7",
+    "line": "opacity:.5",
+}
+
+
+def plain(lines: Iterable[Line]) -> str:
+    """Returns the tree as text."""
+    return "\n".join("".join(text for text, _ in line.parts()) for line in lines)
+
+
+def coloured(lines: Iterable[Line]) -> str:
+    """Returns the tree as text for a terminal, coloured by ANSI codes."""
+    return "\n".join("".join(_ansi(*part) for part in line.parts()) for line in lines)
+
+
+def _ansi(text: str, style: Style) -> str:
+    return f"{_ANSI[style]}{text}\x1b[0m" if _ANSI[style] else text
+
+
+def rich_text(lines: Iterable[Line]) -> Text:
+    """Returns the tree as a `rich.text.Text`; imports rich."""
+    from rich.text import Text
+
+    parts: list[tuple[str, str]] = []
+    for line in lines:
+        if parts:
+            parts.append(("\n", ""))
+        parts += [(text, RICH_STYLES[style]) for text, style in line.parts()]
+    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
+def html(lines: Iterable[Line]) -> str:
+    """Returns the tree as HTML that needs no style sheet; all text is escaped."""
+    body = "\n".join("".join(_span(*part) for part in line.parts()) for line in lines)
+    return f'<pre style="line-height:1.25;white-space:pre;overflow-x:auto">{body}</pre>'
+
+
+def _span(text: str, style: Style) -> str:
+    escaped = html_module.escape(text)
+    return f'<span style="{CSS_STYLES[style]}">{escaped}</span>' if CSS_STYLES[style] else escaped
+
+
+def used_modules(root: Frame) -> set[int]:
+    """Returns the ids of the modules that were called during the capture whose root frame is `root`."""
+    return {id(frame.module) for frame in root.walk()}
+
+
+def unused_modules(
+    module: Module, used: Container[int], names: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Module]]:
+    """Yields the submodules that were never called, the outermost of each, with the names that lead to them.
+
+    Those inside of a submodule that was called are its own; empty containers are left out.
+
+    Args:
+        module: A module that was called, or one that only holds others.
+        used: The ids of the modules that were called.
+        names: The names that lead to `module`.
+
+    Example:
+        >>> model = ModuleDict({"used": Module(), "unused": Module(), "layers": ModuleList([Module()])})
+        >>> [names for names, _ in unused_modules(model, {id(model), id(model["used"])})]
+        [('unused',), ('layers',)]
+    """
+    for name, child in module.named_children():
+        if id(child) in used:
+            continue
+        inside = [id(below) in used for below in child.modules()]
+        if any(inside):
+            yield from unused_modules(child, used, (*names, name))
+        elif not (len(inside) == 1 and isinstance(child, (ModuleDict, ModuleList, Sequential))):
+            yield (*names, name), child

@@ -7,8 +7,7 @@ from typing import Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.completion.completion import PathCompleter
-from graphpatch_notebook.notebook.magics.cell import CellTransformer, mark_cell
-from graphpatch_notebook.notebook.magics.cell_run import leave_what_is_left
+from graphpatch_notebook.notebook.magics.cells import CellTransformer, leave_what_is_left, mark_cell
 from graphpatch_notebook.notebook.magics.magics import GraphPatchMagic
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, forget_workspace, workspace_of
 

@@ -1,7 +1,7 @@
-"""The patches: operations on the value of a node. They know nothing of graphs and keep no state of where they stand.
+"""The patch kinds: operations on the value of a node.
 
-A patch is applied to the value of a node whenever that node comes up, and what it returns is what the rest of the
-model sees. One object may stand on several nodes, and in several contexts, at once.
+A patch is applied to the value of a node each time the model computes it, and the rest of the model sees what the
+patch returns. A patch does not know its node: one object may be used for several nodes and contexts at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Scalar: TypeAlias = "bool | int | float | complex"
 _NO_SLICES = "a slice cannot be taken of the number {!r}; drop slice="
 
 
-# A field that keeps what it was made with: contexts lay out, on entry, where a patch has an effect. (No docstring: in
-# the reference it would stand as that of each field.)
+# A field that is set once, because a context plans on entry where a patch has an effect. (It has no docstring: the
+# reference would show it as the docstring of each field.)
 class _SetOnce:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -44,14 +44,14 @@ class _SetOnce:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns a selection that does not change any more when a list or a tensor of the user's does."""
+    """Returns an immutable copy of a selection."""
     if isinstance(value, set):
         return frozenset(value)
     value = value.tolist() if hasattr(value, "tolist") else value
     return tuple(value) if isinstance(value, list) else value
 
 
-# A field for what users write for an index, which is kept as torch takes it.
+# A field for an index as users write it, stored as torch takes it.
 class _Index:
     def __get__(self, patch: Any, owner: type | None = None) -> Any:
         return None if patch is None else patch.__dict__.get("slice")
@@ -62,30 +62,30 @@ class _Index:
 
 @dataclass(kw_only=True, eq=False)
 class Patch(Generic[T]):
-    """Base class of all patches: subclass it as a (keyword-only) dataclass and write `op`.
+    """Base class of all patches. Subclass it as a (keyword-only) dataclass and define `op`.
 
-    In a generation (`pg.generate(...)`, or your own loop of `pg(...)` with a cache) a patch has its effect at every
-    step, unless `steps` or `positions` say where. Both count from zero; each patch of a patch map may have its own.
+    During generation (`pg.generate(...)`, or your own loop of `pg(...)` with a cache) a patch has an effect at every
+    step, unless `steps` or `positions` restrict it. Both count from zero. Each patch of a patch map may have its own.
 
     Attributes:
-        requires_clone: Whether `op` writes into the value that it is given. Then it is given a clone.
-        observes_only: Whether `op` only looks: what it returns is ignored, the model's own value goes on.
-        any_shape: Apply the patch also where the node holds a value of another rank, or of other sizes (beyond those
-            that follow the inputs), than when the model was captured. Without it that is a `PatchShapeError`.
+        requires_clone: Whether `op` writes into its argument. If so, it receives a clone.
+        observes_only: Whether `op` only reads the value. Its result is ignored, and the model's own value is used.
+        any_shape: Apply the patch also if the value has another rank than at capture, or other sizes (except those
+            that depend on the inputs). By default that is a `PatchShapeError`.
         allow_empty: Whether `slice`, `steps` and `positions` may select nothing (`slice=(..., slice(64, 80))` of 64
-            entries, a mask without a `True`, an empty list). Without it that is an error: a `PatchMapError` on entry,
-            or a `PatchValueError` during the run where it depends on the sizes of the inputs.
-        steps: The steps at which the patch has its effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
-            (all after it), a number, or several (a range, a slice, a list); `None` for every step. A step is one call
-            of the model within one call of a method, such as `pg.generate`. In direct calls of `pg`, one without a
-            cache (or with an empty one) is step 0, any other comes after the call before it in the same context.
-        positions: The positions in the sequence at which the patch has its effect, counted from the start of the
-            sequence, left padding included, whatever part of it a step computes: a number or several, as for `steps`;
-            `None` for all. `op` gets the whole value of the step, of its result these positions are kept; a patch that
-            only looks gets (a copy of) these positions. For models that take `input_ids` or `inputs_embeds`; nodes
-            of an encoder count the positions of the encoder's sequence.
-        position_dim: Which dimension of the value runs along the sequence. Only needed where that cannot be told: the
-            error on entry says so.
+            entries, a mask without a `True`, an empty list). By default that is an error: a `PatchMapError` on entry,
+            or a `PatchValueError` during the run if it depends on the sizes of the inputs.
+        steps: The steps at which the patch has an effect: `"prefill"` (step 0, the run over the prompt), `"decoding"`
+            (all later steps), a number, or several (a range, a slice, a list); `None` for every step. A step is one
+            call of the model within one call of a method such as `pg.generate`. If you call `pg` directly, a call
+            without a cache (or with an empty one) is step 0, and any other call is the next step of the same context.
+        positions: The positions in the sequence at which the patch has an effect: a number or several, as for `steps`;
+            `None` for all. They are counted from the start of the sequence, including left padding, independent of
+            the part that a step computes. `op` receives the whole value of the step, and only these positions of its
+            result are used; a patch that only reads receives a copy of these positions. This needs a model that takes
+            `input_ids` or `inputs_embeds`. For nodes of an encoder, positions are those of the encoder's sequence.
+        position_dim: The dimension of the value that runs along the sequence. Only needed if an error on entry asks
+            for it.
 
     Example:
         >>> @dataclass(kw_only=True)
@@ -96,7 +96,7 @@ class Patch(Generic[T]):
         >>> ScalePatch(factor=2.0).op(torch.ones(2))
         tensor([2., 2.])
 
-        Double the value at the third token of the sequence only; keep it at each decoding step:
+        Double the value at the third token of the sequence only, and keep it at each decoding step:
 
         >>> patches = [ScalePatch(factor=2.0, positions=2), RecordPatch(steps="decoding")]
     """
@@ -111,23 +111,23 @@ class Patch(Generic[T]):
 
     @abstractmethod
     def op(self, original_output: T) -> T:
-        """Returns what stands in for `original_output` from here on (may be the same object)."""
+        """Returns the value that replaces `original_output` (may be the same object)."""
         raise NotImplementedError(f"{type(self).__name__} must define op(self, original_output)")
 
     def problem(self, shape: torch.Size | None) -> str | None:
-        """Returns what is wrong with using this patch on a node, in words, or `None` where nothing is.
+        """Returns why this patch cannot be used for a node, or `None` if it can.
 
         Args:
-            shape: The recorded shape of the node's value; `None` for a value that is no tensor, or not known.
+            shape: The recorded shape of the node's value; `None` if the value is not a tensor, or not known.
         """
         return _restriction_problem(self, shape)
 
     def selection_problem(self, sizes: Sequence[int | None] | None, shown: str) -> str | None:
-        """Returns which part of the patch's slice is out of range or selects nothing, in words; `None` where none is.
+        """Returns which part of the patch's slice is out of range or selects nothing, or `None` if no part is.
 
         Args:
-            sizes: The sizes of the value, `None` for those that may be any; `None` where none is known.
-            shown: What the value is called in the message.
+            sizes: The sizes of the value, with `None` for sizes that may differ; `None` if no size is known.
+            shown: The name of the value in the message.
         """
         return None
 
@@ -148,14 +148,14 @@ def _restriction_problem(patch: Patch[Any], shape: torch.Size | None) -> str | N
     if type(dim) is not int:
         return f"position_dim must be an int, not {dim!r}"
     if patch.positions is None:
-        return f"position_dim={dim} says nothing without positions=..."
+        return f"position_dim={dim} has no effect without positions=..."
     if shape is not None and not -len(shape) <= dim < len(shape):
         return f"position_dim={dim} is out of range for the value recorded here, of shape {tuple(shape)}"
     return None
 
 
 class _SlicedPatch(Patch[Any]):
-    """A patch with a field `slice`: what part of a tensor it is for."""
+    """A patch with a field `slice`: the part of the tensor that it changes."""
 
     slice: TensorIndex
 
@@ -186,8 +186,8 @@ class _SlicePatch(_SlicedPatch):
             return self._number(original_output)
         if original_output is None:
             raise PatchValueError(
-                f"{type(self).__name__} needs a tensor or a number, but the value here is None; give the model the "
-                "input that it is, or use CustomPatch to put something there"
+                f"{type(self).__name__} needs a tensor or a number, but the value here is None; pass this input to the "
+                "model, or use CustomPatch to replace it"
             )
         raise PatchValueError(
             f"{type(self).__name__} needs a tensor or a number, but the value here is of type "
@@ -216,7 +216,7 @@ class ZeroPatch(_SlicePatch):
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
-        slice: What to set, as in `value[slice] = 0`; `None` for everything.
+        slice: The part to set, as in `value[slice] = 0`; `None` for all of it.
 
     Example:
         >>> ZeroPatch(slice=(slice(None), -1)).op(torch.ones(2, 2))
@@ -244,7 +244,7 @@ class AddPatch(_SlicePatch):
 
     Args:
         value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for `+=`.
-        slice: What to add to, as in `value[slice] += ...`; `None` for everything.
+        slice: The part to add to, as in `value[slice] += ...`; `None` for all of it.
 
     Example:
         >>> AddPatch(value=torch.tensor([1.0, 2.0])).op(torch.zeros(2, 2))
@@ -271,7 +271,7 @@ class ReplacePatch(_SlicePatch):
     Args:
         value: A number, or a tensor that broadcasts to the slice; dtype and device follow torch's rules for writing
             into a tensor (the dtype stays that of the node; a tensor on another device is an error).
-        slice: What to replace, as in `value[slice] = ...`; `None` for everything.
+        slice: The part to replace, as in `value[slice] = ...`; `None` for all of it.
 
     Example:
         >>> ReplacePatch(value=5, slice=0).op(torch.zeros(2, 2))
@@ -291,7 +291,7 @@ class ReplacePatch(_SlicePatch):
 
 @dataclass(eq=False)
 class ProbePatch(Patch[Any]):
-    """Keeps the value of the node, which stays as it is.
+    """Keeps the value of the node without changing it.
 
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
@@ -314,15 +314,15 @@ class ProbePatch(Patch[Any]):
 
     @property
     def activation(self) -> Any:
-        """The value from the last time the node came up; `None` before.
+        """The latest value of the node; `None` before the first one.
 
-        It is the model's own tensor, not a copy, so that gradients reach it (call its `retain_grad()` before
-        `backward()`), unless the model writes into it later: then it is a copy made in time, which has none. Where a
-        module's input requires gradients, it is an alias that only this module is given: the gradient is that of what
-        the module does with it, whatever else becomes of the tensor.
+        It is the model's own tensor, not a copy, so gradients reach it (call its `retain_grad()` before `backward()`).
+        If the model writes into the tensor later, it is a copy from before that, without gradients. If it is the input
+        of a module and requires gradients, it is an alias that only this module receives: its gradient is that of this
+        use, not of other uses of the tensor.
 
         Raises:
-            PatchValueError: The model wrote into the tensor through another one that shares its memory.
+            PatchValueError: The model wrote into the tensor through another tensor that shares its memory.
         """
         _check_unchanged(self._kept, self._version)
         return self._kept
@@ -330,7 +330,7 @@ class ProbePatch(Patch[Any]):
 
 @dataclass(eq=False)
 class RecordPatch(Patch[Any]):
-    """Keeps the value of the node each time that it comes up, in order; the value stays as it is.
+    """Keeps all values of the node in order, without changing them.
 
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
@@ -352,16 +352,16 @@ class RecordPatch(Patch[Any]):
 
     @property
     def activations(self) -> list[Any]:
-        """The values so far, as `ProbePatch.activation` has them; clear the list to begin anew.
+        """The values so far, each as in `ProbePatch.activation`. Clear the list to start again.
 
         Raises:
-            PatchValueError: The model wrote into one of the tensors through another one that shares its memory.
+            PatchValueError: The model wrote into one of the tensors through another tensor that shares its memory.
         """
         self._since(0)
         return self._kept
 
     def _since(self, count: int) -> list[Any]:
-        """Returns the values after the first `count`; looks only at these."""
+        """Returns the values after the first `count`, and checks only these."""
         values = self._kept[count:]
         for value in values:
             _check_unchanged(value, self._versions.get(id(value)))
@@ -369,12 +369,12 @@ class RecordPatch(Patch[Any]):
 
 
 def _check_unchanged(value: Any, version: int | None) -> None:
-    # A parameter is the model's state: an optimizer's step is no news.
+    # A parameter is the model's state, which an optimizer may change.
     if version is None or value._version == version or (value.is_leaf and value.requires_grad):
         return
     raise PatchValueError(
-        f"the tensor of shape {tuple(value.shape)} that was kept has been written into since, through another one that "
-        "shares its memory; keep a copy: CustomPatch(custom_op=lambda t: kept.append(t.clone()) or t)"
+        f"the kept tensor of shape {tuple(value.shape)} was overwritten later, through another tensor that shares its "
+        "memory; keep a copy: CustomPatch(custom_op=lambda t: kept.append(t.clone()) or t)"
     )
 
 
@@ -385,12 +385,13 @@ class CustomPatch(_SlicedPatch):
     The fields `any_shape`, `allow_empty`, `steps`, `positions` and `position_dim` are those of `Patch`.
 
     Args:
-        custom_op: From the value to what stands in for it; with a slice, from `value[slice]` to what is written there.
-        requires_clone: Whether `custom_op` may write into the value that it is given. `True` is safe; `False` saves
-            a copy for functions that only read, and cannot be had together with a slice.
-        slice: What `custom_op` is for, as in `value[slice] = custom_op(value[slice])`; `None` for everything. It is
-            given a copy; what it returns is a tensor that broadcasts to the slice, or a number, and the dtype stays
-            that of the node.
+        custom_op: Takes the value and returns its replacement; with a slice, takes `value[slice]` and returns its
+            replacement.
+        requires_clone: Whether `custom_op` may write into its argument. `True` is safe. `False` saves a copy for
+            functions that only read; it cannot be combined with a slice.
+        slice: The part to change, as in `value[slice] = custom_op(value[slice])`; `None` for all of it. `custom_op`
+            receives a copy and returns a tensor that broadcasts to the slice, or a number. The dtype of the value
+            does not change.
 
     Example:
         >>> CustomPatch(custom_op=lambda t: t.flip(0)).op(torch.arange(3))
@@ -401,7 +402,7 @@ class CustomPatch(_SlicedPatch):
 
     custom_op: Callable[[Any], Any]
     _: KW_ONLY
-    requires_clone: bool = True  # type: ignore[misc]  # here the user chooses
+    requires_clone: bool = True  # type: ignore[misc]  # an instance field: the user chooses
     slice: TensorIndex = _Index()
 
     def op(self, original_output: Any) -> Any:
@@ -422,7 +423,7 @@ class CustomPatch(_SlicedPatch):
             part = value[self.slice]
         except (IndexError, RuntimeError) as error:
             raise PatchValueError(f"slice {self.slice!r} of a value of shape {tuple(value.shape)}: {error}") from error
-        # A copy: what the function keeps for its gradient would be overwritten with its own result.
+        # A copy, because the write below would overwrite what the function saved for its gradient.
         result = self.custom_op(part.clone())
         if result is None:
             raise PatchValueError(f"custom_op returned None for slice={self.slice!r}: does it lack a return?")
@@ -441,7 +442,7 @@ class CustomPatch(_SlicedPatch):
         if not callable(custom_op):
             return f"custom_op must be callable, not {custom_op!r}"
         if self.slice is not None and not self.requires_clone:
-            return "what custom_op returns is written into the value: slice= needs requires_clone=True"
+            return "the result of custom_op is written into the value: slice= needs requires_clone=True"
         return index_problem(self.slice, shape) or super().problem(shape)
 
 

@@ -1,7 +1,7 @@
 """Selections of whole numbers, counted from zero: of steps of a generation, and of positions in a sequence.
 
-"prefill", 3, range(2, 5), slice(2, None), [1, 4]   what users write
-  -> Selection                                      what of it lies in a range
+"prefill", 3, range(2, 5), slice(2, None), [1, 4]   as users write them
+  -> Selection                                      the numbers within a range
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Selection:
 
 
 def selection(given: Any, what: str, *, allow_empty: bool = False) -> Selection:
-    """Returns the selection that a user wrote for the field `what` of a patch.
+    """Returns the selection for the field `what` of a patch.
 
     Raises:
-        ValueError: It cannot be one, or is empty and may not be so, with the reason in words.
+        ValueError: `given` is not a selection, or is empty without `allow_empty`.
 
     Example:
         >>> 0 in selection("prefill", "steps"), 7 in selection({5, 6}, "positions")
@@ -93,21 +93,21 @@ def _chosen(given: Any, what: str) -> frozenset[int] | slice:
 
 def _whole(number: Any) -> int:
     if isinstance(number, bool) or getattr(number, "dtype", None) == torch.bool:
-        raise TypeError("a truth value is no number")
+        raise TypeError("a bool is not a number")
     return operator.index(number)
 
 
 def _checked(given: slice, what: str) -> frozenset[int] | slice:
     start, stop, step = (part if part is None else _whole(part) for part in (given.start, given.stop, given.step))
     if step is not None and step < 1:
-        raise ValueError(f"{what}={given!r} must go upwards")
+        raise ValueError(f"{what}={given!r} must be ascending")
     is_empty = stop is not None and 0 <= stop <= max(start or 0, 0)
     return frozenset() if is_empty else slice(start, stop, step)
 
 
 def _negative(given: Any, what: str) -> str:
     if what == "steps":
-        return f"{what}={given!r} counts from the end, which is not known before a generation is over: count from zero"
+        return f"{what}={given!r} counts from the end, which is not known during a generation: count from zero"
     return (
         f"{what}={given!r} counts from the end, but the sequence grows with each step: count from its start, or take "
         "the last token of a step with slice=(slice(None), -1)"

@@ -1,4 +1,4 @@
-"""What indexes a tensor: how many of its dimensions that takes, whether it has as many, and what that selects."""
+"""Indices of tensors: how many dimensions they use, and whether they are in range and select something."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_index(given: TensorIndex) -> TensorIndex:
 
 
 def index_problem(index: TensorIndex, shape: torch.Size | None) -> str | None:
-    """Returns why `index` cannot index a tensor of a shape (`None`: not known), in words; `None` where it can."""
+    """Returns why `index` cannot index a tensor of a shape (`None`: not known), or `None` if it can."""
     try:
         dimensions = indexed_dimensions(index)
     except TypeError as error:
@@ -42,12 +42,12 @@ def index_problem(index: TensorIndex, shape: torch.Size | None) -> str | None:
 def selection_problem(
     index: TensorIndex, sizes: Sequence[int | None] | None, shown: str, *, allow_empty: bool = False
 ) -> str | None:
-    """Returns which part of `index` is out of range, or selects nothing, in words; `None` where each selects something.
+    """Returns which part of `index` is out of range or selects nothing, or `None` if each part selects something.
 
     Args:
-        index: What `index_problem` finds nothing wrong with.
-        sizes: The sizes of the tensor's dimensions, `None` for those that may be any; `None` where none is known.
-        shown: What the tensor is called in the message.
+        index: An index for which `index_problem` returns `None`.
+        sizes: The sizes of the tensor's dimensions, with `None` for sizes that may differ; `None` if no size is known.
+        shown: The name of the tensor in the message.
         allow_empty: Whether a part may select nothing.
 
     Example:
@@ -68,9 +68,9 @@ def selection_problem(
 
 
 def takes_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
-    """Returns whether a slice in `index` selects nothing of a tensor of this shape, which has something there.
+    """Returns whether a slice in `index` selects nothing of a non-empty dimension of a tensor of this shape.
 
-    Values of indices and masks are not looked at: this is asked in each run.
+    Values of indices and masks are not read, because this runs in each call.
 
     Example:
         >>> takes_nothing((..., slice(2, 4)), (1, 2)), takes_nothing((..., slice(2, 4)), (1, 3))
@@ -88,7 +88,7 @@ def takes_nothing(index: TensorIndex, shape: Sequence[int]) -> bool:
 
 
 def index_text(index: TensorIndex) -> str:
-    """Returns an index as it stands between brackets.
+    """Returns an index as Python source between brackets.
 
     Example:
         >>> index_text((..., slice(2, None), [0, 1]))
@@ -107,7 +107,7 @@ def _part_text(part: Any) -> str:
 
 
 def indexed_dimensions(index: TensorIndex) -> int:
-    """Returns how many dimensions of a tensor `index` uses up.
+    """Returns how many dimensions of a tensor `index` uses.
 
     Raises:
         TypeError: `index` cannot index a tensor.
@@ -121,7 +121,7 @@ def indexed_dimensions(index: TensorIndex) -> int:
 
 
 def _placed(index: TensorIndex, rank: int) -> Iterator[tuple[Any, int]]:
-    """Yields the parts of an index, each with the first of the dimensions that it uses up."""
+    """Yields the parts of an index, each with the first dimension that it uses."""
     dim = 0
     for part in index if isinstance(index, tuple) else (index,):
         if part is Ellipsis:
@@ -135,7 +135,7 @@ _NOTHING = "selects nothing"
 
 
 def _problem_of(part: Any, size: int | None) -> str | None:
-    """Returns what is wrong with a part of an index, in a dimension of this size (`None`: any)."""
+    """Returns what is wrong with a part of an index in a dimension of this size (`None`: any size)."""
     if part is None or isinstance(part, bool):
         return _NOTHING if part is False else None
     if isinstance(part, slice):
@@ -152,13 +152,13 @@ def _problem_of(part: Any, size: int | None) -> str | None:
 
 
 def _is_empty(part: slice, size: int | None) -> bool:
-    """Returns whether a slice takes nothing of a dimension that has something; `None`: whatever its size."""
+    """Returns whether a slice selects nothing of a non-empty dimension of this size (`None`: of any size)."""
     if part.start is None and part.stop is None:
         return False
     try:
         start = 0 if part.start is None else operator.index(part.start)
         stop = part.stop if part.stop is None else operator.index(part.stop)
-    except TypeError:  # no whole numbers: torch says so
+    except TypeError:  # not integers: torch raises
         return False
     if size is None:
         size = 2 * max(abs(start), abs(stop or 0)) + 2

@@ -1,14 +1,14 @@
 """Saves graphs to a file, and loads them, without pickle. Nothing in a file is ever run.
 
-A file is one of safetensors, whose metadata hold a JSON document. `saving` checks the graphs against the model and
-writes; `loading` reads strictly, and `reattaching` gives a loaded graph its model again. `document` lays out frames
-(`frames`, `graphs`) and modules (`module_table`); `forms` says for which calls a loaded graph holds; `codecs/` has the
-single values.
+A file is a safetensors file whose metadata holds a JSON document. `saving` checks the graphs against the model and
+writes them; `loading` reads strictly, and finds the modules of a model if one is given. `document` lays out the parts:
+records of frames (`frames`), their graphs (`graphs`) and modules (`modules`). `forms` says for which calls a loaded
+graph holds, and `sizes` for which sizes of its inputs. `codecs/` writes single values.
 """
 
 from __future__ import annotations
 
 from graphpatch_notebook.serialization.loading import Loaded, load
-from graphpatch_notebook.serialization.saving import Source, save
+from graphpatch_notebook.serialization.saving import GraphToSave, save
 
-__all__ = ["Loaded", "Source", "load", "save"]
+__all__ = ["GraphToSave", "Loaded", "load", "save"]

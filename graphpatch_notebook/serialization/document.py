@@ -30,8 +30,7 @@ from graphpatch_notebook.serialization.codecs.values import UnstorableError, enc
 from graphpatch_notebook.serialization.forms import Form, encoded_form
 from graphpatch_notebook.serialization.frames import LineTable, boundary, encoded_nodes, encoded_parameters
 from graphpatch_notebook.serialization.graphs import OwnPaths, encoded_graph
-from graphpatch_notebook.serialization.module_table import ModuleTable
-from graphpatch_notebook.serialization.modules import LoadedRoot, own_tensor_attribute
+from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable, own_tensor_attribute
 
 SCHEMA = 1
 """The version of the form that documents have. Raised whenever an older reader would misread a newer document."""

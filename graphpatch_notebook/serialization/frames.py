@@ -1,4 +1,4 @@
-"""Records of frames as JSON, and back."""
+"""Writes the records of frames, and what is known of their values, as JSON, and reads them back as frames."""
 
 from __future__ import annotations
 
@@ -7,11 +7,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Kind, Node, OpNode, Site, SourceLine
+import torch
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import (
+    CallNode,
+    Conditions,
+    Frame,
+    InputParameter,
+    Kind,
+    Node,
+    OpNode,
+    Site,
+    SourceLine,
+)
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.serialization.codecs.names import Allowed, class_described, described_class
 from graphpatch_notebook.serialization.codecs.reading import Item
-from graphpatch_notebook.serialization.codecs.specs import decoded_spec, encoded_spec
-from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
-from graphpatch_notebook.serialization.graphs import is_identifier
+from graphpatch_notebook.serialization.codecs.values import (
+    UnstorableError,
+    decoded,
+    decoded_device,
+    decoded_key,
+    dtype_of,
+    encoded,
+    encoded_key,
+    name_of_dtype,
+)
+from graphpatch_notebook.serialization.graphs import decoded_graph, is_identifier
+from graphpatch_notebook.serialization.modules import LoadedModule, StoredForward
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ObjectSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    key_text,
+)
 
 _FLAGS = ("is_plumbing", "is_live", "is_mutated_later", "is_view_filled_later")
 _IN_PLACE = "is_in_place"
@@ -241,3 +274,127 @@ def check_repeats(frame: Frame, item: Item) -> None:
         if node.call_index in indices:
             raise item.error(f"two calls of one module in a frame have the number {node.call_index}")
         indices.add(node.call_index)
+
+
+# -- reading the frames of a file --------------------------------------------------------------------------------------
+
+
+_DEEPEST = 100
+_FIELDS = ("module", "attribute_path", "training", "unstored", "parameters", "nodes")
+
+
+class FrameReader:
+    """Reads the frames of a file.
+
+    Args:
+        item: The frames: callers before those that they call.
+        modules: The modules, by number.
+        lines: The lines of code that records refer to.
+        allowed: What graphs may call.
+
+    Attributes:
+        frames: The frames; the first is the root.
+    """
+
+    def __init__(self, item: Item, modules: Sequence[Module], lines: Sequence[SourceLine], allowed: Allowed) -> None:
+        self._modules = modules
+        self._lines = lines
+        items = item.items()
+        entries = [entry.fields(*_FIELDS, optional=("graph", "own_graph")) for entry in items]
+        if not entries:
+            raise item.error("there is no frame")
+        self._callers: dict[int, tuple[Frame, CallNode, int]] = {}
+        self.frames = [self._frame(fields) for fields in entries]
+        for number, fields in enumerate(entries):
+            if (number == 0) == (number in self._callers):
+                raise items[number].error("each frame but the first is called by one before it")
+            self._add(number, fields, items[number])
+        if len(self._callers) != len(entries) - 1:
+            raise item.error("a call refers to a frame that is not there")
+        for frame, fields, entry in zip(self.frames, entries, items, strict=True):
+            check_nodes(frame, entry)
+            check_repeats(frame, entry)
+            if frame.opaque_reason is None:
+                if "graph" not in fields:
+                    raise entry.error("there should be a graph, or why there is none")
+                frame.custom_graph = decoded_graph(fields["graph"].items(), frame, allowed)
+                # Of loaded graphs all are custom ones: these are no records of the model's code besides.
+                frame.is_edited = "own_graph" in fields and fields["own_graph"].flag()
+            if isinstance(frame.module, LoadedModule):
+                _set_forward(frame.module, frame)
+
+    def _add(self, number: int, fields: dict[str, Item], item: Item) -> None:
+        frame, depth = self.frames[number], 0
+        if number:
+            frame.parent, frame.call, depth = self._callers[number]
+            frame.capture = frame.parent.capture
+        if depth > _DEEPEST:
+            raise item.error("calls are nested too deeply")
+        frame.parameters = decoded_parameters(fields["parameters"])
+        if not fields["unstored"].is_null:
+            frame.opaque_reason = fields["unstored"].text()
+        for called, node in decoded_nodes(fields["nodes"], frame, self._lines, self.frames).items():
+            if called <= number or called in self._callers:
+                raise item.error(f"it cannot call the frame {called}, which comes before it or is called already")
+            self._callers[called] = frame, node, depth + 1
+
+    def _frame(self, fields: dict[str, Item]) -> Frame:
+        module = self._modules[fields["module"].whole(0, len(self._modules) - 1)]
+        return Frame(module, fields["attribute_path"].text(), conditions=Conditions(fields["training"].flag()))
+
+
+def _set_forward(module: LoadedModule, frame: Frame) -> None:
+    """Gives the module the signature of its `forward`, which says why it cannot run."""
+    reason = "its graph runs in a call of the PatchableGraph only"
+    if frame.opaque_reason is not None:
+        reason = (
+            f"the file has no graph of {format_path(frame.path) or '<root>'!r}: {frame.opaque_reason}; give the "
+            "model whose graph it is: PatchableGraph.load(file, model=model)"
+        )
+    module.__dict__["forward"] = StoredForward(type(module).__name__, frame.parameters, reason)
+
+
+# -- descriptions of values --------------------------------------------------------------------------------------------
+
+
+def encoded_spec(spec: ValueSpec) -> list[Any]:
+    """Returns the JSON of `spec`; a value that cannot be written is described as an object."""
+    if isinstance(spec, TensorSpec):
+        return ["tensor", list(spec.shape), name_of_dtype(spec.dtype), str(spec.device), spec.type_name]
+    if isinstance(spec, ContainerSpec):
+        try:
+            children = [[encoded_key(key), encoded_spec(child)] for _, key, child in spec.children]
+        except UnstorableError:  # a key of a dict that is an object
+            return ["object", spec.type.__name__]
+        return ["container", described_class(spec.type), children]
+    if isinstance(spec, ScalarSpec):
+        try:
+            return ["value", encoded(spec.value)]
+        except UnstorableError:
+            return ["object", type(spec.value).__name__]
+    return ["unknown"] if isinstance(spec, UnknownSpec) else ["object", str(spec)]
+
+
+def decoded_spec(item: Item, depth: int = 0) -> ValueSpec:
+    """Returns the description in `item`.
+
+    Raises:
+        SerializationError: There is none.
+    """
+    if depth > _DEEPEST:
+        raise item.error("it is nested too deeply")
+    parts = item.items()
+    kind = parts[0].one_of(("tensor", "container", "value", "object", "unknown")) if parts else ""
+    if kind == "unknown":
+        return UnknownSpec()
+    if kind == "tensor":
+        _, shape, dtype, device, name = item.items(5)
+        sizes = torch.Size([size.whole() for size in shape.items()])
+        return TensorSpec(sizes, dtype_of(dtype), decoded_device(device), name.text())
+    if kind == "container":
+        _, cls, inside = item.items(3)
+        pairs = [pair.items(2) for pair in inside.items()]
+        keyed = [(decoded_key(key), decoded_spec(child, depth + 1)) for key, child in pairs]
+        return ContainerSpec(class_described(cls), tuple((key_text(key), key, child) for key, child in keyed))
+    inner = item.items(2)[1]
+    return ScalarSpec(decoded(inner)) if kind == "value" else ObjectSpec(inner.text())

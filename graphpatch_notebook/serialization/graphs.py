@@ -15,20 +15,20 @@ from torch import Tensor, fx
 from graphpatch_notebook.capture.custom_graphs import RECORD, map_arguments
 from graphpatch_notebook.capture.records import CallNode, Frame, InputParameter, Node, OpNode, Ref
 from graphpatch_notebook.graphs.build import BuiltGraph, ForwardCodeGen
-from graphpatch_notebook.serialization.codecs.functions import (
+from graphpatch_notebook.serialization.codecs.names import (
+    Allowed,
     check_attribute,
     check_method,
     decoded_function,
     encoded_function,
 )
-from graphpatch_notebook.serialization.codecs.names import Allowed
 from graphpatch_notebook.serialization.codecs.reading import Item
 from graphpatch_notebook.serialization.codecs.value_reads import read_value, unchanged
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
-from graphpatch_notebook.serialization.module_table import ModuleTable
 from graphpatch_notebook.serialization.modules import (
     ALIAS,
     LoadedModule,
+    ModuleTable,
     is_writable,
     module_at,
     own_tensor_attribute,

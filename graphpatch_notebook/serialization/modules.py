@@ -1,21 +1,28 @@
-"""The modules of a loaded graph: what the model's classes were is not needed, only what they held."""
+"""The modules of a file, and those of a loaded graph: parameters, buffers, children, and the names that graphs use.
+
+A loaded module has what the module of the model held, not its code. `ModuleTable` writes the table of modules,
+`ModuleReader` reads it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import keyword
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from graphpatch_notebook.capture.forward_swap import observer
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
 from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.serialization.codecs.reading import Item
+from graphpatch_notebook.serialization.codecs.tensors import TensorTable
+from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.forms import Guard
 
 CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
@@ -148,15 +155,15 @@ class Refusal:
 
 
 def is_patched_run() -> bool:
-    """Whether patches are active in the run that is under way."""
-    run = observer.get()
-    return getattr(getattr(run, "plan", None), "count", 0) > 0
+    """Whether patches are active in the current run."""
+    plan = getattr(observer.get(), "plan", None)
+    return plan is not None and len(plan.entries) > 0
 
 
 def is_edited_run() -> bool:
-    """Whether a graph that was edited takes part in the run that is under way."""
+    """Whether an edited graph takes part in the current run."""
     plan = getattr(observer.get(), "plan", None)
-    return plan is not None and any(part.frame.is_edited for part in plan.walk())
+    return plan is not None and any(part.frame.is_edited for part in plan.root.walk())
 
 
 def module_at(module: Module, path: str) -> Module | None:
@@ -206,3 +213,275 @@ def own_tensor_attribute(module: Module, name: str) -> Tensor | None:
     """Returns the tensor that `module` has as a plain attribute, if it has."""
     found = module.__dict__.get(name)
     return found if isinstance(found, Tensor) else None
+
+
+# -- the table of modules, written -------------------------------------------------------------------------------------
+
+
+class ModuleTable:
+    """The modules that are to be written, each under a number: children before those that hold them.
+
+    Args:
+        root: The model.
+        called: The modules that the model calls, wherever it holds them.
+        tensors: Where their tensors are written.
+
+    Attributes:
+        modules: The modules, by number.
+    """
+
+    def __init__(self, root: Module, called: Iterator[Module], tensors: TensorTable) -> None:
+        self._tensors = tensors
+        self.modules: list[Module] = []
+        self._numbers: dict[int, int] = {}
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._extras: dict[int, dict[str, dict[str, Any]]] = {}
+        for module in (*called, root):
+            self._add(module)
+
+    def _add(self, module: Module) -> None:
+        if id(module) in self._numbers:
+            return
+        for child in module._modules.values():
+            if child is not None:
+                self._add(child)
+        self._numbers[id(module)] = len(self.modules)
+        self.modules.append(module)
+
+    def number(self, module: Module) -> int:
+        """Returns the number of `module`."""
+        return self._numbers[id(module)]
+
+    # -- what graphs reach ---------------------------------------------------------------------------------------------
+
+    def reach_module(self, module: Module, path: str, callee: Module) -> str:
+        """Returns the attribute path by which a graph of `module` calls `callee`, which the model has at `path`."""
+        if is_writable(path) and module_at(module, path) is callee:
+            return path
+        held = self._extras_of(module, "called")
+        known = next((alias for alias, number in held.items() if number == self.number(callee)), None)
+        return known or _noted(held, "module", self.number(callee))
+
+    def reach_tensor(self, module: Module, path: str) -> str:
+        """Returns the attribute path by which a graph of `module` reads the tensor that the model has at `path`.
+
+        Raises:
+            UnstorableError: There is no tensor, or one that cannot be written.
+        """
+        path = module.tensor_paths.get(path, path) if isinstance(module, LoadedModule) else path
+        parents, _, name = path.rpartition(".")
+        holder = module_at(module, parents)
+        if holder is None:
+            raise UnstorableError(f"it reads {path!r}, which lies in no submodule")
+        parameter = holder._parameters.get(name)
+        registered = holder._buffers.get(name) if parameter is None else parameter
+        if registered is not None:
+            self._tensor(holder, name, registered)
+            if is_writable(path):
+                return path
+            paths = self._extras_of(module, "paths")
+            return next((a for a, known in paths.items() if known == path), None) or _noted(paths, "path", path)
+        value = holder.__dict__.get(name)
+        if not isinstance(value, Tensor):
+            raise UnstorableError(f"it reads {path!r}, which is no tensor that a module holds")
+        if not is_writable(path):
+            return self.hold(module, value)
+        self._extras_of(holder, "attributes")[name] = self._tensor(holder, name, value)
+        return path
+
+    def hold(self, module: Module, tensor: Tensor) -> str:
+        """Returns the name by which a graph of `module` reads a tensor that no module holds.
+
+        Raises:
+            UnstorableError: It cannot be written.
+        """
+        held = self._extras_of(module, "attributes")
+        number = self._tensor(module, f"constant_{len(held)}", tensor)
+        known = next((name for name, other in held.items() if other == number and name.startswith(ALIAS)), None)
+        return known or _noted(held, "tensor", number)
+
+    def _extras_of(self, module: Module, kind: str) -> dict[str, Any]:
+        return self._extras.setdefault(id(module), {}).setdefault(kind, {})
+
+    def _tensor(self, holder: Module, name: str, tensor: Tensor) -> int:
+        prefix = self._names.get(id(holder), f"module_{self._numbers[id(holder)]}")
+        return self._tensors.add(tensor, f"{prefix}.{name}" if prefix else name)
+
+    # -- what is written -----------------------------------------------------------------------------------------------
+
+    def encoded(self) -> list[dict[str, Any]]:
+        """Returns the JSON of the table."""
+        return [self._encoded(module) for module in self.modules]
+
+    def _encoded(self, module: Module) -> dict[str, Any]:
+        lost: list[str] = []
+        extras = self._extras.get(id(module), {})
+        unsaved: set[str] = module._non_persistent_buffers_set
+        buffers = [
+            [name, self._number_of(module, name, buffer, lost), name not in unsaved]
+            for name, buffer in module._buffers.items()
+        ]
+        return {
+            "class": _class_name(module),
+            "is_container": CONTAINERS.get(type(module).__name__) is type(module) and not set(extras) - {"called"},
+            "training": module.training,
+            "parameters": [[n, self._number_of(module, n, p, lost)] for n, p in module._parameters.items()],
+            "buffers": buffers,
+            "children": [[n, None if m is None else self._numbers[id(m)]] for n, m in module._modules.items()],
+            "lost": lost,
+            **{kind: list(map(list, extras.get(kind, {}).items())) for kind in ("attributes", "called", "paths")},
+        }
+
+    def _number_of(self, module: Module, name: str, tensor: Tensor | None, lost: list[str]) -> int | None:
+        """Returns the number of a tensor; one that cannot be written is noted in `lost`."""
+        if tensor is None:
+            return None
+        try:
+            return self._tensor(module, name, tensor)
+        except UnstorableError:
+            lost.append(name)
+            return None
+
+
+def _noted(held: dict[str, Any], kind: str, what: Any) -> str:
+    name = f"{ALIAS}{kind}_{len(held)}"
+    held[name] = what
+    return name
+
+
+def _class_name(module: Module) -> str:
+    """Returns what the class of `module` is called in the file: what `torch.export` makes may be called `<lambda>`."""
+    name = type(module).__name__
+    return name if name.isidentifier() and not name.startswith("__") else Module.__name__
+
+
+_DEEPEST = 200
+_FIELDS = (
+    "class", "is_container", "training", "parameters", "buffers", "children", "lost", "attributes", "called", "paths",
+)  # fmt: skip
+
+
+# -- the table of modules, read ----------------------------------------------------------------------------------------
+
+
+class ModuleReader:
+    """Reads the table of modules.
+
+    Args:
+        item: The table.
+        tensors: The tensors of the file.
+        originals: Modules of the model by number, whose parameters and buffers are shared.
+        live: The numbers of those that stand for themselves.
+        root: The number of the root.
+
+    Attributes:
+        modules: The modules, by number.
+    """
+
+    def __init__(
+        self, item: Item, tensors: Sequence[Tensor], originals: Mapping[int, Module], live: set[int], root: int
+    ) -> None:
+        self._tensors = tensors
+        self._originals = originals
+        self._live = live
+        self._root = root
+        self.modules: list[Module] = []
+        self._heights: list[int] = []
+        entries = [entry.fields(*_FIELDS) for entry in item.items()]
+        for number, fields in enumerate(entries):
+            self._add(number, fields)
+        # Which module calls which may go round in circles.
+        for module, fields in zip(self.modules, entries, strict=True):
+            for name, other in _pairs(fields["called"]):
+                if not isinstance(module, LoadedModule) or name.text()[: len(ALIAS)] != ALIAS:
+                    raise name.error(f"{name.text()[:60]!r} is no name for a module that is called")
+                module.__dict__[name.text()] = self.modules[other.whole(0, len(self.modules) - 1)]
+
+    def _add(self, number: int, fields: dict[str, Item]) -> None:
+        children = self._children(number, fields["children"])
+        original = self._originals.get(number)
+        if number in self._live and original is not None:
+            self.modules.append(original)
+            return
+        name = fields["class"].text()
+        is_container = fields["is_container"].flag()
+        if not name.isidentifier() or name.startswith("__") or (is_container and name not in CONTAINERS):
+            raise fields["class"].error(f"{name[:60]!r} is no name of a class")
+        module = new_module(name, is_container, is_root=number == self._root)
+        module.training = fields["training"].flag()
+        module._modules.update(children)
+        self._fill(module, fields, original)
+        if isinstance(module, LoadedModule):
+            self._add_attributes(module, fields)
+        elif fields["attributes"].items() or fields["paths"].items():
+            raise fields["attributes"].error(f"a {name} has no graph that could need them")
+        self.modules.append(module)
+
+    def _children(self, number: int, item: Item) -> dict[str, Module | None]:
+        found: dict[str, Module | None] = {}
+        height = 0
+        for name, child in _pairs(item):
+            key = _new_name(name, found)
+            if child.is_null:
+                found[key] = None
+                continue
+            index = child.whole(0, number - 1)
+            height = max(height, self._heights[index])
+            found[key] = self.modules[index]
+        if height >= _DEEPEST:
+            raise item.error("modules are nested too deeply")
+        self._heights.append(height + 1)
+        return found
+
+    def _fill(self, module: Module, fields: dict[str, Item], original: Module | None) -> None:
+        """Gives the module its parameters and buffers; those of the model are shared with it."""
+        parameters: dict[str, Parameter | None] = {}
+        buffers: dict[str, Tensor | None] = {}
+        taken: dict[str, Any] = dict(module._modules)
+        for name, tensor in _pairs(fields["parameters"]):
+            found = None if tensor.is_null else self._tensor(tensor)
+            if found is not None and not isinstance(found, Parameter):
+                raise tensor.error("a parameter is to be one in the table of tensors, too")
+            parameters[_new_name(name, taken)] = found
+            taken[name.text()] = found
+        for entry in fields["buffers"].items():
+            name, tensor, is_saved = entry.items(3)
+            buffers[_new_name(name, taken)] = None if tensor.is_null else self._tensor(tensor)
+            taken[name.text()] = None
+            if not is_saved.flag():
+                module._non_persistent_buffers_set.add(name.text())
+        for lost in fields["lost"].items():
+            lost.one_of([*parameters, *buffers])
+        if original is None:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        else:
+            for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                module.__dict__[registry] = original.__dict__[registry]
+
+    def _add_attributes(self, module: LoadedModule, fields: dict[str, Item]) -> None:
+        for name, tensor in _pairs(fields["attributes"]):
+            text = name.text()
+            if "." in text or not is_writable(text) or text in module._modules or text in module.__dict__:
+                raise name.error(f"an attribute cannot be called {text[:60]!r}")
+            module.__dict__[text] = self._tensor(tensor)
+        for name, path in _pairs(fields["paths"]):
+            text = name.text()
+            if not text.startswith(ALIAS) or not text.isidentifier() or tensor_at(module, path.text()) is None:
+                raise name.error(f"{path.text()[:60]!r} leads to no tensor")
+            module.tensor_paths[text] = path.text()
+
+    def _tensor(self, item: Item) -> Tensor:
+        return self._tensors[item.whole(0, len(self._tensors) - 1)]
+
+
+def _pairs(item: Item) -> list[tuple[Item, Item]]:
+    return [(pair.items(2)[0], pair.items(2)[1]) for pair in item.items()]
+
+
+def _new_name(item: Item, taken: Mapping[str, Any]) -> str:
+    name = item.text()
+    is_odd = not name or "." in name or "\\" in name or not name.isprintable() or name.startswith("__")
+    if is_odd or name in taken:
+        raise item.error(f"a part of a module cannot be called {name[:60]!r}{' twice' if name in taken else ''}")
+    return name

@@ -1,4 +1,9 @@
-"""`save`: checks the graphs of a model against it, and writes those that hold to one file."""
+"""`save`: checks the graphs of a model against it, and writes those that hold to one file.
+
+Nothing is kept of the example inputs but what they looked like, so the graphs are compared with the model on inputs
+that are made up to look like them, at the example's sizes, with gradients on and off. What the records hold proves the
+rest (`sizes`); this comparison stays, because a value may come from where no record sees it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,20 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture.doubts import Reason, listed
+from graphpatch_notebook.capture.inputs import UnknownInputError, call_like
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.call_signature import CallSignature
+from graphpatch_notebook.checks.comparison import compared, first_line
 from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import SerializationError, UnstoredFrameWarning
 from graphpatch_notebook.graphs import GraphModule
@@ -37,13 +45,12 @@ from graphpatch_notebook.serialization.document import (
 from graphpatch_notebook.serialization.forms import Form, given_values
 from graphpatch_notebook.serialization.loading import METADATA_KEY, assembled, guard_of, name_of
 from graphpatch_notebook.serialization.sizes import find_sizes
-from graphpatch_notebook.serialization.trials import Call, Maker, ModelRaisesError, difference_of, makers
-from graphpatch_notebook.values import ObjectSpec
+from graphpatch_notebook.values import ObjectSpec, TensorSpec
 from graphpatch_notebook.whole_files import whole_file
 
 
 @dataclass(frozen=True)
-class Source:
+class GraphToSave:
     """The graph that is to be saved.
 
     Attributes:
@@ -70,7 +77,7 @@ class Source:
 
 
 def save(
-    source: Source,
+    source: GraphToSave,
     file: str | os.PathLike[str] | IO[bytes],
     check: Sequence[tuple[Sequence[Any], dict[str, Any]]],
 ) -> None:
@@ -111,7 +118,7 @@ def _check_calls(check: Sequence[Any]) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Document:
+def _checked(source: GraphToSave, reasons: Reasons, check: Sequence[Call]) -> Document:
     """Returns the document of all graphs that hold, with the form of the calls that they hold for."""
     root = source.root
     known = guard_of(root.module)
@@ -148,7 +155,7 @@ def _checked(source: Source, reasons: Reasons, check: Sequence[Call]) -> Documen
     return with_form(found, form)
 
 
-def _verify(source: Source, reasons: Reasons, call: Call) -> None:
+def _verify(source: GraphToSave, reasons: Reasons, call: Call) -> None:
     """Compares the graph of each frame with its module; those that read values are compared as a whole only."""
     frames = {format_path(frame.path): frame for frame in source.root.walk()}
     mode = torch.is_grad_enabled()
@@ -162,7 +169,7 @@ def _verify(source: Source, reasons: Reasons, call: Call) -> None:
     _settle(source, reasons)
 
 
-def _refused(source: Source, call: Call, with_gradients: bool) -> dict[str, str]:
+def _refused(source: GraphToSave, call: Call, with_gradients: bool) -> dict[str, str]:
     with torch.set_grad_enabled(with_gradients):
         reports = verify(source.graph_module, *copied(call))
     return {
@@ -172,7 +179,7 @@ def _refused(source: Source, call: Call, with_gradients: bool) -> dict[str, str]
     }
 
 
-def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | None]:
+def _first_call(source: GraphToSave, check: Sequence[Call]) -> tuple[Call, Maker | None]:
     """Returns the call that the graphs are checked with first, and what makes others like it."""
     model = source.root.module
     problem = ""
@@ -203,7 +210,7 @@ def _first_call(source: Source, check: Sequence[Call]) -> tuple[Call, Maker | No
 class _Trial:
     """Runs what a document holds next to the model."""
 
-    def __init__(self, source: Source, found: Document) -> None:
+    def __init__(self, source: GraphToSave, found: Document) -> None:
         loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
         self._model = source.root.module
         self._call = source.call
@@ -272,7 +279,7 @@ def _shapes(form: Form, call: Call) -> list[list[int]]:
     return shapes
 
 
-def _settle(source: Source, reasons: Reasons) -> None:
+def _settle(source: GraphToSave, reasons: Reasons) -> None:
     """Settles the reasons, and refuses to leave out a graph that is its module: unedited code would run in its place.
 
     Raises:
@@ -337,3 +344,102 @@ def _write(file: Path | IO[bytes], found: Document) -> None:
         return
     with whole_file(file) as written:
         save_file(tensors, written, metadata=metadata)
+
+
+# -- inputs like the example's -----------------------------------------------------------------------------------------
+
+
+Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+
+BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
+"""Between what the integers of made-up inputs lie: the first of these that the model can work with."""
+
+
+class ModelRaisesError(Exception):
+    """The model itself cannot run on inputs that were made up (caught inside the package)."""
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes inputs like those of the example.
+
+    Attributes:
+        frame: The root frame.
+        bounds: The least integer, and the one after the greatest.
+    """
+
+    frame: Frame
+    bounds: tuple[int, int]
+
+    def call(self, is_strided: bool = False) -> Call:
+        """Returns a call, with tensors that are not contiguous if asked for.
+
+        Raises:
+            UnstorableError: One of the inputs cannot be made up.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def tensor(name: str, spec: TensorSpec) -> Tensor:
+            made = self._tensor(name, spec, generator)
+            return _strided(made) if is_strided else made
+
+        try:
+            return call_like(self.frame, tensor)
+        except UnknownInputError as error:
+            raise UnstorableError(str(error)) from error
+
+    def _tensor(self, name: str, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+        if spec.type_name != "Tensor":
+            raise UnstorableError(f"its input {name!r} is a {spec.type_name}, which cannot be made up")
+        shape = tuple(spec.shape)
+        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+            wide = torch.complex64 if spec.dtype.is_complex else torch.float32
+            return torch.randn(shape, generator=generator, dtype=wide).to(spec.device, spec.dtype)
+        is_mask = spec.dtype is torch.bool or "mask" in name
+        made = torch.randint(*((0, 2) if is_mask else self.bounds), shape, generator=generator)
+        if is_mask and made.dim() and made.numel():
+            made[..., 0] = 1  # a row of which nothing is left to look at holds no numbers
+        return made.to(spec.device, spec.dtype)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Returns the same values, with the first dimension innermost in memory."""
+    if tensor.dim() < 2:
+        return tensor
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def makers(frame: Frame) -> Iterator[Maker]:
+    """Yields makers of inputs, of higher integers first. On other devices than the CPU a wrong index is fatal."""
+    devices = {spec.device.type for node in frame.inputs() if isinstance(spec := node.spec, TensorSpec)}
+    for bounds in BOUNDS if devices <= {"cpu"} else BOUNDS[2:]:
+        yield Maker(frame, bounds)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: Call) -> str | None:
+    """Runs a model and its graph on copies of the same inputs, and returns in what they differ, if they do.
+
+    Args:
+        model: What holds the state that both may change: it is put back, and so is the random state.
+        run: Runs the model.
+        graph: Runs the graph.
+        call: The inputs.
+
+    Raises:
+        ModelRaisesError: The model raises.
+    """
+
+    def expected(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            raise ModelRaisesError(first_line(error)) from error
+
+    comparison = compared(model, expected, graph, *call)
+    return None if comparison.is_equal else str(comparison)

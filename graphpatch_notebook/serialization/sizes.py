@@ -20,7 +20,7 @@ from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.paths import format_path
 from graphpatch_notebook.serialization.forms import Form
 
-Step: TypeAlias = "tuple[str, Any]"
+_Step: TypeAlias = "tuple[str, Any]"
 
 _NEAR = (1, 2, 3)
 """How far from the example's size each size is tried: a model may look at whether one is even, or divides by three."""
@@ -59,7 +59,7 @@ class _Explorer:
         self._root = root
         self._shapes = input_shapes(root)
         try:
-            self._steps: list[Step] | None = list(steps_of(recorded_on_meta(root, self._shapes)))
+            self._steps: list[_Step] | None = list(steps_of(recorded_on_meta(root, self._shapes)))
         except MetaRunError:
             self._steps = None
 
@@ -102,7 +102,7 @@ class _Explorer:
         return True
 
 
-def steps_of(frame: Frame) -> Iterator[Step]:
+def steps_of(frame: Frame) -> Iterator[_Step]:
     """Yields the steps of a record, each with its name in messages: operations, what they are given, the outputs."""
     numbers = {id(node): number for number, node in enumerate(frame.nodes)}
     path = format_path(frame.path)
@@ -110,7 +110,8 @@ def steps_of(frame: Frame) -> Iterator[Step]:
         name = f"{node.kind} {(f'{path}.' if path else '') + (node.name or node.op)!r}"
         target = (id(node.target), node.spec) if node.kind == "constant" else node.target
         index = node.call_index if isinstance(node, CallNode) else 0
-        yield name, (node.kind, target, index, _plain(node.args, numbers), _plain(node.kwargs, numbers))
+        source = numbers.get(id(node.whole)), node.position, index
+        yield name, (node.kind, target, source, _plain(node.args, numbers), _plain(node.kwargs, numbers))
         if isinstance(node, CallNode):
             yield from steps_of(node.frame)
     yield f"what {path or 'the model'!r} returns", _plain(frame.output, numbers)

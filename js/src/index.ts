@@ -1,26 +1,23 @@
 /** What anywidget loads: puts the parts of a view together. */
-
-import { makeActivation } from "./activation_view";
-import { showFailure, watchErrors } from "./boundary";
-import { copyText } from "./clipboard";
-import { element } from "./dom";
-import { makeEditor } from "./editor";
-import { tryEdit } from "./edits";
-import { connect } from "./kernel";
-import { type TreeActions, watchKeys } from "./keyboard";
-import { makeNotices } from "./notices";
-import type { Model, View } from "./parts";
-import { makePatchList } from "./patch_list";
-import { makePopup } from "./popup";
-import type { HeatmapTraits } from "./protocol";
-import { makeResultHeatmap } from "./result_heatmap";
-import { makeRunPanel } from "./run_panel";
-import { decodeSkeleton, type Skeleton } from "./skeleton";
-import { hideStaticTree } from "./static_tree";
-import { followTheme } from "./theme";
-import { makeToolbar } from "./toolbar";
-import { TreeState } from "./tree_state";
-import { makeTree } from "./tree_view";
+import { makeActivation } from "./details/activation_view";
+import { makePopup } from "./details/popup";
+import { connect } from "./kernel/kernel";
+import type { HeatmapTraits } from "./kernel/protocol";
+import { showFailure, watchErrors } from "./page/boundary";
+import { copyText, element } from "./page/dom";
+import { makeNotices } from "./page/notices";
+import { followTheme } from "./page/theme";
+import { makeEditor } from "./patches/editor";
+import { tryEdit } from "./patches/edits";
+import { makePatchList } from "./patches/patch_list";
+import { makeResultHeatmap } from "./plots/result_heatmap";
+import { makeRunPanel } from "./runs/run_panel";
+import { type TreeActions, watchKeys } from "./tree/keyboard";
+import { decodeSkeleton, type Skeleton } from "./tree/skeleton";
+import { makeToolbar } from "./tree/toolbar";
+import { TreeState } from "./tree/tree_state";
+import { makeTree } from "./tree/tree_view";
+import type { Model, View } from "./view";
 
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
@@ -125,3 +122,23 @@ function whenIdle(work: () => void, onRemove: (undo: Undo) => void): void {
 }
 
 export default { render };
+
+/** Hides the static tree that the kernel displays beside the view. Returns a function that shows it again. */
+function hideStaticTree(modelId: string, root: Element): () => void {
+  const name = `.gp-static-${CSS.escape(modelId)}`;
+  // With the output around it, so that no gap stays.
+  const around = [".jp-OutputArea-child", ".output_area", ".output-container", ".cell-output-display"];
+  const text = `${name} { display: none !important; }
+${around.map((output) => `${output}:has(${name}):not(:has(.gp-root))`).join(", ")} { display: none !important; }`;
+  const scope = root.getRootNode();
+  const places = scope instanceof ShadowRoot ? [document.head, scope] : [document.head];
+  const styles = places.map((place) => {
+    const style = document.createElement("style");
+    style.textContent = text;
+    place.append(style);
+    return style;
+  });
+  return () => {
+    for (const style of styles) style.remove();
+  };
+}

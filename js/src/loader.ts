@@ -3,7 +3,7 @@
  * would be three times as large, in every message that shows a widget and in every notebook that is saved with one.
  */
 import { inflated } from "./inflate";
-import type { Model } from "./parts";
+import type { Model } from "./view";
 
 type Undo = () => void;
 interface FrontEnd {

@@ -1,6 +1,5 @@
 /** What tests of all parts share: a model that is no more than a map, a small transformer, a large one, a view. */
 
-import type { Kernel, Model, Notices, View } from "../src/parts";
 import {
   type About,
   type Columns,
@@ -11,8 +10,9 @@ import {
   type Requests,
   type Spec,
   type Traits,
-} from "../src/protocol";
-import { Skeleton } from "../src/skeleton";
+} from "../src/kernel/protocol";
+import { Skeleton } from "../src/tree/skeleton";
+import type { Kernel, Model, Notices, View } from "../src/view";
 import patchKinds from "./fixtures/patch_kinds.json";
 
 type Listener = (...args: never[]) => void;

@@ -1,7 +1,6 @@
 /** What tests of runs and activations share: a kernel whose answers one scripts, statuses, plots with known values. */
 
-import type { Kernel } from "../src/parts";
-import type { Reported } from "../src/polling";
+import type { Reported } from "../src/kernel/polling";
 import type {
   ActivationStatus,
   ActivationView,
@@ -13,7 +12,8 @@ import type {
   RunReport,
   RunStatus,
   Statistics,
-} from "../src/protocol";
+} from "../src/kernel/protocol";
+import type { Kernel } from "../src/view";
 import { FakeModel, FakeView, traits } from "./fixtures";
 
 interface Answer<N extends RequestName> {

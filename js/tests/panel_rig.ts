@@ -1,7 +1,7 @@
 /** A view with the true kernel connection, whose other end the test plays. */
-import { connect } from "../src/kernel";
-import type { PatchState, RequestError, RequestName, Requests, SessionState, Traits } from "../src/protocol";
-import { Skeleton } from "../src/skeleton";
+import { connect } from "../src/kernel/kernel";
+import type { PatchState, RequestError, RequestName, Requests, SessionState, Traits } from "../src/kernel/protocol";
+import { Skeleton } from "../src/tree/skeleton";
 import { type FakeKernel, FakeModel, FakeView, traits, transformer } from "./fixtures";
 
 interface Sent<N extends RequestName> {

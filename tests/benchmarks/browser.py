@@ -17,7 +17,7 @@ import nbformat
 from playwright.sync_api import Browser, sync_playwright
 
 import graphpatch_notebook
-from graphpatch_notebook.notebook.display.front_end import packed
+from graphpatch_notebook.notebook.display.displayed_widget import packed
 from tests.benchmarks.report import Row, report, row
 from tests.browser.chromium import launch, opened
 from tests.browser.notebook_page import NotebookPage, notebook_of

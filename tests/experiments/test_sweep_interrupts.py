@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphpatch_notebook.experiments.engine import position_flow
+from graphpatch_notebook.experiments.engine import changed_positions
 from tests.experiments.loops import TOLERANCE, disagreement, looped, swept
 from tests.experiments.test_sweep_state import X, assert_nothing_is_left, captured, cells, total
 from tests.laws.test_law_05_interrupts import interrupted
@@ -44,5 +44,5 @@ def test_at_the_first_lines_of_following_positions() -> None:
         swept(pg, cells(), Call.of(X), total, batch="auto")
 
     for at in range(80):
-        assert interrupted(action, at, in_files=position_flow.__file__)
+        assert interrupted(action, at, in_files=changed_positions.__file__)
         assert_nothing_is_left(pg, before, unpatched)

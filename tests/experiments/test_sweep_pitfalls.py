@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -135,9 +136,9 @@ def test_make_patches_may_fill_one_dict_anew() -> None:
 
 def test_the_frames_before_a_patch_do_not_run_again() -> None:
     pg, x = graph()
-    runs = []
+    runs = Counter[int]()  # not a list: a model that changes one runs its cells as a loop does
     linear = pg.a.forward
-    pg.a.forward = lambda value: runs.append(value.shape[0]) or linear(value)
+    pg.a.forward = lambda value: runs.update({value.shape[0]: value.shape[0]}) or linear(value)
 
     def make(unit: int) -> dict[str, Any]:
         return {"b.output": ZeroPatch(slice=(..., unit % 4))}
@@ -145,7 +146,7 @@ def test_the_frames_before_a_patch_do_not_run_again() -> None:
     pg.sweep({"unit": range(40)}, make, x, metric=torch.sum, batch=8, progress=False)
 
     # The survey, and the cell that is compared with itself alone.
-    assert sum(runs) <= 3
+    assert sum(runs.values()) <= 3
 
 
 def test_a_metric_that_reads_what_a_patch_left_behind_has_that_of_its_cell() -> None:

@@ -225,7 +225,7 @@ def test_interrupts_wherever_an_unpatched_run_of_graphs_begins_and_ends(file: st
     assert at > 10  # so many places there are at least
 
 
-TAKE_BACK = ("interrupts.py", "forward_swap.py", "live_runs.py", "running.py", "interpretation.py", "verification.py")
+TAKE_BACK = ("interrupts.py", "forward_swap.py", "running.py", "interpretation.py", "verification.py")
 
 
 @quietly

@@ -13,8 +13,7 @@ from graphpatch_notebook import CustomPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.graphs import CompiledGraphModule, code_generations
 from graphpatch_notebook.graphs.build import build
-from graphpatch_notebook.graphs.lazy_code import generate
-from graphpatch_notebook.graphs.weaving import patches_from, weave
+from graphpatch_notebook.graphs.generated_code import generate, patches_from, weave
 from graphpatch_notebook.inspection.resolution import resolve
 from graphpatch_notebook.patchable_graph import captured
 from tests.laws.captures import (
@@ -157,10 +156,10 @@ def test_woven_code_reads_like_the_graph() -> None:
     code = generate(weave(root.graph, {"x", "setitem"})).text
     assert code.splitlines()[:3] == [
         "def forward(self, x : torch.Tensor, scale = 2.0):",
-        "    woven_patched = graphpatch_notebook_graphs_weaving_woven_patched(x, 'x');  x = None",
+        "    woven_patched = graphpatch_notebook_graphs_generated_code_woven_patched(x, 'x');  x = None",
         "    up = self.up(woven_patched);  woven_patched = None",
     ]
-    assert "weaving_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
+    assert "code_woven_patched(hidden, 'setitem')" in code  # the value of `x[i] = v` is what was written into
 
 
 def test_values_are_handed_over_under_their_names_and_what_comes_back_goes_on() -> None:

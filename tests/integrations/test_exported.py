@@ -685,7 +685,7 @@ def test_modes_are_refused() -> None:
 
 
 def test_no_code_is_generated_before_it_runs() -> None:
-    from graphpatch_notebook.graphs.lazy_code import code_generations
+    from graphpatch_notebook.graphs.generated_code import code_generations
 
     program = CASES["layers"].program()
     before = code_generations()

@@ -470,7 +470,7 @@ def test_parameters_for_some_steps() -> None:
         (ProbePatch(steps=-1), "steps=-1 counts from the end"),
         (RecordPatch(positions=-1), "positions=-1 counts from the end"),
         (CustomPatch(custom_op=lambda t: t, positions="prefill"), "positions must be"),
-        (ZeroPatch(position_dim=1), r"position_dim=1 says nothing without positions"),
+        (ZeroPatch(position_dim=1), r"position_dim=1 has no effect without positions"),
         (ZeroPatch(positions=1, position_dim=3), r"position_dim=3 is out of range .* \(3, 7, 48\)"),
         (ZeroPatch(positions=1, position_dim=1.0), "position_dim must be an int"),
         (

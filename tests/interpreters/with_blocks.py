@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from graphpatch_notebook.execution.with_blocks import WithBlock, throws_away
+from graphpatch_notebook.interrupts import Block, discards_value
 
 # How `made()` may be entered, and whether a block of the code that enters it is found.
 ENTERED: dict[str, list[bool]] = {
@@ -70,7 +70,7 @@ class Entered:
 
     def __enter__(self) -> tuple[int, int]:
         frame = sys._getframe(1)
-        block = WithBlock.around(frame)
+        block = Block.entered_by(frame)
         self.seen.append(block is not None)
         if block is not None and block.is_over():
             raise RuntimeError("a block is over before it began")
@@ -87,7 +87,7 @@ class Dropped:
         self.seen = seen
 
     def __del__(self) -> None:
-        self.seen.append(throws_away(sys._getframe(1)))
+        self.seen.append(discards_value(sys._getframe(1)))
 
     def itself(self) -> Dropped:
         return self
@@ -119,13 +119,13 @@ def seen_in(source: str) -> list[bool]:
     return seen
 
 
-def interrupted_at_exit(source: str) -> WithBlock | None:
+def interrupted_at_exit(source: str) -> Block | None:
     """Returns the block of `source`, which an interrupt ended when it called `__exit__`."""
-    blocks: list[WithBlock | None] = []
+    blocks: list[Block | None] = []
 
     class Interrupted(Entered):
         def __enter__(self) -> tuple[int, int]:
-            blocks.append(WithBlock.around(sys._getframe(1)))
+            blocks.append(Block.entered_by(sys._getframe(1)))
             return (1, 2)
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:

@@ -40,7 +40,7 @@ class TorchFinder(MetaPathFinder, Loader):
 def prepare() -> None:
     """Makes single files of the package importable, without the rest of it."""
     sys.meta_path.insert(0, TorchFinder())
-    for name in ("graphpatch_notebook", "graphpatch_notebook.capture", "graphpatch_notebook.execution"):
+    for name in ("graphpatch_notebook", "graphpatch_notebook.capture"):
         package = types.ModuleType(name)
         package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
         sys.modules[name] = package

@@ -356,7 +356,7 @@ def test_writing_into_a_probed_input_is_as_before(is_leaf: bool) -> None:
     for found, expected in zip(*runs, strict=True):
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
     if not is_leaf:
-        with pytest.raises(PatchValueError, match="has been written into since"):
+        with pytest.raises(PatchValueError, match="was overwritten later"):
             probe.activation  # noqa: B018
 
 

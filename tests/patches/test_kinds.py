@@ -335,7 +335,7 @@ def test_a_patch_of_ones_own():
         (CustomPatch(custom_op=abs, slice=(0, 0, 0)), r"slice \(0, 0, 0\) has 3 dimensions, but .* \(3, 4\)"),
         (CustomPatch(custom_op=abs, slice="a"), "slice 'a' cannot index a tensor"),
         (CustomPatch(custom_op=abs, slice=0, requires_clone=False), "slice= needs requires_clone=True"),
-        (CustomPatch(custom_op=abs, slice=0, position_dim=1), "position_dim=1 says nothing without positions"),
+        (CustomPatch(custom_op=abs, slice=0, position_dim=1), "position_dim=1 has no effect without positions"),
         (ReplacePatch(value=None), "value must be a tensor or a number, not NoneType"),
     ],
 )

@@ -59,7 +59,7 @@ def test_positions_have_no_names() -> None:
 
 @pytest.mark.parametrize("given", [-1, [1, -2], range(-2, 3), slice(-2, None), slice(None, -1)], ids=str)
 def test_numbers_from_the_end(given: Any) -> None:
-    with pytest.raises(ValueError, match="counts from the end, which is not known before a generation is over"):
+    with pytest.raises(ValueError, match="counts from the end, which is not known during a generation"):
         selection(given, "steps")
     with pytest.raises(ValueError, match=r"counts from the end, .* slice=\(slice\(None\), -1\)"):
         selection(given, "positions")
@@ -73,5 +73,5 @@ def test_nothing(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [slice(0, 4, 0), slice(4, 0, -1)], ids=str)
 def test_slices_that_do_not_go_upwards(given: Any) -> None:
-    with pytest.raises(ValueError, match="must go upwards"):
+    with pytest.raises(ValueError, match="must be ascending"):
         selection(given, "steps")

@@ -1,7 +1,7 @@
 """Recorded results of module calls, which later runs reuse instead of computing them again.
 
 A `FrameTree` has the frames of a model that were seen in runs. `Recording` notes what each frame returns and changes,
-and which of them can be left out; `Replay` leaves them out. A run is given one of these by `execution.FramesSeen`.
+and which of them can be left out; `Replay` leaves them out. A run is given one of these by `execution.frames_seen`.
 """
 
 from __future__ import annotations

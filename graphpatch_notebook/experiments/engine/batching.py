@@ -1,31 +1,347 @@
-"""How the cells of a sweep share a forward: where their rows are, in all values that matter."""
+"""Several cells in one forward, each in rows of the batch of its own.
+
+Rows, Layout   where the rows are in a value
+RowsPatch      applies the patches of each cell to its rows
+BatchPlan      where the rows are in all values that matter, and how many cells one forward holds
+chunked        which cells share a forward: those whose first patched values occur at about the same time
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame
-from graphpatch_notebook.checks.dimensions import Dimensions, NoBatchError, dimensions_of
-from graphpatch_notebook.execution import Entry
-from graphpatch_notebook.execution.replay import NEVER, PLAIN, FrameNode, leaves_of
-from graphpatch_notebook.experiments.engine.batch_rows import (
-    Layout,
-    Rows,
-    RowsError,
-    row_inputs,
+from graphpatch_notebook.checks.dimensions import Dimensions, NoBatchError, batch_inputs, dimensions_of
+from graphpatch_notebook.execution import Entry, apply_to_rows
+from graphpatch_notebook.execution.replay import (
+    NEVER,
+    PLAIN,
+    FrameNode,
+    FrameTree,
+    leaves_of,
 )
 from graphpatch_notebook.experiments.engine.changed_positions import ChangedPositions, stand_ins
-from graphpatch_notebook.experiments.engine.chunking import Work, overhead, rows_at_once
-from graphpatch_notebook.experiments.engine.clean_run import Survey, paths_read_after
+from graphpatch_notebook.experiments.engine.clean_run import CleanRun, paths_read_after
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
-from graphpatch_notebook.values import ContainerSpec, TensorSpec, ValueSpec, key_text, readable_children
+from graphpatch_notebook.patches.kinds import Patch
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    TensorSpec,
+    ValueSpec,
+    key_text,
+    mapped,
+    readable_children,
+    rebuilt,
+    with_own_containers,
+)
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
+_COARSE = 3e-2
+
+
+class RowsError(Exception):
+    """Interventions cannot share a forward, for the reason given (caught inside the package)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of one value are.
+
+    Attributes:
+        dim: The dimension that holds them; `None` for a value that all rows share.
+        size: How long it is for one intervention.
+    """
+
+    dim: int | None
+    size: int = 0
+
+    def repeated(self, value: Tensor, count: int, *, may_share: bool = False) -> Tensor:
+        """Returns the value for `count` interventions, all the same; they may share memory that nobody writes into."""
+        if self.dim is None:
+            return value
+        if may_share and self.size == 1:
+            return value.expand([count if dim == self.dim else -1 for dim in range(value.dim())])
+        repeats = [1] * value.dim()
+        repeats[self.dim] = count
+        return value.repeat(repeats)
+
+    def taken(self, value: Tensor, number: int) -> Tensor:
+        """Returns a view of what belongs to one intervention."""
+        return value if self.dim is None else value.narrow(self.dim, number * self.size, self.size)
+
+
+Layout = tuple[Rows | None, ...]
+"""Where the rows are in each of the leaves of a value made of containers; `None` for what is no tensor."""
+
+
+def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False) -> Any:
+    """Returns a value made of containers for `count` interventions."""
+    places = iter(layout)
+
+    def repeat(leaf: Any) -> Any:
+        rows = next(places)
+        return leaf if rows is None else rows.repeated(leaf, count, may_share=may_share)
+
+    return mapped(value, repeat)
+
+
+def taken(value: Any, layout: Layout, number: int) -> Any:
+    """Returns what belongs to one intervention of a value made of containers; tensors are views."""
+    places = iter(layout)
+
+    def take(leaf: Any) -> Any:
+        rows = next(places)
+        return leaf if rows is None else rows.taken(leaf, number)
+
+    return with_own_containers(value, take)
+
+
+def parted(value: Any, layout: Layout, count: int) -> list[Any]:
+    """Returns what `taken` does for each of the first `count` interventions: each has containers of its own.
+
+    Example:
+        >>> parted({"a": torch.arange(3)}, (Rows(0, 1),), 2)
+        [{'a': tensor([0])}, {'a': tensor([1])}]
+    """
+    places = iter(layout)
+
+    def parts(value: Any) -> list[Any]:
+        inside = None if isinstance(value, Tensor) else readable_children(value)
+        if inside is None:
+            rows = next(places)
+            return [value if rows is None else rows.taken(value, number) for number in range(count)]
+        kind, keys = type(value), [key for key, _ in inside]
+        if not keys:
+            return [rebuilt(kind, keys, []) for _ in range(count)]
+        return [rebuilt(kind, keys, items) for items in zip(*(parts(child) for _, child in inside), strict=True)]
+
+    return parts(value)
+
+
+def row_inputs(inputs: Inputs) -> Layout:
+    """Returns where the rows are in the inputs: dimension 0 of all tensors that are as long there as the first one.
+
+    Raises:
+        RowsError: There is no such tensor, or there is an object (such as a cache) that cannot be repeated.
+    """
+    leaves = list(leaves_of((inputs.args, inputs.kwargs)))
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))):
+            raise RowsError(f"an input is of type {type(leaf).__name__}, which cannot be repeated")
+    with_batch = batch_inputs([leaf.shape if isinstance(leaf, Tensor) else () for leaf in leaves])
+    if not with_batch:
+        raise RowsError("no input has a batch dimension")
+    return tuple(
+        (Rows(0, leaf.shape[0]) if number in with_batch else Rows(None)) if isinstance(leaf, Tensor) else None
+        for number, leaf in enumerate(leaves)
+    )
+
+
+def repeated_inputs(inputs: Inputs, layout: Layout, count: int) -> Inputs:
+    """Returns inputs for `count` interventions."""
+    args, kwargs = repeated((inputs.args, inputs.kwargs), layout, count)
+    return Inputs(args, kwargs)
+
+
+def is_close(value: Tensor, reference: Tensor) -> bool:
+    """Whether two values are equal but for the rounding of kernels that saw another batch."""
+    if value.shape != reference.shape:
+        return False
+    if not (value.is_floating_point() or value.is_complex()):
+        return torch.equal(value, reference)
+    value, reference = value.detach(), reference.detach()
+    tolerance = _TOLERANCES.get(value.dtype, _COARSE)
+    if not reference.numel():
+        return True
+    # In one go where all is finite: this is done for many values.
+    if (value - reference).abs().max().item() <= tolerance * reference.abs().max().item():
+        return True
+    finite = reference[reference.isfinite()]
+    scale = finite.abs().max().item() if finite.numel() else 0.0
+    return torch.allclose(value, reference, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+class RowsPatch(Patch[Any]):
+    """Applies the patches of each intervention, all of them pure (see `purity`), to its rows.
+
+    Args:
+        entries: For each intervention, its entries on this value.
+        rows: Where the rows are.
+        wild: How many interventions follow that have wild values.
+    """
+
+    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, wild: int = 0) -> None:
+        super().__init__(any_shape=True)  # each entry looks at the shape of its rows
+        self._entries, self._rows = entries, rows
+        patched = [number for number, own in enumerate(entries) if own]
+        self._count = len(entries) + wild
+        self._touched = [*patched, *range(len(entries), self._count)]
+
+    def op(self, original_output: Any) -> Any:
+        dim, size = self._rows.dim, self._rows.size
+        if not isinstance(original_output, Tensor):
+            raise RowsError(f"a patched value is no tensor but of type {type(original_output).__name__}")
+        assert dim is not None
+        count = self._count
+        if original_output.dim() <= dim or original_output.shape[dim] != size * count:
+            raise RowsError(
+                f"a patched value of shape {tuple(original_output.shape)} has no rows where others had them"
+            )
+        if torch.is_grad_enabled():  # many writes into one tensor make a long way back
+            blocks = [self._rows.taken(original_output, number) for number in range(count)]
+            pieces = [self._piece(number, block) for number, block in enumerate(blocks)]
+            is_same = all(piece is block for piece, block in zip(pieces, blocks, strict=True))
+            return original_output if is_same else torch.cat(pieces, dim)
+        result = original_output.clone() if self._touched else original_output
+        for number in self._touched:
+            block = self._rows.taken(result, number)
+            piece = self._piece(number, block)
+            if piece is not block:
+                block.copy_(piece)
+        return result
+
+    def _piece(self, number: int, block: Tensor) -> Tensor:
+        """Returns what an intervention makes of its rows; patches write into them where they are a clone's."""
+        if number >= len(self._entries):
+            return wild(block, number - len(self._entries))
+        for entry in self._entries[number]:
+            block = apply_to_rows(entry, block, is_own=not torch.is_grad_enabled())
+        return block
+
+
+def wild(value: Tensor, number: int) -> Tensor:
+    """Returns a value that is far off: far below for number 0, far above for others, and nowhere by the same amount.
+
+    Whole numbers and truth values come in another order.
+
+    Example:
+        >>> bool((wild(torch.ones(3), 0) < -900).all()), bool((wild(torch.ones(3), 1) > 900).all())
+        (True, True)
+    """
+    if not (value.is_floating_point() or value.is_complex()):
+        return value.roll(number + 1, -1) if value.dim() else value
+    steps = torch.arange(value.numel(), device=value.device, dtype=torch.float64).reshape(value.shape)
+    amounts = 1000 * (1 + ((steps + 31 * number) * 0.7548776662466927) % 1)
+    return value + (amounts * value.detach().abs().clamp(min=1) * (1 if number else -1)).to(value.dtype)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+# Rough costs: only their ratio matters, and only to the order of magnitude. Nothing is timed, so that a sweep that is
+# run again is divided, and rounded, in the same way.
+_WORK_OF_A_CALL = 20_000
+_IDLE_WORK_OF_A_CALL = 10_000
+_OPERATIONS_PER_CALL_TIME = {"cpu": 5e6, "other": 5e8}
+_TOKENS = {"cpu": 512, "other": 8192}
+_MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a run costs, as far as it is known without running.
+
+    Attributes:
+        ends: For each frame, but for those that it calls: when it ended, its work, and its idle work, which a row costs
+            that is as without patches.
+        total: All work.
+        calls: How many frames there are.
+    """
+
+    ends: tuple[tuple[float, int, int], ...]
+    total: int
+    calls: int
+
+    @classmethod
+    def of(cls, tree: FrameTree, changed_only: Container[FrameNode] = ()) -> RunCost:
+        """Returns the work of the frames of a recording, of which some compute only what patches change."""
+        ends = []
+        for node, is_idle in _frames(tree.root, changed_only):
+            if node.module is None or node.ended == NEVER:
+                continue
+            is_table = isinstance(node.module, torch.nn.Embedding)
+            own = 0 if is_table else sum(p.numel() for p in node.module._parameters.values() if p is not None)
+            whole = own + _WORK_OF_A_CALL
+            ends.append((node.ended, whole, _IDLE_WORK_OF_A_CALL if node in changed_only else 0 if is_idle else whole))
+        return cls(tuple(ends), sum(work for _, work, _ in ends) or 1, len(ends))
+
+    def rest(self, since: float) -> float:
+        """Returns the share of the work that is left after a time."""
+        return sum(work for ended, work, _ in self.ends if ended >= since) / self.total
+
+    def idle(self, since: float, until: float) -> float:
+        """Returns the work of a row that is as without patches, between two times, as a share of all work."""
+        return sum(idle for ended, _, idle in self.ends if since <= ended < until) / self.total
+
+
+def _frames(
+    node: FrameNode, changed_only: Container[FrameNode], is_idle: bool = False
+) -> Iterator[tuple[FrameNode, bool]]:
+    """Yields a frame and those below, with whether they are within one of those that compute only what changes."""
+    yield node, is_idle
+    for child in node.children.values():
+        yield from _frames(child, changed_only, is_idle or node in changed_only)
+
+
+def rows_at_once(tokens: int, device: str, *, is_sparse: bool = False) -> int:
+    """Returns how many interventions are best put into one forward.
+
+    Args:
+        tokens: Of how many tokens each is.
+        device: The type of the device.
+        is_sparse: Whether most of the work is done only for tokens that patches change.
+    """
+    at_once = _TOKENS["cpu" if device == "cpu" else "other"] * (2 if is_sparse else 1)
+    return max(1, min(_MOST_ROWS, at_once // max(1, tokens)))
+
+
+def overhead(cost: RunCost, tokens: int, device: str) -> float:
+    """Returns what a run costs besides computing, in rows."""
+    speed = _OPERATIONS_PER_CALL_TIME["cpu" if device == "cpu" else "other"]
+    return cost.calls * speed / (2 * cost.total * max(1, tokens))
+
+
+def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> list[list[int]]:
+    """Returns numbers of cells in chunks.
+
+    Args:
+        cuts: For each cell, when its first patched value comes up.
+        cost: What a run costs, from a time on.
+        most: How many cells a chunk may hold.
+        extra: What a run costs besides, in rows.
+    """
+    by_cut: dict[float, list[int]] = {}
+    for number, cut in enumerate(cuts):
+        by_cut.setdefault(cut, []).append(number)
+    chunks: list[list[int]] = []
+    open_chunk: list[int] = []
+    since = 0.0
+    for cut in sorted(by_cut):
+        cells, rest = by_cut[cut], cost.rest(cut)
+        # Joining costs these cells a longer way, and saves a run.
+        is_joined = open_chunk and len(open_chunk) + len(cells) <= most
+        if is_joined and len(cells) * cost.idle(since, cut) <= rest * (1 + extra):
+            open_chunk += cells
+            continue
+        if open_chunk:
+            chunks.append(open_chunk)
+        for start in range(0, len(cells), most):
+            open_chunk, since = cells[start : start + most], cut
+            if start + most < len(cells):
+                chunks.append(open_chunk)
+    return [*chunks, open_chunk] if open_chunk else chunks
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, Rows], dict[str, str]]"
 """Where rows are in the output, in what frames return, and in patched values; why some of these have none."""
@@ -34,8 +350,8 @@ _SHARED = "its value is one for all rows"
 _UNREACHED = "the model does not reach it on these inputs"
 
 
-@dataclass
-class RowWork:
+@dataclass(frozen=True)
+class BatchPlan:
     """How interventions share a forward.
 
     Attributes:
@@ -45,11 +361,10 @@ class RowWork:
         of_paths: Where the rows are in the values that are patched.
         problems: For paths whose values have no rows, or cannot be patched in rows, why.
         most: How many interventions one forward holds.
-        work: What a run costs.
+        cost: What a run costs.
         overhead: What it costs besides computing, in rows.
         stand_ins: What computes only positions that patches change, in place of frames.
         is_assumed: Whether dimension 0 is taken for the batch because of its size.
-        never_meet: Whether a test has shown that rows do not meet.
     """
 
     inputs: Layout
@@ -58,11 +373,10 @@ class RowWork:
     of_paths: Mapping[str, Rows]
     problems: Mapping[str, str]
     most: int
-    work: Work
+    cost: RunCost
     overhead: float
-    stand_ins: dict[FrameNode, ChangedPositions]
+    stand_ins: Mapping[FrameNode, ChangedPositions]
     is_assumed: bool = False
-    never_meet: bool = False
 
     def problem(self, entries: Sequence[Entry]) -> str | None:
         """Returns why a cell cannot share a forward, in words."""
@@ -82,15 +396,15 @@ class RowWork:
         return None
 
 
-def row_work(
+def batch_plan(
     pg: PatchableGraph,
     inputs: Inputs,
-    survey: Survey,
+    clean: CleanRun,
     targets: Sequence[Target],
     batch: int | str,
     *,
     may_assume: bool = True,
-) -> RowWork:
+) -> BatchPlan:
     """Returns how interventions share a forward.
 
     Where every value that matters is as long as the batch in dimension 0, that is taken to be the batch until a run
@@ -104,23 +418,23 @@ def row_work(
     most = rows_at_once(tokens, device) if batch == "auto" else int(batch)
     if most < 2:
         raise RowsError(f"one forward has {tokens:,} tokens already")
-    if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(survey.output)):
+    if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves_of(clean.output)):
         raise RowsError("the output holds an object that has no rows")
-    instead = stand_ins(survey, most)
+    instead = stand_ins(clean.tree, most)
     if instead and batch == "auto":
         most = rows_at_once(tokens, device, is_sparse=True)
-    work = Work.of(survey.tree, instead)
-    extra = overhead(work, tokens, device)
-    unreached = {path: _UNREACHED for path, mark in survey.marks.items() if mark.came_up == NEVER}
+    cost = RunCost.of(clean.tree, instead)
+    extra = overhead(cost, tokens, device)
+    unreached = {path: _UNREACHED for path, mark in clean.marks.items() if mark.came_up == NEVER}
     held = {target.path: _SHARED for target in targets if target.node.kind in HELD_KINDS}
-    more = {**_read_after(pg, inputs, survey, targets), **_asks_for_identity(targets), **unreached, **held}
+    more = {**_read_after(pg, inputs, clean, targets), **_asks_for_identity(targets), **unreached, **held}
     size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
     moving = [target.path for target in targets if target.path not in {**unreached, **held}]
-    assumed = _assumed(survey, moving, size) if may_assume else None
-    output, layouts, of_paths, problems = assumed or _looked_up(pg, survey, [t for t in targets if t.path in moving])
+    assumed = _assumed(clean, moving, size) if may_assume else None
+    output, layouts, of_paths, problems = assumed or _looked_up(pg, clean, [t for t in targets if t.path in moving])
     problems = {**problems, **more}
-    return RowWork(
-        layout, output, layouts, of_paths, problems, most, work, extra, instead, is_assumed=assumed is not None
+    return BatchPlan(
+        layout, output, layouts, of_paths, problems, most, cost, extra, instead, is_assumed=assumed is not None
     )
 
 
@@ -136,19 +450,19 @@ def _is_within(frame: Frame | None, kind: type[nn.Module]) -> bool:
     return frame is not None
 
 
-def _read_after(pg: PatchableGraph, inputs: Inputs, survey: Survey, targets: Sequence[Target]) -> dict[str, str]:
+def _read_after(pg: PatchableGraph, inputs: Inputs, clean: CleanRun, targets: Sequence[Target]) -> dict[str, str]:
     """Returns the paths after which Python looks at values: what it does then may be another thing for each cell."""
     why = "the model looks at values, and may do another thing for each cell"
-    if survey.last_read == NEVER:
+    if clean.last_read == NEVER:
         # Nobody took note: the capture knows.
         has_doubts = any(frame.doubts for frame in captured(pg).root.walk())
-        return dict.fromkeys(survey.marks, why) if has_doubts else {}
-    if all(mark.came_up > survey.last_read for mark in survey.marks.values()):
+        return dict.fromkeys(clean.marks, why) if has_doubts else {}
+    if all(mark.came_up > clean.last_read for mark in clean.marks.values()):
         return {}
     return dict.fromkeys(paths_read_after(pg, inputs, targets), why)
 
 
-def _assumed(survey: Survey, paths: Sequence[str], size: int) -> Found | None:
+def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
     """Returns where rows are if patched values and the output are in dimension 0 as long as the batch, else `None`."""
 
     def layout_of(value: Any) -> Layout | None:
@@ -157,38 +471,38 @@ def _assumed(survey: Survey, paths: Sequence[str], size: int) -> Found | None:
             return tuple(Rows(0, size) if isinstance(leaf, Tensor) else None for leaf in leaves)
         return None
 
-    output = layout_of(survey.output)
-    if any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves_of(survey.output)):
+    output = layout_of(clean.output)
+    if any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves_of(clean.output)):
         return None  # perhaps the size of the batch
-    values = [survey.marks[path].value for path in paths]
+    values = [clean.marks[path].value for path in paths]
     if output is None or any(not isinstance(value, Tensor) or layout_of(value) is None for value in values):
         return None
-    layouts = {node: layout_of(node.value) for node in _kept(survey)}
+    layouts = {node: layout_of(node.value) for node in _kept(clean)}
     return output, {node: own for node, own in layouts.items() if own}, dict.fromkeys(paths, Rows(0, size)), {}
 
 
-def _kept(survey: Survey) -> list[FrameNode]:
-    return [node for node in survey.tree.root.walk() if node.problem is None and node.value is not None]
+def _kept(clean: CleanRun) -> list[FrameNode]:
+    return [node for node in clean.tree.root.walk() if node.problem is None and node.value is not None]
 
 
-def _looked_up(pg: PatchableGraph, survey: Survey, targets: Sequence[Target]) -> Found:
+def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -> Found:
     """Returns where rows are as is known of the dimensions of captured values, and for paths that have none, why."""
     root = captured(pg).root
     known = dimensions_of(root)
-    output = _layout(known, survey.output, root.output_node.spec)
-    for leaf, place in zip(leaves_of(survey.output), output, strict=True):
+    output = _layout(known, clean.output, root.output_node.spec)
+    for leaf, place in zip(leaves_of(clean.output), output, strict=True):
         if place is not None and place.dim is None and leaf.numel() > 0:
             raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} that is one for all rows")
-    frames = _captured_frames(survey.tree.root, root)
+    frames = _captured_frames(clean.tree.root, root)
     layouts = {}
-    for node in _kept(survey):
+    for node in _kept(clean):
         with suppress(RowsError):
             if node in frames:
                 layouts[node] = _layout(known, node.value, frames[node].output_node.spec)
     of_paths: dict[str, Rows] = {}
     problems: dict[str, str] = {}
     for target in targets:
-        value = survey.marks[target.path].value
+        value = clean.marks[target.path].value
         try:
             rows = _rows(known, value, target.spec) if isinstance(value, Tensor) else None
         except RowsError as problem:

@@ -1,15 +1,19 @@
-"""What a run without patches tells: when each patched value comes up, and what the frames before it return."""
+"""What a run without patches shows: when each patched value occurs, and what the frames before it return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
 
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.checks.model_state import ModuleState
-from graphpatch_notebook.execution import FramesSeen, FrameWatch
+from graphpatch_notebook.checks.call_signature import CallSignature
+from graphpatch_notebook.checks.model_state import Fingerprint, ModuleState
+from graphpatch_notebook.execution import FrameWatch, frames_seen
 from graphpatch_notebook.execution.replay import (
     NEVER,
     FrameFlow,
@@ -21,14 +25,34 @@ from graphpatch_notebook.execution.replay import (
     tensors_in,
 )
 from graphpatch_notebook.experiments.engine.cells import PatchMap
-from graphpatch_notebook.experiments.engine.earlier_sweeps import kind_of_run, shown_earlier
+from graphpatch_notebook.experiments.engine.changed_positions import Flow, Place, PositionFlow, SameSteps
 from graphpatch_notebook.experiments.engine.inputs import Inputs, SameInputs
-from graphpatch_notebook.experiments.engine.position_flow import Flow, Place, PositionFlow
-from graphpatch_notebook.experiments.engine.steps import SameSteps
 from graphpatch_notebook.experiments.engine.value_reads import ValueReads
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch
+
+_known: WeakKeyDictionary[PatchableGraph, tuple[Fingerprint, dict[Hashable, Any]]] = WeakKeyDictionary()
+
+
+def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]:
+    """Returns what is known of a graph, by what was asked; all is forgotten when its model is changed.
+
+    Args:
+        pg: The graph.
+        state: Its model as it is.
+    """
+    fingerprint = Fingerprint(state)
+    known = _known.get(pg)
+    if known is None or known[0] != fingerprint:
+        known = _known[pg] = (fingerprint, {})
+    return known[1]
+
+
+def kind_of_run(inputs: Inputs) -> Hashable:
+    """Returns what two runs of a model have in common that do the same, as long as Python looks at no values."""
+    signature = CallSignature.of({**{str(i): value for i, value in enumerate(inputs.args)}, **inputs.kwargs})
+    return object() if signature.objects else signature
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,43 +75,38 @@ class Mark(Patch[Any]):
         return original_output
 
 
-@dataclass
-class Survey:
-    """What one run told.
+@dataclass(frozen=True)
+class CleanRun:
+    """What a run without patches showed.
 
     Attributes:
-        returned: What the model returned, for the metric: it may write into it.
+        returned: What the model returned, for one call of the metric, which may write into it; `None` after that.
         output: A copy of that.
         tree: The frames, with what some of them returned.
-        marks: When each path came up, and what value.
+        marks: When each path occurred, and its value.
         state_change: What the run changed in the model, in words; `None` for nothing.
-        kind: What other runs have in common with it that do the same.
+        kind: What the run has in common with others that do the same.
         known: What other sweeps have shown.
         last_only: The places of frames whose results are read at the last position only.
-        last_read: When Python looked at values last; `NEVER` where nobody took note of that.
+        last_read: When Python read values last; `NEVER` where that was not noted.
     """
 
     returned: Any
     output: Any
     tree: FrameTree
-    marks: dict[str, Mark]
+    marks: Mapping[str, Mark]
     state_change: str | None
     kind: Hashable
     known: dict[Hashable, Any]
-    last_only: Container[Place]
+    last_only: Container[Place] = frozenset()
     last_read: float = NEVER
 
-    def take_returned(self) -> Any:
-        """Returns what the model returned, once."""
-        returned, self.returned = self.returned, None
-        return returned
-
-    def came_up(self, paths: Sequence[str]) -> float:
-        """Returns when the first of `paths` came up."""
+    def first_of(self, paths: Iterable[str]) -> float:
+        """Returns when the first of `paths` occurred."""
         return min((self.marks[path].came_up for path in paths), default=NEVER)
 
 
-def survey(
+def clean_run(
     pg: PatchableGraph,
     inputs: Inputs,
     targets: Sequence[Target],
@@ -95,55 +114,105 @@ def survey(
     notes_reads: bool = False,
     keeps_pairs: bool = False,
     state: ModuleState | None = None,
-) -> Survey:
-    """Runs the model without patches, and returns what that told; gradients are as the caller has them.
+) -> CleanRun:
+    """Runs the model without patches, and returns what that showed; gradients are as the caller has them.
 
     Args:
         pg: The graph.
         inputs: What it runs on.
         targets: The values that are patched.
-        notes_reads: Whether to note when Python looks at values.
+        notes_reads: Whether to note when Python reads values.
         keeps_pairs: Whether to keep what frames are given and return that work on each position alone.
         state: The model as it is, if there is a snapshot of it.
     """
     state = ModuleState(captured(pg).module, is_look=True) if state is None else state
     known, kind = shown_earlier(pg, state), kind_of_run(inputs)
+    if not notes_reads:
+        run = _recorded(pg, inputs, targets, lambda _tree, _given: _Watch(state=state))
+        return run.shown(kind, known)
     key = ("flow", kind, keeps_pairs, frozenset(target.path for target in targets))
-    flow: Flow | None = known.get(key) if notes_reads else None
-    tree = _opened(targets)
-    while True:
+    earlier: Flow | None = known.get(key)
+    if earlier is not None:
+        pairs = earlier if keeps_pairs else None
+        run = _recorded(pg, inputs, targets, lambda _tree, _given: _Watch(SameSteps(earlier.steps), pairs))
+        if run.took_same_steps():
+            return run.shown(kind, known, earlier.last_only, last_read=0)
+        del known[key]
+    weights = (*captured(pg).module.parameters(), *captured(pg).module.buffers())
+
+    def following(tree: FrameTree, given: Iterable[Tensor]) -> _Watch:
+        mode = PositionFlow(tree, weights, given)
+        return _Watch(mode, mode if keeps_pairs else None, state)
+
+    run = _recorded(pg, inputs, targets, following)
+    mode = run.watch.mode
+    assert isinstance(mode, PositionFlow)
+    found = Flow(
+        mode.steps,
+        frozenset(node.place for node in run.tree.root.walk() if node.pair is not None),
+        frozenset(node.place for node in mode.read_at_last_only(run.output)),
+    )
+    is_after = all(mark.came_up > mode.last_of_all for mark in run.marks.values())
+    if mode.last == 0 and is_after and run.state_change is None:
+        # What Python reads is made of constants: another run that takes the same steps does the same.
+        known[key] = found
+    return run.shown(kind, known, found.last_only, mode.last_of_all)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """What a run is watched by.
+
+    Attributes:
+        mode: What sees its calls of torch.
+        pairs: Which of its frames work on each position alone; `None` where that is not asked.
+        state: The model as it was before, to see what modules change in themselves; `None` where that is not asked.
+    """
+
+    mode: SameSteps | PositionFlow | None = None
+    pairs: FrameFlow | None = None
+    state: ModuleState | None = None
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    watch: _Watch
+    tree: FrameTree
+    marks: Mapping[str, Mark]
+    output: Any
+    state_change: str | None
+
+    def took_same_steps(self) -> bool:
+        return isinstance(self.watch.mode, SameSteps) and self.watch.mode.is_same
+
+    def shown(
+        self,
+        kind: Hashable,
+        known: dict[Hashable, Any],
+        last_only: Container[Place] = frozenset(),
+        last_read: float = NEVER,
+    ) -> CleanRun:
+        _keep_from_metric(self.tree, self.output)
+        copy = own_tensors(self.output)
+        return CleanRun(self.output, copy, self.tree, self.marks, self.state_change, kind, known, last_only, last_read)
+
+
+def _recorded(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    targets: Sequence[Target],
+    make_watch: Callable[[FrameTree, Iterable[Tensor]], _Watch],
+) -> _Recorded:
+    """Records a run: once more, where something writes into what a frame had returned."""
+    tree, is_spoilt = _opened(targets), True
+    while is_spoilt:
         fresh = SameInputs.of(inputs.fresh())
-        mode: SameSteps | PositionFlow | None = None
-        pairs: FrameFlow | None = flow
-        if flow is not None:
-            mode = SameSteps(flow.steps)
-        elif notes_reads:
-            weights = (*captured(pg).module.parameters(), *captured(pg).module.buffers())
-            pairs = mode = PositionFlow(tree, weights, tensors_in((fresh.args, fresh.kwargs)))
-        seen_state = state if flow is None else None
-        recording = Recording(tree, captured(pg).module, pairs if keeps_pairs else None, seen_state)
-        with mode or nullcontext():
+        watch = make_watch(tree, tensors_in((fresh.args, fresh.kwargs)))
+        recording = Recording(tree, captured(pg).module, watch.pairs, watch.state)
+        with watch.mode or nullcontext():
             marks, output = watched_run(pg, fresh, targets, tree, recording)
-        if isinstance(mode, SameSteps) and not mode.is_same:
-            known.pop(key, None)
-            flow, tree = None, _opened(targets)
-        elif not recording.close():
-            break
-    last_only = flow.last_only if flow is not None else frozenset[Place]()
-    last_read = 0 if flow is not None else NEVER
-    if isinstance(mode, PositionFlow):
-        found = Flow(
-            mode.steps,
-            frozenset(node.place for node in tree.root.walk() if node.pair is not None),
-            frozenset(node.place for node in mode.read_at_last_only(output)),
-        )
-        last_only, last_read = found.last_only, mode.last_of_all
-        is_after = all(mark.came_up > last_read for mark in marks.values())
-        if mode.last == 0 and is_after and recording.state_change is None:
-            # What Python looks at is made of constants: another run that takes the same steps does the same.
-            known[key] = found
-    _keep_from_metric(tree, output)
-    return Survey(output, own_tensors(output), tree, marks, recording.state_change, kind, known, last_only, last_read)
+        is_spoilt = recording.close()
+    return _Recorded(watch, tree, marks, output, recording.state_change)
 
 
 def _opened(targets: Sequence[Target]) -> FrameTree:
@@ -186,7 +255,7 @@ def watched_run(
     marks = {target.path: Mark(tree=tree, noticed=noticed) for target in targets}
     patches: PatchMap = marks
     fresh = inputs.fresh()
-    with FramesSeen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
+    with frames_seen(watch, all_modules(captured(pg).module)), pg.patch(patches).quiet():
         return marks, pg(*fresh.args, **fresh.kwargs)
 
 

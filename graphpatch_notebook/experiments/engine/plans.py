@@ -16,7 +16,7 @@ from graphpatch_notebook.experiments.engine.function_values import ReferredValue
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.engine.purity import ImpureError, PrivateCopies, PurePatches
 from graphpatch_notebook.experiments.engine.random_draws import change_by
-from graphpatch_notebook.experiments.engine.shared_setup import why_plain
+from graphpatch_notebook.experiments.engine.sweep_setup import why_plain
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from graphpatch_notebook import interrupts
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
-from graphpatch_notebook.experiments.engine.interrupts import interrupts_deferred
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ class Ledger:
         What is kept already is left out: who was interrupted may not know whether it was.
         """
         results = [self._checked(result) for result in results if result.number not in self.results]
-        with interrupts_deferred():
+        with interrupts.deferred():
             self.results |= {result.number: result for result in results}
             if self.checkpoint is not None:
                 self.checkpoint.append(results)

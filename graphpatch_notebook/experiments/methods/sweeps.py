@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from graphpatch_notebook import interrupts
 from graphpatch_notebook.errors import ExperimentError, SweepInterrupted
 from graphpatch_notebook.experiments.engine.cells import CellResult, Cells, PatchMap, axes_of
 from graphpatch_notebook.experiments.engine.inputs import Inputs
-from graphpatch_notebook.experiments.engine.interrupts import interrupts_deferred
 from graphpatch_notebook.experiments.engine.plans import planned
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
@@ -160,7 +160,7 @@ def sweep(
         remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells did not run and are NaN")
     result = None
     try:
-        with interrupts_deferred():  # an interrupt now must not lose the finished cells
+        with interrupts.deferred():  # an interrupt now must not lose the finished cells
             result = data_array(values, cells, results, runner.baseline, metric, remarks)
     except KeyboardInterrupt:
         is_whole = False

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from xarray import DataArray
 
-    from graphpatch_notebook.notebook.display.heatmap_widget import ResultHeatmap
+    from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
 
 _FOR_HEADS = "; for paths and heads at several positions, use plot_heads(result, facet='position')"
@@ -289,7 +289,7 @@ def show_heatmap(
         >>> heatmap.selected = ("h_0", 1)  # what a click does
         selected ('h_0', 1)
     """
-    from graphpatch_notebook.notebook.display.heatmap_widget import ResultHeatmap
+    from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
     grid = grid_of(result, DisplayOptions(center, limits, labels, relative_to), tokens=tokens, rows=rows)
     return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))

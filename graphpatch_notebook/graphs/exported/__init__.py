@@ -1,9 +1,9 @@
 """Programs of `torch.export` as patchable graphs, with the module hierarchy of the model that was exported.
 
-inputs.py          the parameters of the program, and its own checks
-groups.py          which of the modules that `torch.export.unflatten` makes stand for one module of the model
-conversion.py      these become modules of our own (modules.py), with graphs (root_graph.py: that of the program)
-frames.py          the records of the calls; example_values.py: shapes, from the program's fake tensors
+`inputs` reads the parameters of the program and runs its own checks. `groups` finds which of the modules that
+`torch.export.unflatten` makes stand for one module of the model. `conversion` makes modules of our own (`modules`) and
+their graphs, that of the whole program included. `frames` makes the records of the calls, with the shapes of the
+program's fake tensors.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.nn import Module
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.exported.inputs import ProgramInputs
-from graphpatch_notebook.graphs.lazy_code import generate
+from graphpatch_notebook.graphs.generated_code import generate
 from graphpatch_notebook.interrupts import holding
 
 _calls_so_far: ContextVar[dict[int, int] | None] = ContextVar("graphpatch_exported_calls", default=None)

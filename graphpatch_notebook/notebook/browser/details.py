@@ -11,7 +11,7 @@ from graphpatch_notebook.capture.records import CallNode, Frame, Node, Ref, Sour
 from graphpatch_notebook.errors import GraphError, SessionError
 from graphpatch_notebook.graphs import CompiledGraphModule
 from graphpatch_notebook.inspection import data_flow
-from graphpatch_notebook.inspection.places import Place
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.resolution import is_patchable
 from graphpatch_notebook.inspection.source_text import signature_line
 from graphpatch_notebook.notebook.browser.skeleton import PATCHABLE, Skeleton
@@ -24,7 +24,7 @@ _MOST_LINES = 2_000
 
 
 def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
-    """Returns what is known of a row: `Details` of js/src/protocol.ts. Runs nothing of the model's.
+    """Returns what is known of a row: `Details` of js/src/kernel/protocol.ts. Runs nothing of the model's.
 
     Args:
         pg: The graph.
@@ -81,7 +81,7 @@ def _of_unused(skeleton: Skeleton, row: int) -> dict[str, Any]:
 # In words
 
 
-def _notes(place: Place, skeleton: Skeleton, row: int) -> Iterator[str]:
+def _notes(place: Location, skeleton: Skeleton, row: int) -> Iterator[str]:
     if place.graph is not None:
         yield from _notes_of_graph(place.graph)
     elif place.node is not None:
@@ -108,7 +108,7 @@ def _notes_of_graph(frame: Frame) -> Iterator[str]:
     yield from map(visible, map(str, frame.doubts))
 
 
-def _what(place: Place, node: Node) -> str:
+def _what(place: Location, node: Node) -> str:
     owner = type(place.frame.module).__name__
     if place.dig:
         return f"a value in the {_words(node)} that {format_path(place.names)} holds"
@@ -127,7 +127,7 @@ def _words(node: Node) -> str:
     return node.spec.type.__name__ if isinstance(node.spec, ContainerSpec) else str(node.spec)
 
 
-def _notes_of_value(place: Place, node: Node, skeleton: Skeleton, row: int) -> Iterator[str]:
+def _notes_of_value(place: Location, node: Node, skeleton: Skeleton, row: int) -> Iterator[str]:
     spec = place.spec
     if note := skeleton.note(row):
         yield note
@@ -159,7 +159,7 @@ def _a(what: str) -> str:
 # Code
 
 
-def _code(pg: PatchableGraph, place: Place) -> str:
+def _code(pg: PatchableGraph, place: Location) -> str:
     frame = place.graph or place.frame
     module = _graph_module(pg, frame)
     if module is None:
@@ -185,7 +185,7 @@ def _graph_module(pg: PatchableGraph, frame: Frame) -> CompiledGraphModule | Non
     return next((m for m in modules if isinstance(m, CompiledGraphModule) and m.frame is frame), None)
 
 
-def _line_of(module: CompiledGraphModule, place: Place) -> str:
+def _line_of(module: CompiledGraphModule, place: Location) -> str:
     """Returns the line of the code of a graph that makes the value of a node."""
     node, lines = place.node, module.code.strip("\n").splitlines()
     assert node is not None  # only the root graph has none
@@ -199,7 +199,7 @@ def _line_of(module: CompiledGraphModule, place: Place) -> str:
     return next((re.sub(r";  [\w\s=]+ = None$", "", line).strip() for line in lines if makes.match(line)), "")
 
 
-def _source_lines(place: Place) -> list[SourceLine]:
+def _source_lines(place: Location) -> list[SourceLine]:
     node = place.node
     if node is None:
         return []
@@ -224,7 +224,7 @@ def _source(line: SourceLine) -> dict[str, Any]:
 # Links
 
 
-def _links(refs: list[Ref], place: Place, skeleton: Skeleton) -> Iterator[dict[str, Any]]:
+def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[dict[str, Any]]:
     """Yields a link for each value that has a row, each row once."""
     here = format_path(place.frame.path)
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""What the front end asks, and what it is told: `Requests` of js/src/protocol.ts. Pure functions, without widgets.
+"""Answers the requests of the front end (`Requests` in js/src/kernel/protocol.ts). Pure functions, without widgets.
 
     {"id": 7, "request": "details", "payload": {"row": 3}}
       -> {"id": 7, "result": {...}}                          and binary parts

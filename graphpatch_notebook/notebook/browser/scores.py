@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from graphpatch_notebook.errors import UnknownPathError
-from graphpatch_notebook.inspection.node_path import NodePath, place_of
+from graphpatch_notebook.inspection.node_path import NodePath, location_of
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 
 _LARGEST = 3.4028234663852886e38  # of a float32
@@ -85,9 +85,9 @@ def _mapping_of(array: Any) -> dict[Any, Any]:
 
 def _text(path: Any, skeleton: Skeleton) -> str:
     if isinstance(path, NodePath):
-        if place_of(path).root is not skeleton.nodes.root:
+        if location_of(path).root is not skeleton.nodes.root:
             raise UnknownPathError(f"the NodePath {str(path)!r} belongs to another PatchableGraph")
-        return place_of(path).path
+        return location_of(path).path
     if not isinstance(path, str):
         raise TypeError(f"scores are by path: a text or a NodePath, not {path!r}")
     return path

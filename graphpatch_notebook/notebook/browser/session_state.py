@@ -1,4 +1,4 @@
-"""The chosen patches as the front end has them: `SessionState` of js/src/protocol.ts."""
+"""The chosen patches as the front end has them: `SessionState` of js/src/kernel/protocol.ts."""
 
 from __future__ import annotations
 

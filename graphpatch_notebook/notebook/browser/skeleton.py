@@ -2,7 +2,7 @@
 
 records of the capture
   -> Skeleton          a row for each graph, node, value in a container, and module that was never called
-  -> bytes             deflated JSON: `Columns` of js/src/protocol.ts
+  -> bytes             deflated JSON: `Columns` of js/src/kernel/protocol.ts
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.errors import UnknownPathError
+from graphpatch_notebook.inspection.locations import Location
 from graphpatch_notebook.inspection.nodes import NodeMap
-from graphpatch_notebook.inspection.places import Place
 from graphpatch_notebook.inspection.resolution import Unresolvable, is_patchable, nearest_paths, parse
-from graphpatch_notebook.inspection.tree import is_clutter, is_shown
-from graphpatch_notebook.inspection.unused_modules import unused_modules, used_modules
+from graphpatch_notebook.inspection.tree import is_clutter, is_shown, unused_modules, used_modules
 from graphpatch_notebook.notebook.display.labels import spec_label, visible
 from graphpatch_notebook.notebook.search.graph_cache import KeptByGraph
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -137,11 +136,11 @@ class Skeleton:
             row = above
         return text
 
-    def place(self, row: int) -> Place | None:
+    def place(self, row: int) -> Location | None:
         """Returns the place in the capture that a row shows; `None` for a module that was never called."""
         if self._rows.kind[row] == _UNUSED:
             return None
-        root = Place.of_root(self.nodes.root)
+        root = Location.of_root(self.nodes.root)
         if not row:
             return root
         parsed = parse_path(self.path(row))

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphpatch_notebook.inspection.places import Place
-from graphpatch_notebook.inspection.tree import Entry, Row, opened
+from graphpatch_notebook.inspection.locations import Location
+from graphpatch_notebook.inspection.tree import Row, TreeEntry, opened
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.display.labels import escaped
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -34,14 +34,14 @@ class StaticTree:
 
     model_id: str
     title: str
-    entry: Entry
+    entry: TreeEntry
     patches: Sequence[ChosenPatch] = ()
 
     def html(self) -> str:
         """Returns the HTML, of at most about `MOST_BYTES`; all text is escaped.
 
         Example:
-            >>> print(StaticTree("7", "pg: ReLU", Entry("<root>", "", "graph")).html())
+            >>> print(StaticTree("7", "pg: ReLU", TreeEntry("<root>", "", "graph")).html())
             <div class="gp-static gp-static-7">
             <p><strong>pg: ReLU</strong> (a picture of the tree; to browse it, run the cell)</p>
             <p>No patch is chosen.</p>
@@ -105,12 +105,12 @@ def _tree_lines(row: Row, *, is_open: bool = False) -> Iterator[str]:
     yield "</details></li>"
 
 
-_entries: weakref.WeakKeyDictionary[Skeleton, Entry] = weakref.WeakKeyDictionary()
+_entries: weakref.WeakKeyDictionary[Skeleton, TreeEntry] = weakref.WeakKeyDictionary()
 
 
-def entry_of(skeleton: Skeleton) -> Entry:
+def entry_of(skeleton: Skeleton) -> TreeEntry:
     """Returns the tree of a capture, which is kept as long as its skeleton."""
     entry = _entries.get(skeleton)
     if entry is None:
-        entry = _entries[skeleton] = Place.of_root(skeleton.nodes.root).entry()
+        entry = _entries[skeleton] = Location.of_root(skeleton.nodes.root).entry()
     return entry

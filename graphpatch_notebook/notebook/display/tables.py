@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from graphpatch_notebook.inspection.tree import Style
-from graphpatch_notebook.inspection.tree_texts import CSS_STYLES, RICH_STYLES, is_colour_terminal
+from graphpatch_notebook.inspection.tree import CSS_STYLES, RICH_STYLES, Style, is_colour_terminal
 from graphpatch_notebook.notebook.display.labels import visible
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""Chosen patches as a script on plain forward hooks of torch, without graphpatch. Pure text: nothing runs.
+"""Chosen patches as a script with plain forward hooks of torch, without graphpatch. Pure text: nothing runs.
 
-ChosenPatch -> Target -> Edit, in the HookPlan of its module     or a sentence: why hooks cannot
-HookPlan    -> HookFunction                                      the hook, line by line
-HooksExport                                                      the script with all of them
+ChosenPatch -> Target -> Edit, in the HookPlan of its module     or the reason why a hook cannot do it
+HookPlan    -> HookFunction                                      the source of the hook
+HooksExport                                                      the script with all hooks
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, leav
 class HooksExport:
     """One export in the hooks passing.
 
-    Run where there are the names that its first line lists, the script gives the numbers of
-    `with pg.patch(session.resolve(...).patch_map)`, bit for bit, or raises: a module that is not called as often as in
-    the example is an error.
+    With the names in its first line, the script computes the same values, bit for bit, as
+    `with pg.patch(session.resolve(...).patch_map)`. It raises if a module is not called as often as in the example.
 
     Args:
         patches: The patches.
@@ -63,7 +62,7 @@ class HooksExport:
         root: The root frame of its capture.
 
     Raises:
-        ExportError: Hooks cannot do what some of them do: the message names these, and what to patch instead.
+        ExportError: Some patches cannot be written as hooks; the message names them, and what to patch instead.
     """
 
     def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame) -> None:
@@ -82,13 +81,13 @@ class HooksExport:
         self.functions = {self.names.free(_function_name(plan)): plan for plan in self.plans}
 
     def needed(self) -> Needs:
-        """Returns what the script needs."""
+        """Returns the names that the script needs."""
         first = [self.model] if self.origin.model is None or is_name(self.origin.model) else []
         made = [] if first else [str(self.origin.model)]
         return needs(self.patches, first, [*made, self.arguments.expression])
 
     def source(self, off: int) -> SourceCode:
-        """Returns all of the script; `off` patches are not in it."""
+        """Returns the script; `off` is the number of disabled patches."""
         functions = [HookFunction(plan, name, self.script).source() for name, plan in self.functions.items()]
         head = [*self.needed().comment(), *left_out(off), *self._imports()]
         sections = ["\n".join([*head, "", *self._preparations()]), *functions, "\n".join(self._run())]
@@ -142,14 +141,14 @@ class HooksExport:
         message = f'f"the hooks ran {{dict({self.script.calls})}} times, not {{{expected}}}"'
         is_counted = any(plan.count > 1 for plan in self.plans)
         return [
-            *["# Calls are told by their number, so there must be as many as in the example."] * is_counted,
+            *["# Calls are identified by their number, so there must be as many as in the example."] * is_counted,
             bracketed(f"{expected} = {{", counts, "}"),
             block(f"if {self.script.calls} != {expected}:", [f"raise RuntimeError({message})"]),
         ]
 
 
 def _function_name(plan: HookPlan) -> str:
-    """Returns what a hook does, in a name."""
+    """Returns the name of a hook function."""
     kinds = {patch.kind for edit in plan.edits for patch in edit.patches}
     verb = kinds.pop() if len(kinds) == 1 else "patch"
     paths: Sequence[str] = list(dict.fromkeys(edit.target.path for edit in plan.edits))
@@ -168,13 +167,13 @@ HookSide: TypeAlias = Literal["inputs", "output"]
 
 @dataclass(frozen=True, slots=True)
 class InputPassing:
-    """How a call gives an input, if that is known.
+    """How a call passes an input.
 
     Attributes:
-        position: Where it stands among the positional arguments, if it may.
-        name: Its name among the keyword arguments, if it may be there.
-        is_sure: Whether it is where `position` says, or else where `name` says, in each call like the example's.
-        default: The source of its default, where the call may leave it out; `None` where none can be written.
+        position: Its index in the positional arguments; `None` if it cannot be positional.
+        name: Its keyword; `None` if it cannot be passed by keyword.
+        is_sure: Whether it is known that the call uses `position`, or `name` if there is no position.
+        default: The source of its default, if the call may omit it; `None` if the default has no literal.
     """
 
     position: int | None
@@ -189,9 +188,9 @@ class Edit:
 
     Attributes:
         target: The value.
-        patches: What is done with it, in order.
-        dig: The keys that lead to it, from the input or the output.
-        passing: How the call gives the input; `None` for an output.
+        patches: The patches, in order.
+        dig: The keys from the input or output to the value.
+        passing: How the call passes the input; `None` for an output.
     """
 
     target: Target
@@ -201,7 +200,7 @@ class Edit:
 
     @property
     def containers(self) -> list[tuple[Any, ContainerSpec]]:
-        """Each key of `dig`, with the container that it leads into."""
+        """Each key of `dig`, with the container that it belongs to."""
         found: list[tuple[Any, ContainerSpec]] = []
         spec = self.target.node.spec
         for key in self.target.dig:
@@ -213,13 +212,13 @@ class Edit:
 
 @dataclass(slots=True)
 class HookPlan:
-    """What one hook does.
+    """The edits of one hook.
 
     Attributes:
         module: The source of the module.
-        side: Which hook it is: the one before `forward`, or the one after.
-        count: How often the module is called in one run of the model.
-        calls: What is done in which of these calls, from zero.
+        side: Whether the hook runs before `forward` (`inputs`) or after it (`output`).
+        count: The number of calls of the module in one run of the model.
+        calls: The edits in each of these calls, counted from zero.
     """
 
     module: str
@@ -229,24 +228,24 @@ class HookPlan:
 
     @property
     def edits(self) -> list[Edit]:
-        """All that it does, by call."""
+        """All edits, in the order of the calls."""
         return [edit for _, edits in sorted(self.calls.items()) for edit in edits]
 
 
 def hook_plans(
     patches: Sequence[ChosenPatch], root: Frame, model: str, arguments: CallArguments, *, knows_call: bool
 ) -> list[HookPlan]:
-    """Returns the hooks that do what the patches do.
+    """Returns the hooks for the patches.
 
     Args:
         patches: The patches.
         root: The root frame of the capture.
         model: The variable that holds the model.
         arguments: The arguments of the call of the model.
-        knows_call: Whether that is how it is called, rather than a suggestion.
+        knows_call: Whether the call is known, rather than a suggestion.
 
     Raises:
-        ExportError: Hooks cannot do what some of them do; the message names them all.
+        ExportError: Some patches cannot be written as hooks; the message names them all.
     """
     problems: list[str] = list(_problems_of_graph(root))
     plans: dict[tuple[int, HookSide], HookPlan] = {}
@@ -270,13 +269,13 @@ def hook_plans(
         )
         plan.calls.setdefault(calls.index(target.frame), []).append(edit)
     if problems:
-        more = "the graphpatch form can do it" if len(problems) == 1 else "the graphpatch form can do them all"
-        raise ExportError(f"hooks cannot do this: {'; '.join(problems)} ({more})")
+        more = "the graphpatch form can" if len(problems) == 1 else "the graphpatch form can do all of it"
+        raise ExportError(f"this cannot be written as hooks: {'; '.join(problems)} ({more})")
     return list(plans.values())
 
 
 def module_source(root: Frame, frame: Frame, model: str) -> str | None:
-    """Returns what leads from the variable `model` to the module of a frame; `None` where nothing does."""
+    """Returns the source of the module of a frame, from the variable `model`; `None` if there is none."""
     if frame.module is root.module:
         return model
     registered = [path for path, module in registered_modules(root.module) if module is frame.module]
@@ -284,13 +283,13 @@ def module_source(root: Frame, frame: Frame, model: str) -> str | None:
         with suppress(AttributeError):
             if root.module.get_submodule(path) is frame.module:
                 return f"{model}.get_submodule({text_literal(path)})"
-    # `get_submodule` looks attributes up, and finds methods first.
+    # `get_submodule` may fail, because it looks up attributes and finds methods first.
     named = next((path for path, module in root.module.named_modules() if module is frame.module), None)
     return None if named is None else f"dict({model}.named_modules())[{text_literal(named)}]"
 
 
 def _calls(root: Frame, module: Module, side: HookSide) -> list[Frame]:
-    """Returns the calls of a module in the order in which they begin, or end: a module may call itself."""
+    """Returns the calls of a module in the order in which its hooks run: a module may call itself."""
     return [frame for frame in (root.walk() if side == "inputs" else _ends(root)) if frame.module is module]
 
 
@@ -353,27 +352,27 @@ def _problems(target: Target, patches: Sequence[ChosenPatch], root: Frame) -> It
     title = _title(target, patches)
     node, frame = target.node, target.frame
     if any(patch.steps is not None or patch.positions is not None for patch in patches):
-        yield f"{title} has steps or positions, which a hook does not know: choose a part with a slice instead"
+        yield f"{title} has steps or positions, which a hook cannot know: use a slice instead"
     without = next((patch for patch in patches if not patch.definition.has_hook), None)
     if without is not None:
         yield f"{title} is a {without.kind} patch, a kind that cannot be written as a hook"
     if node.kind == "op":
-        kind = f"an operation ({node.op}) inside of {type(frame.module).__name__}, which hooks do not see"
+        kind = f"an operation ({node.op}) inside {type(frame.module).__name__}, which hooks do not see"
         yield f"{title} is {kind}; nearest: {_nearest_boundary(target, root)!r}"
     elif node.kind not in ("input", "output"):
         near = _boundary_paths(frame, frame.output_node)
-        instead = f"; what is made of it is in {near[0]!r}" if near else ""
+        instead = f"; its result is in {near[0]!r}" if near else ""
         yield f"{title} is a {node.kind}, and hooks see inputs and outputs only{instead}"
     if module_source(root, frame, "model") is None:
-        yield f"{title}: this {type(frame.module).__name__} is no registered submodule: a hook cannot be put on it"
+        yield f"{title}: this {type(frame.module).__name__} is not a registered submodule, so it cannot have a hook"
     elif isinstance(frame.module, torch.jit.ScriptModule):
-        yield f"{title}: this is a TorchScript module, which takes no hooks"
+        yield f"{title}: this is a TorchScript module, which does not support hooks"
     elif (layer := _fused_layer(frame)) is not None:
         where = format_path(layer.path) or "the model"
-        yield f"{title}: a hook here switches the fused kernel of {where!r} off: the last bits would differ"
+        yield f"{title}: a hook here disables the fused kernel of {where!r}: the last bits would differ"
     odd = [key for key in map(plain_dict_key, target.dig) if not _is_literal(key)]
     if odd:
-        yield f"{title}: the key {odd[0]!r} has no literal in Python"
+        yield f"{title}: the key {odd[0]!r} cannot be written as a literal"
 
 
 def _title(target: Target, patches: Sequence[ChosenPatch]) -> str:
@@ -381,7 +380,7 @@ def _title(target: Target, patches: Sequence[ChosenPatch]) -> str:
 
 
 def _write_problems(edit: Edit) -> Iterator[str]:
-    """Yields why a value cannot be put back where it was. Hooks change tensors, and tensors in tuples."""
+    """Yields why a value cannot be replaced. Hooks change tensors, and tensors in tuples."""
     if all(patch.definition.keeps is not None for patch in edit.patches):
         return
     title = _title(edit.target, edit.patches)
@@ -403,7 +402,7 @@ def _fused_layer(frame: Frame | None) -> Frame | None:
 
 
 def _nearest_boundary(target: Target, root: Frame) -> str:
-    """Returns a path at the boundary of a module where the value of an op is, or else what becomes of it."""
+    """Returns a path at the boundary of a module that holds the value of an op, or else a result of it."""
     frame = target.frame
     outputs = _boundary_paths(frame, frame.output_node)
     for path in outputs:
@@ -425,7 +424,7 @@ def _boundary_paths(frame: Frame, node: Node) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Functions: the hooks, line by line, as a person would write them
+# Functions: the source of the hooks
 
 
 @dataclass(slots=True)
@@ -433,9 +432,9 @@ class Script:
     """The names that the functions share.
 
     Attributes:
-        names: All names at the top of the script.
-        calls: The variable that counts how often each function was called.
-        kept: The variable that holds what probes and records keep.
+        names: All global names of the script.
+        calls: The variable that counts the calls of each function.
+        kept: The variable that holds the results of probes.
         lookups: The sources of values and slices.
     """
 
@@ -451,12 +450,12 @@ def takes_kwargs(plan: HookPlan) -> bool:
 
 
 class HookFunction:
-    """A hook of the script.
+    """The source of a hook.
 
     Args:
-        plan: What it does.
+        plan: Its edits.
         name: Its name.
-        script: The names that all share.
+        script: The names that all functions share.
     """
 
     def __init__(self, plan: HookPlan, name: str, script: Script) -> None:
@@ -496,7 +495,7 @@ class HookFunction:
     # -- one value ---------------------------------------------------------------------------------------------------
 
     def _edit(self, edit: Edit) -> list[str]:
-        """Returns the statements that read a value, do what the patches say, and put it back."""
+        """Returns the statements that read a value, patch it and write it back."""
         found: list[str] = []
         whole = self.output
         if edit.passing is not None:
@@ -519,7 +518,7 @@ class HookFunction:
         if rebuilt != self.output:
             found.append(f"{self.output} = {rebuilt}")
         elif any(patch.definition.hook_result and patch.slice is None for patch in edit.patches):
-            # For torch, a hook that returns None says that nothing is changed.
+            # For torch, a hook that returns None changes nothing.
             message = text_literal(f"{edit.target.path}: the function returned None")
             found.append(block(f"if {self.output} is None:", [f"raise TypeError({message})"]))
         return found
@@ -531,7 +530,7 @@ class HookFunction:
         return self.names.free(as_name(last))
 
     def _read(self, edit: Edit) -> tuple[str, list[str]]:
-        """Returns the source of an input, and the statements before it."""
+        """Returns the source of an input, and the statements that it needs."""
         passing = edit.passing
         assert passing is not None
         if passing.name is None:
@@ -545,7 +544,7 @@ class HookFunction:
         return variable, [f"{variable} = {by_position} else {by_name}"]
 
     def _write(self, passing: InputPassing, source: str) -> str:
-        """Returns the statement that gives an input another value."""
+        """Returns the statement that replaces an input."""
         before = f"*{self.args}[:{passing.position}], " if passing.position else ""
         by_position = by_name = ""
         if passing.position is not None:
@@ -557,7 +556,7 @@ class HookFunction:
         return block(f"if len({self.args}) > {passing.position}:", [by_position]) + "\n" + block("else:", [by_name])
 
     def _rebuilt(self, whole: str, path: list[tuple[Any, ContainerSpec]], new: str) -> str:
-        """Returns the source of `whole` with `new` at the end of `path`, where the tuples on the way are other ones."""
+        """Returns the source of a copy of the tuple `whole`, with `new` at the end of `path`."""
         if not path:
             return new
         (key, spec), *rest = path
@@ -572,13 +571,13 @@ class HookFunction:
 
 
 class _Value:
-    """A value on its way through the patches.
+    """A value to which patches are applied one by one.
 
     Attributes:
-        source: The source of what it is now.
-        variable: The variable to put it in when it changes.
+        source: The source of its current value.
+        variable: The variable for a changed value.
         lines: The statements so far.
-        is_changed: Whether it is another object than before.
+        is_changed: Whether it is another object than at first.
     """
 
     def __init__(self, source: str, variable: str, edit: Edit, script: Script) -> None:
@@ -605,7 +604,7 @@ class _Value:
 
     def _keep(self, patch: ChosenPatch) -> None:
         place = f"{self._script.kept}[{text_literal(str(patch.name))}]"
-        # What the model writes into later is kept as it was.
+        # Copy the value if the model overwrites it later.
         target = self._edit.target
         is_copied = target.node.is_mutated_later and isinstance(target.spec, TensorSpec)
         source = f"{self.source}.clone()" if is_copied else self.source

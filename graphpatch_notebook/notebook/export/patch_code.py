@@ -1,8 +1,8 @@
 """Chosen patches as Python source that uses graphpatch. Pure text: nothing is evaluated, nothing runs.
 
 ChosenPatches, Origin, records of the capture
-  -> "with pg.patch({...}): output = pg(ids)"          (`export`)
-  -> the same by plain forward hooks of torch          (`codegen_hooks`)
+  -> "with pg.patch({...}): output = pg(ids)"          (here)
+  -> the same with plain forward hooks of torch        (`hook_code`)
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ def export(
     chosen: ChosenPatches | None = None,
     origin: Origin | None = None,
 ) -> SourceCode:
-    """Returns the enabled patches of a session as Python; runs and evaluates nothing.
+    """Returns the enabled patches of a session as Python. Runs and evaluates nothing.
 
     Args:
         session: The session.
-        form: With `graphpatch`, or as a script on plain forward hooks.
-        wrap: Make the `PatchableGraph` in the code, too (for a file that is to be run by itself); of `model`, where it
-            is not known what it was made of.
-        chosen: The patches; those of the session now, if left out.
-        origin: How graph, model and inputs are written; as the session knows it, if left out.
+        form: Code that uses `graphpatch`, or a script with plain forward hooks.
+        wrap: Also make the `PatchableGraph` in the code, for a file that runs by itself. If its model is not known, the
+            code uses the name `model`.
+        chosen: The patches; by default those of the session now.
+        origin: The names of graph, model and inputs; by default those of the session.
 
     Raises:
-        ExportError: No patch is enabled; or hooks cannot do what some of them do (one message names them all).
+        ExportError: No patch is enabled, or some patches cannot be written as hooks (one message names them all).
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ def export(
     patches = session.chosen if chosen is None else chosen
     off = len(patches.patches) - len(patches.enabled)
     if not patches.enabled:
-        there = f"; all {off} are switched off: switch one on" if off else ": choose one"
+        there = f"; all {off} are disabled: enable one" if off else ": choose one"
         raise ExportError(f"there is no patch to export{there} first")
     root = captured(session.graph).root
     origin = session.origin if origin is None else origin
@@ -96,8 +96,8 @@ def export(
 class _Export:
     """One export in the graphpatch form.
 
-    Run in a fresh interpreter that has the names which its first line lists, the code gives the numbers of
-    `with pg.patch(session.resolve(...).patch_map)`, bit for bit.
+    In a fresh interpreter with the names in its first line, the code computes the same values, bit for bit, as
+    `with pg.patch(session.resolve(...).patch_map)`.
     """
 
     def __init__(self, patches: tuple[ChosenPatch, ...], origin: Origin, root: Frame, wrap: bool) -> None:
@@ -105,7 +105,7 @@ class _Export:
         self.origin = origin
         self.wrap = wrap
         self.arguments = call_arguments(origin, root, {str(p.name) for p in patches})
-        # That which makes the graph, and may have options.
+        # The call that makes the graph, which may have options.
         self.first_call = self.arguments
         if wrap and origin.arguments is not None:
             self.first_call = parse_arguments(origin.arguments, with_options=True)
@@ -118,7 +118,7 @@ class _Export:
         self.lookups = looked_up(patches, self.first_call, self.names, in_hooks=False)
 
     def source(self, off: int) -> SourceCode:
-        """Returns all of the code; `off` patches are not in it."""
+        """Returns the code; `off` is the number of disabled patches."""
         needed = self.needed()
         kept = {
             p.number: f"{self.observers[p.number]}.{p.definition.keeps}"
@@ -133,7 +133,7 @@ class _Export:
         return SourceCode("\n\n".join("\n".join(statements) for statements in blocks if statements) + "\n")
 
     def needed(self) -> Needs:
-        """Returns what the code needs."""
+        """Returns the names that the code needs."""
         made_here = [own for (module, _), own in self.classes.items() if not module]
         first = [self.origin.graph] if not self.wrap else [self.model] if is_name(self.model) else []
         wrapped = [self.model] if self.wrap and not first else []
@@ -156,7 +156,7 @@ class _Export:
         return lines
 
     def preparations(self) -> list[str]:
-        """Returns what comes before the patch context: the graph, values and probes."""
+        """Returns the statements before the patch context: the graph, values and probes."""
         found: list[str] = []
         if self.wrap:
             items = [as_source(self.model, "the model"), *self.first_call.sources]

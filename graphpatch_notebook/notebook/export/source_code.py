@@ -1,4 +1,4 @@
-"""Python source: how its statements are written, and how it shows itself (coloured where that can be seen)."""
+"""Python source: functions that lay out statements, and a string that displays itself with colors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphpatch_notebook.inspection.tree_texts import css_colour, is_colour_terminal
+from graphpatch_notebook.inspection.tree import css_colour, is_colour_terminal
 
 WIDTH = 88
 _INDENT = "    "
@@ -25,7 +25,7 @@ _COLOURS = {
 
 
 class SourceCode(str):
-    r"""Python source: a `str`, so that `exec`, `print` and files take it; its repr is the code itself.
+    r"""Python source: a `str` for `exec`, `print` and files; its repr is the code itself.
 
     Example:
         >>> SourceCode("x = 1\n")
@@ -44,7 +44,7 @@ class SourceCode(str):
         return target
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Coloured in IPython's terminal, plain where its output is no terminal or no colours are wanted."""
+        """Colored in IPython's terminal; plain if the output is not a terminal, or colors are switched off."""
         text = repr(self)
         printer.text(_coloured(text) if is_colour_terminal() else text)
 
@@ -66,7 +66,7 @@ def _coloured(text: str) -> str:
 
 
 def as_html(text: str) -> str:
-    """Returns Python source as HTML that needs no style sheet; all of it is escaped."""
+    """Returns Python source as escaped HTML without a style sheet."""
     from pygments.lexers import PythonLexer
 
     tokens = PythonLexer(stripnl=False, ensurenl=False).get_tokens(text)
@@ -81,11 +81,11 @@ def _span(text: str, kind: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Statements, as texts without a line break at their end
+# Statements, as texts without a final line break
 
 
 def bracketed(opening: str, items: Sequence[str], closing: str, width: int = WIDTH) -> str:
-    """Returns items between brackets: on one line where that fits, else one item a line.
+    """Returns items between brackets: on one line if they fit, or else one item a line.
 
     Example:
         >>> print(bracketed("f(", ["one", "two"], ")", width=8))
@@ -106,13 +106,13 @@ def block(head: str, body: Iterable[str]) -> str:
 
 
 def indented(statement: str) -> str:
-    """Returns a statement one step further to the right."""
-    # Not by `textwrap`, for which a text breaks at characters where Python goes on.
+    """Returns a statement indented by one level."""
+    # Not with `textwrap`, which breaks lines at characters that do not end a line in Python.
     return _INDENT + statement.replace("\n", f"\n{_INDENT}")
 
 
 def text_literal(text: str) -> str:
-    """Returns a string literal for `text`: in double quotes, unless single ones save backslashes.
+    """Returns a string literal for `text`, in double quotes unless single quotes need fewer backslashes.
 
     Example:
         >>> print(text_literal("it's"), text_literal('output|"a.b"'))

@@ -1,4 +1,4 @@
-"""Parts of exported code that both of its forms have: names, values, inputs of the call, results, comments."""
+"""Parts of exported code that both forms use: names, values, inputs of the call, results, comments."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _LONGEST = 40
 
 
 class Names:
-    """The names that are taken, and those that the code may take besides.
+    """The names that are taken in the exported code.
 
     Args:
-        taken: The names of the user's: what the expressions use, and what the probes are put in.
+        taken: The names of the user: variables in expressions, and variables of probes.
     """
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
 
     def free(self, *wanted: str) -> str:
-        """Returns the first of the names that is free, else the first of them with a number; takes it.
+        """Returns the first of the names that is free, or else the first name with a number, and reserves it.
 
         Example:
             >>> names = Names({"output"})
@@ -48,17 +48,17 @@ class Names:
         return found
 
     def inner(self) -> Names:
-        """Returns names for the inside of a function, which hide none of those outside."""
+        """Returns names for the body of a function, which do not shadow the outer ones."""
         return Names(self._taken)
 
 
 def is_reserved(name: str) -> bool:
-    """Whether Python itself has a use for `name`."""
+    """Whether `name` is a keyword or a builtin of Python."""
     return keyword.iskeyword(name) or hasattr(builtins, name)
 
 
 def as_name(*words: str) -> str:
-    """Returns an identifier made of words of any kind.
+    """Returns an identifier made of words.
 
     Example:
         >>> as_name("h_0", "mlp"), as_name("0", "a.b")
@@ -69,8 +69,8 @@ def as_name(*words: str) -> str:
 
 
 def in_order(expression: str) -> list[str]:
-    """Returns the global names that an expression uses, builtins included, in the order in which they come up."""
-    # On a line of its own each: an expression may end in a comment.
+    """Returns the global names that an expression uses, in their order, including builtins."""
+    # On separate lines, because an expression may end in a comment.
     free = set(free_names(f"(\n{expression}\n)"))
     nodes = [node for node in ast.walk(ast.parse(f"(\n{expression}\n)")) if isinstance(node, ast.Name)]
     nodes.sort(key=lambda node: (node.lineno, node.col_offset))
@@ -79,25 +79,25 @@ def in_order(expression: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What must be there where the code runs.
+    """The names that exported code needs.
 
     Attributes:
-        names: The names, in the order in which a reader meets them.
-        imports_torch: Whether the code imports torch itself.
+        names: The names, in the order of the code.
+        imports_torch: Whether the code imports torch.
     """
 
     names: tuple[str, ...]
     imports_torch: bool
 
     def comment(self) -> list[str]:
-        """Returns the line that says so, if anything is needed."""
+        """Returns the comment that lists the names, if there are any."""
         return [f"# Needs: {', '.join(self.names)}"] if self.names else []
 
 
 def needs(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Sequence[str]) -> Needs:
-    """Returns what the code needs: the names in `first`, what `expressions` use, and what the patches do."""
+    """Returns the names in `first`, and those that `expressions` and the patches use."""
     slice_names = [name for patch in patches if patch.index is not None for name in patch.index.names]
-    # A variable as a function is called, also where it is a builtin.
+    # A function is called, also if it is a builtin.
     values = [
         f"({patch.value}\n)()" if patch.is_function else patch.value for patch in patches if patch.value is not None
     ]
@@ -107,12 +107,12 @@ def needs(patches: Sequence[ChosenPatch], first: Sequence[str], expressions: Seq
     uses = [
         (n, by) for tree in trees for by in ast.walk(tree) for n in ast.iter_child_nodes(by) if isinstance(n, ast.Name)
     ]
-    # Of builtin functions that are not called, somebody means a variable: a tensor called `input`.
+    # A builtin function that is not called is a variable of the user, such as a tensor named `input`.
     not_called = {
         n.id for n, by in uses if not isinstance(getattr(builtins, n.id, int), type) and n is not getattr(by, "func", 0)
     }
     meant = {*first, *slice_names, *not_called}
-    # A module is used as `torch.ones`, never as `torch + 1`.
+    # `torch` is a module only if all its uses are attributes, such as `torch.ones`.
     is_module = all(isinstance(by, ast.Attribute) for n, by in uses if n.id == "torch")
     imports_torch = "torch" in used and "torch" not in meant and is_module
     names = [n for n in dict.fromkeys(used) if n in meant or not hasattr(builtins, n)]
@@ -128,9 +128,9 @@ class CallArguments:
     """The arguments of a call.
 
     Attributes:
-        sources: Each as it is written.
-        positional: How many of them are positional; `None` where `*` or `**` hides that.
-        keywords: The names of the others.
+        sources: The source of each argument.
+        positional: The number of positional arguments; `None` if `*` or `**` hides it.
+        keywords: The names of the keyword arguments.
     """
 
     sources: tuple[str, ...]
@@ -139,19 +139,19 @@ class CallArguments:
 
     @property
     def expression(self) -> str:
-        """All of them in one expression, for asking which names they use."""
+        """All arguments in one expression, to find the names that they use."""
         return f"dict({', '.join(self.sources)})"
 
 
 def parse_arguments(text: str, *, with_options: bool = False) -> CallArguments:
-    """Returns the arguments of a call as a user wrote them, each on one line.
+    """Parses the arguments of a call as a user wrote them, each on one line.
 
     Args:
-        text: What stands between the parentheses.
-        with_options: Keep `extraction_options=...`, which is no input of the model.
+        text: The text between the parentheses.
+        with_options: Keep `extraction_options=...`, which is not an input of the model.
 
     Raises:
-        ExportError: They are no arguments.
+        ExportError: The text is not the arguments of a call.
     """
     source = f"_(\n{text}\n)"
     try:
@@ -159,7 +159,7 @@ def parse_arguments(text: str, *, with_options: bool = False) -> CallArguments:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         call = None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "_":
-        raise ExportError(f"the example inputs {text!r} are no arguments of a call")
+        raise ExportError(f"the example inputs {text!r} are not the arguments of a call")
 
     def written(node: ast.expr) -> str:
         return as_source(ast.get_source_segment(source, node) or "\n", "an example input", node)
@@ -173,15 +173,15 @@ def parse_arguments(text: str, *, with_options: bool = False) -> CallArguments:
 
 
 def as_source(expression: str, what: str, node: ast.expr | None = None) -> str:
-    """Returns an expression as source that can stand anywhere in a line, unchanged where that is possible.
+    """Returns the source of an expression on one line, unchanged if possible.
 
     Args:
         expression: The expression.
-        what: What it is, for the message.
-        node: What Python reads in it, where it stands in a longer text.
+        what: Its name in the message.
+        node: Its syntax tree, if the expression is a part of a longer text.
 
     Raises:
-        ExportError: It cannot be written on one line.
+        ExportError: The expression cannot be written on one line.
     """
     try:
         node = parsed(expression) if node is None else node
@@ -190,16 +190,16 @@ def as_source(expression: str, what: str, node: ast.expr | None = None) -> str:
             return written
     except (ValueError, RecursionError, MemoryError):
         pass
-    raise ExportError(f"{what} cannot be written on one line; put it in a variable, and name that")
+    raise ExportError(f"{what} cannot be written on one line; put it in a variable, and use that")
 
 
 def user_names(patches: Sequence[ChosenPatch], origin: Origin) -> set[str]:
-    """Returns all names that are the user's: the code must not use them for something else."""
+    """Returns all names of the user, which the code must not use for something else."""
     return names_used(patches) | {patch.name for patch in patches if patch.name} | origin.names
 
 
 def last_words(path: str) -> list[str]:
-    """Returns the names at the end of a path that tell a person which node it is, without `output`."""
+    """Returns the last names of a path, without `output`, as words for a variable."""
     parsed = parse_path(path)
     names = parsed.names[:-1] if parsed.names[-1] == "output" and len(parsed.names) > 1 else parsed.names
     return [*names[-2:], *parsed.dig]
@@ -213,7 +213,7 @@ _EMPTY = inspect.Parameter.empty
 
 
 def by_path(patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
-    """Returns the patches by their paths, as a patch map has them."""
+    """Returns the patches by path, as in a patch map."""
     found: dict[str, list[ChosenPatch]] = {}
     for patch in patches:
         found.setdefault(patch.path, []).append(patch)
@@ -221,15 +221,15 @@ def by_path(patches: Sequence[ChosenPatch]) -> dict[str, list[ChosenPatch]]:
 
 
 def is_name(text: str | None) -> bool:
-    """Whether a text is a variable, and no more."""
+    """Whether a text is the name of a variable."""
     return text is not None and text.strip().isidentifier()
 
 
 def name_of_model(patches: Sequence[ChosenPatch], origin: Origin, names: Names) -> str:
-    """Returns the user's expression for the model; a name for it where that is not known."""
+    """Returns the user's expression for the model, or a name for it if it is not known."""
     if origin.model is not None:
         return origin.model.strip()
-    # Values such as `model.lm_head.weight[3]` mean the very same model.
+    # Values such as `model.lm_head.weight[3]` refer to this model.
     is_free = origin.graph != "model" and all(patch.name != "model" for patch in patches)
     return "model" if is_free else names.free("model")
 
@@ -240,17 +240,17 @@ def left_out(count: int) -> list[str]:
 
 
 def unknown_inputs(origin: Origin) -> list[str]:
-    """Returns the comment for a reader who has to write the inputs down."""
+    """Returns the comment that asks for the inputs, if they are not known."""
     return ["# Fill in your inputs."] if origin.arguments is None else []
 
 
 def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices: Mapping[int, str]) -> list[str]:
-    """Returns the statements that put what was kept in its variables.
+    """Returns the statements that assign the results of probes to their variables.
 
     Args:
         patches: The patches.
-        kept: For each that keeps something, by its number, the source of that.
-        slices: What goes between the brackets behind it.
+        kept: The source of each result, by the number of the patch.
+        slices: The source of each slice.
     """
     found: list[str] = []
     for patch in patches:
@@ -258,7 +258,7 @@ def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices
             continue
         part = kept[patch.number]
         if patch.index is not None and not patch.definition.keeps_list:
-            # Where the probe did not fire, which a warning says, this raises.
+            # This raises if the probe did not fire, after a warning.
             part = f"{part}[{slices[patch.number]}]"
         elif patch.index is not None:
             index = slices[patch.number]
@@ -274,11 +274,11 @@ def result_lines(patches: Sequence[ChosenPatch], kept: Mapping[int, str], slices
 
 @dataclass(slots=True)
 class Lookups:
-    """Where the code takes values and slices from, by the numbers of the patches.
+    """The source of values and slices, by the numbers of the patches.
 
     Attributes:
-        values: The source of each value: the expression itself, or a variable that holds it.
-        slices: The same for each slice.
+        values: The source of each value: the expression, or a variable that holds it.
+        slices: The source of each slice.
         lines: The statements that assign the variables.
     """
 
@@ -290,14 +290,14 @@ class Lookups:
 def looked_up(patches: Sequence[ChosenPatch], arguments: CallArguments, names: Names, *, in_hooks: bool) -> Lookups:
     """Returns the source of the values and slices.
 
-    The session evaluates them patch by patch, before anything runs. The code writes them where they are used if it
-    makes no difference; else it evaluates all of them first, in the same order.
+    The session evaluates them patch by patch, before anything runs. The code uses the expressions in place if that
+    makes no difference. Otherwise it assigns all of them to variables first, in the same order.
 
     Args:
         patches: The patches.
         arguments: The arguments of the call.
         names: The names of the code.
-        in_hooks: Whether they are used in hooks, while the model runs, with its own modes of autograd and autocast.
+        in_hooks: Whether they are used in hooks, which run under the autograd and autocast modes of the model.
 
     Raises:
         ExportError: A value cannot be written on one line.
@@ -334,9 +334,9 @@ def _slice_source(patch: ChosenPatch, index: SliceText, in_hooks: bool) -> str:
 
 
 def _is_fixed(value: str) -> bool:
-    """Whether a value is the same whenever it is evaluated: a literal, a function of torch, or a lambda."""
+    """Whether a value is the same each time it is evaluated: a literal, a function of torch, or a lambda."""
     node = parsed(value)
-    if isinstance(node, ast.Lambda):  # its defaults are evaluated where it is written
+    if isinstance(node, ast.Lambda):  # its defaults are evaluated immediately
         defaults = [*node.args.defaults, *node.args.kw_defaults]
         return all(isinstance(default, (ast.Constant, type(None))) for default in defaults)
     try:
@@ -347,7 +347,7 @@ def _is_fixed(value: str) -> bool:
 
 
 def _may_assign(expression: str) -> bool:
-    """Whether an expression assigns a variable, or calls what may: more than torch and methods of its own arguments."""
+    """Whether an expression assigns a variable, or calls a function other than torch's that may."""
     nodes = list(ast.walk(parsed(expression)))
     harmless = {"torch", "dict", *(node.arg for node in nodes if isinstance(node, ast.arg))}
     calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -355,7 +355,7 @@ def _may_assign(expression: str) -> bool:
 
 
 def _owner(function: ast.expr) -> str | None:
-    """Returns the variable at the start of `torch.nn.functional.relu`; `None` for what does not look like that."""
+    """Returns the variable at the start of `torch.nn.functional.relu`; `None` for other expressions."""
     while isinstance(function, ast.Attribute):
         function = function.value
     return function.id if isinstance(function, ast.Name) else None
@@ -366,12 +366,12 @@ def _owner(function: ast.expr) -> str | None:
 
 
 def call_arguments(origin: Origin, root: Frame, avoided: Container[str]) -> CallArguments:
-    """Returns the arguments of the user's call; where they are not known, names for what the example had.
+    """Returns the arguments of the user's call, or names for the example inputs if the call is not known.
 
     Args:
         origin: How the user made the graph.
         root: The root frame of its capture.
-        avoided: Names that these must not be.
+        avoided: Names that are not allowed.
     """
     if origin.arguments is not None:
         return parse_arguments(origin.arguments)
@@ -379,7 +379,7 @@ def call_arguments(origin: Origin, root: Frame, avoided: Container[str]) -> Call
     given = [(p, nodes[p.name]) for p in root.parameters if p.name in nodes and _was_given(p, nodes[p.name])]
     by_position: set[object] = {inspect.Parameter.POSITIONAL_ONLY}
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p, _ in given):
-        # What stands before `*args` cannot be given by keyword.
+        # Arguments before `*args` cannot be passed by keyword.
         by_position.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)
     sources: list[str] = []
     for parameter, node in given:

@@ -9,16 +9,24 @@ from typing import Any
 
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
-from graphpatch_notebook.notebook.magics.command_line import Place, arguments, one_line, split_options, without_comment
-from graphpatch_notebook.notebook.magics.typed_paths import advice, cut_place, unquoted
+from graphpatch_notebook.notebook.magics.command_line import (
+    OPTIONS,
+    TypedPath,
+    advice,
+    arguments,
+    cut_place,
+    leading_options,
+    one_line,
+    split_options,
+    unquoted,
+    without_comment,
+)
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
 from graphpatch_notebook.notebook.session.patch_kinds import FLAGS, PatchKind
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.workspace import Workspace, counted
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.paths import nearest, parse_path
-
-OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
 
 
 def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
@@ -59,7 +67,7 @@ def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
         print(f"note: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
 
 
-def _path(session: Session, place: Place, kind: str, root: Frame) -> str:
+def _path(session: Session, place: TypedPath, kind: str, root: Frame) -> str:
     """Returns the path in its usual spelling."""
     try:
         return session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
@@ -77,7 +85,7 @@ def _same(chosen: ChosenPatches, wanted: ChosenPatch, *, any_name: bool) -> Chos
     return None
 
 
-def _taken_apart(text: str, root: Frame) -> tuple[Place, dict[str, str], str]:
+def _taken_apart(text: str, root: Frame) -> tuple[TypedPath, dict[str, str], str]:
     """Returns place, options, and the value as it was written."""
     found, text = leading_options(text)
     place = cut_place(text, root)
@@ -85,31 +93,6 @@ def _taken_apart(text: str, root: Frame) -> tuple[Place, dict[str, str], str]:
     if twice := found.keys() & more.keys():
         raise SessionError(f"the option {min(twice)} is given twice")
     return place, {**found, **more}, value
-
-
-def leading_options(text: str) -> tuple[dict[str, str], str]:
-    """Returns the options in front of a path, and the text behind them.
-
-    Raises:
-        SessionError: There is no such option, or it lacks its argument.
-    """
-    found: dict[str, str] = {}
-    while text.lstrip().startswith("--"):
-        leading, text = _leading_option(text.strip())
-        found |= leading
-    return found, text.lstrip()
-
-
-def _leading_option(text: str) -> tuple[dict[str, str], str]:
-    """Returns the option at the front, and what follows it, untouched: a path is not split like a value."""
-    name, _, rest = text.partition(" ")
-    if "=" in name or OPTIONS.get(name) is False:
-        return split_options(name, OPTIONS)[0], rest.lstrip()
-    if name not in OPTIONS:
-        split_options(name, OPTIONS)  # says what is wrong
-    rest = rest.lstrip()
-    end = rest.find('"', 1) + 1 if rest.startswith('"') else len(rest.partition(" ")[0])
-    return split_options(f"{name} {rest[:end]}", OPTIONS)[0], rest[end:].lstrip()
 
 
 def _restrictions(options: dict[str, str]) -> dict[str, Any]:
@@ -191,7 +174,7 @@ def _numbers_of(chosen: ChosenPatches, spec: str) -> list[int]:
 
 
 def _at_place(chosen: ChosenPatches, spec: str) -> list[ChosenPatch]:
-    place = Place.cut(spec)
+    place = TypedPath.cut(spec)
     path = _usual(place.path)
     if not any(patch.path == path for patch in chosen.patches):
         path = _usual(unquoted(place.path, ()))

@@ -1,25 +1,36 @@
-"""The line after `%graphpatch`, taken apart: options, `PATH[slice]`, and the rest as it was written.
+"""Parses the line after `%graphpatch`: options, `PATH[slice]`, variables in paths, and the rest as it was typed.
 
-Paths hold quotes, slices hold spaces and commas, values hold anything: nothing here splits a line by one rule for all.
+Paths can contain quotes, slices can contain spaces and commas, and values can contain anything: each part has its own
+rules for where it ends.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
+from IPython.utils.text import EvalFormatter
+
+from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import SessionError
+from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
+from graphpatch_notebook.notebook.session.expressions import undefined
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.paths import nearest
 
+# The options of commands that choose a patch, each with whether it takes an argument.
+OPTIONS = {"--steps": True, "--positions": True, "--position-dim": True, "--any-shape": False, "--allow-empty": False}
 STRING = re.compile("|".join(rf"{quote}(?:[^\\]|\\.)*?{quote}" for quote in ('"""', "'''", '"', "'")), re.DOTALL)
 _PATH = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^\s\["]|"(?=[^"]*$))*')
 _OPTION = re.compile(r"(--[A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TypedPath:
     """`PATH[slice]` at the front of a text, and what follows it."""
 
     path: str
@@ -27,15 +38,15 @@ class Place:
     rest: str
 
     @classmethod
-    def cut(cls, text: str) -> Place:
+    def cut(cls, text: str) -> TypedPath:
         """Cuts it off.
 
         Raises:
             SessionError: A bracket is not closed, or something stands directly behind it.
 
         Example:
-            >>> Place.cut('h_0.output|"a b"[:, 3:5] 0.5 * x["y"]')
-            Place(path='h_0.output|"a b"', slice=':, 3:5', rest='0.5 * x["y"]')
+            >>> TypedPath.cut('h_0.output|"a b"[:, 3:5] 0.5 * x["y"]')
+            TypedPath(path='h_0.output|"a b"', slice=':, 3:5', rest='0.5 * x["y"]')
         """
         text = text.lstrip()
         match = _PATH.match(text)
@@ -131,6 +142,31 @@ def split_options(text: str, known: Mapping[str, bool]) -> tuple[dict[str, str],
     return found, rest[:start].rstrip()
 
 
+def leading_options(text: str) -> tuple[dict[str, str], str]:
+    """Returns the options in front of a path, and the text behind them.
+
+    Raises:
+        SessionError: There is no such option, or it lacks its argument.
+    """
+    found: dict[str, str] = {}
+    while text.lstrip().startswith("--"):
+        leading, text = _leading_option(text.strip())
+        found |= leading
+    return found, text.lstrip()
+
+
+def _leading_option(text: str) -> tuple[dict[str, str], str]:
+    """Returns the option at the front, and what follows it, untouched: a path is not split like a value."""
+    name, _, rest = text.partition(" ")
+    if "=" in name or OPTIONS.get(name) is False:
+        return split_options(name, OPTIONS)[0], rest.lstrip()
+    if name not in OPTIONS:
+        split_options(name, OPTIONS)  # says what is wrong
+    rest = rest.lstrip()
+    end = rest.find('"', 1) + 1 if rest.startswith('"') else len(rest.partition(" ")[0])
+    return split_options(f"{name} {rest[:end]}", OPTIONS)[0], rest[end:].lstrip()
+
+
 def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -> str:
     """Moves the options at the front of `text` to `found`; returns what is left."""
     while (first := next(words(text), None)) and _is_option(first[1], known):
@@ -153,7 +189,7 @@ def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -
             given, text = _argument(text)
         if not given or _is_option(given, known):
             raise SessionError(f"the option {name} lacks its argument")
-        found[name] = _unquoted(given)
+        found[name] = _string_value(given)
     return text
 
 
@@ -171,7 +207,7 @@ def _argument(text: str) -> tuple[str, str]:
     return text[:end], text[end:].lstrip()
 
 
-def _unquoted(text: str) -> str:
+def _string_value(text: str) -> str:
     return str(ast.literal_eval(text)) if STRING.fullmatch(text) else text
 
 
@@ -189,3 +225,191 @@ def one_line(error: BaseException | str) -> str:
     """Returns the message of an error on one line, with options as a magic takes them."""
     text = " ".join(str(error).split())
     return text.replace("allow_empty=True", "--allow-empty").replace("any_shape=True", "--any-shape")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Paths as people type them
+
+
+_LIST_ITEM = re.compile(r"\[(\d+)\](?=[.|\[])")
+_HEAD = re.compile(r"\s*\S*")
+
+
+def cut_place(text: str, root: Frame) -> TypedPath:
+    """Returns `PATH[slice]` at the front of a text, the path as the package writes it where that can be told.
+
+    Args:
+        text: The text.
+        root: The root frame of the capture.
+
+    Raises:
+        SessionError: It is none; where a list of modules has brackets as in Python, the message has the path meant.
+    """
+    try:
+        place = TypedPath.cut(text)
+    except SessionError:
+        if (meant := _of_list_items(text, root)) is not None:
+            typed = text.split(maxsplit=1)[0]
+            raise SessionError(f"{typed!r} is no path: a path has no brackets; did you mean {meant!r}?") from None
+        raise
+    return replace(place, path=unquoted(place.path, root.names))
+
+
+def unquoted(path: str, names: Container[str]) -> str:
+    """Returns a path without the quotes around it, as code has it; unchanged, where it is one of these names."""
+    if len(path) < 3 or path[0] != path[-1] or path[0] not in "\"'":
+        return path
+    if path[0] == "'":  # which a name in a path may have, but need not
+        return path if path in names else path[1:-1]
+    try:
+        inside = str(json.loads(path))
+    except ValueError:
+        return path
+    return path if inside in names else inside
+
+
+def _of_list_items(text: str, root: Frame) -> str | None:
+    """Returns the path, with its slice, that `model.layers[1].mlp.output` means; `None` where there is no such path."""
+    head = _HEAD.match(text)
+    assert head is not None  # it may be empty
+    try:
+        place = TypedPath.cut(_LIST_ITEM.sub(r"_\1", head.group()) + text[head.end() :])
+        resolve(root, place.path)
+    except SessionError:
+        return None
+    except Unresolvable as problem:
+        if problem.is_unknown:
+            return None
+    return _with_slice(place.path, place.slice)
+
+
+def advice(message: str, place: TypedPath, kind: str, root: Frame) -> str:
+    """Returns what is said of a path that cannot be patched, in the syntax of the magic, with the slice as typed.
+
+    Args:
+        message: What the session says.
+        place: What was typed.
+        kind: The kind of patch.
+        root: The root frame of the capture.
+    """
+    if "*" in re.sub(r'"[^"]*"', "", place.path):
+        path = _with_slice(place.path.replace("*", "{i}"), place.slice)
+        return (
+            f"{place.path!r} would be several nodes, and a patch is for one: choose them in a loop, "
+            f"for i in range(...): with %graphpatch {kind} {path} in its body"
+        )
+    if whole := re.search(r"use '(.+)' with slice=\.\.\.$", message):
+        return f"{message[: whole.start()]}write {whole[1]}[{place.slice or '...'}]"
+    if place.slice is None:
+        return message
+    what, parted, repairs = message.partition("; ")
+    return what + parted + re.sub(r"'([^']+)'", lambda match: _repaired(match[1], place.slice, root), repairs)
+
+
+def _repaired(quoted: str, slice_text: str | None, root: Frame) -> str:
+    try:
+        resolve(root, quoted)
+    except Unresolvable:
+        return f"'{quoted}'"
+    return f"'{_with_slice(quoted, slice_text)}'"
+
+
+def _with_slice(path: str, slice_text: str | None) -> str:
+    return path if slice_text is None else f"{path}[{slice_text}]"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Variables in paths: `h_{i}.output` and `$path`. IPython would expand them in the whole line of a magic; here values
+# can contain braces, and must stay as they are.
+
+
+Variables: TypeAlias = Callable[[], Mapping[str, Any]]
+
+_COMMAND = re.compile(r"\s*(\S+)\s*")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_DOLLAR = re.compile(r"\$([^\W\d]\w*)")
+_WITH_PATHS = ("rm", "enable", "disable", "show", "ls", "code", "shape")
+
+
+def expanded(line: str, variables: Variables) -> str:
+    """Returns a line of the magic with the values of the variables that its paths and names of variables mention.
+
+    Args:
+        line: What follows `%graphpatch`.
+        variables: Gives the user's variables; asked if the line mentions any.
+
+    Raises:
+        SessionError: What stands in braces cannot be evaluated.
+
+    Example:
+        >>> expanded("add h_{i}.output[:, 0] {'a': 1}['a']", lambda: {"i": 3})
+        "add h_3.output[:, 0] {'a': 1}['a']"
+    """
+    match = _COMMAND.match(line)
+    if match is None or not ("{" in line or "$" in line):
+        return line
+    command, rest = match[1], line[match.end() :].rstrip()
+    if (kind := PATCH_KINDS.get(command)) is not None:
+        after = leading_options(rest)[1]
+        front = rest[: len(rest) - len(after)]
+        return line[: match.end()] + front + _of_patch(after, variables, has_name=kind.keeps is not None)
+    if command in _WITH_PATHS:
+        return line[: match.end()] + _of_words(rest, variables)
+    return line
+
+
+def _of_patch(text: str, variables: Variables, *, has_name: bool) -> str:
+    """Expands in the path, and in what follows it where that is the name of a variable."""
+    text = _until(text, variables, lambda character: character.isspace() or character == "[")
+    if not has_name:
+        return text
+    try:
+        rest = TypedPath.cut(text).rest
+    except SessionError:  # which says itself what is wrong, when the patch is chosen
+        return text
+    return text[: len(text) - len(rest)] + _of_words(rest, variables)
+
+
+def _of_words(text: str, variables: Variables) -> str:
+    end = next((start for start, word in words(text) if word == "#"), len(text))  # where a comment begins
+    return _until(text[:end], variables, lambda _: False) + text[end:]
+
+
+def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> str:
+    """Returns the text, expanded up to the first character outside of quotes and braces that ends it."""
+    parts: list[str] = []
+    position = 0
+    while position < len(text) and not is_end(text[position]):
+        end = _closing_brace(text, position) if text[position] == "{" else None
+        if end is not None:
+            parts.append(_value(text[position:end], variables()))
+        elif dollar := _DOLLAR.match(text, position):
+            parts.append(_value(f"{{{dollar[1]}}}", variables()))
+            end = dollar.end()
+        else:
+            quoted = _QUOTED.match(text, position)
+            end = quoted.end() if quoted else position + 1
+            parts.append(text[position:end])
+        position = end
+    return "".join(parts) + text[position:]
+
+
+def _closing_brace(text: str, position: int) -> int | None:
+    """Returns the position behind the brace that closes the one at `position`."""
+    depth = 0
+    while position < len(text):
+        string = STRING.match(text, position)
+        depth += 0 if string else (text[position] == "{") - (text[position] == "}")
+        position = string.end() if string else position + 1
+        if depth == 0:
+            return position
+    return None
+
+
+def _value(field: str, variables: Mapping[str, Any]) -> str:
+    try:
+        return str(EvalFormatter().vformat(field, [], dict(variables)))  # type: ignore[no-untyped-call,unused-ignore]
+    except NameError as error:
+        raise SessionError(f"{field}: {undefined(error.name, variables)}") from None
+    except Exception as error:
+        raise SessionError(f"{field} cannot be evaluated: {type(error).__name__}: {error}") from None

@@ -13,11 +13,10 @@ from IPython.core.error import UsageError
 from IPython.core.magic import no_var_expand
 
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.magics import cell as cells
-from graphpatch_notebook.notebook.magics.cell_run import CellRun
-from graphpatch_notebook.notebook.magics.command_line import one_line
+from graphpatch_notebook.notebook.magics import cells
+from graphpatch_notebook.notebook.magics.cells import CellRun
+from graphpatch_notebook.notebook.magics.command_line import expanded, one_line
 from graphpatch_notebook.notebook.magics.commands import run
-from graphpatch_notebook.notebook.magics.expansion import expanded
 from graphpatch_notebook.notebook.session.workspace import Workspace
 
 

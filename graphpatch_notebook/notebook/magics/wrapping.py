@@ -19,7 +19,7 @@ from graphpatch_notebook.notebook.session.chosen_patch import reserved
 from graphpatch_notebook.notebook.session.expressions import undefined
 from graphpatch_notebook.notebook.session.origin import Origin
 from graphpatch_notebook.notebook.session.session import session_of
-from graphpatch_notebook.notebook.session.workspace import Workspace, counted, hand_over, is_a
+from graphpatch_notebook.notebook.session.workspace import Workspace, counted, is_a, transfer
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.patchable_graph import PatchableGraph
 
@@ -102,7 +102,7 @@ def wrap(workspace: Workspace, text: str) -> None:
     namespace[assignment.name] = graph
     print(f"{workspace.use(assignment.name).title} ({seconds:.1f} s)")
     if is_a(before, PatchableGraph):
-        hand_over(session_of(before).chosen.patches, session)
+        transfer(session_of(before).chosen.patches, session)
 
 
 def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:

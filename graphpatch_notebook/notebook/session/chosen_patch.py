@@ -1,4 +1,4 @@
-"""Chosen patches: what a user picked for nodes, as text, to be resolved when a context is entered."""
+"""Chosen patches: what a user chose for nodes, as text. Values are evaluated when a context is entered."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class UntrustedFile:
     """A session file that the user has not trusted yet.
 
     Attributes:
-        name: Its name, as typed.
-        digest: That of its text.
+        name: The name of the file, as typed.
+        digest: The digest of its text.
     """
 
     name: str
@@ -43,7 +43,7 @@ class UntrustedFile:
 
     @property
     def repair(self) -> str:
-        """What trusts it."""
+        """The command that trusts it."""
         return f"%graphpatch load {_quoted(self.name)} --trust"
 
 
@@ -52,22 +52,22 @@ class ChosenPatch:
     """One patch that a user chose, as typed. Immutable.
 
     Attributes:
-        path: The node path, with what it digs out of a container.
+        path: The node path, with the keys of a value in a container.
         kind: The name of a `PatchKind`: `zero`, `add`, `probe`, ...
-        slice: What was typed between brackets; `None` for the whole value.
+        slice: The text between brackets; `None` for the whole value.
         value: A Python expression, for the kinds that take one: what to add, the function to apply.
         name: The variable that receives what the patch keeps, for the kinds that keep something.
         is_enabled: Whether it is applied.
-        steps: The steps of a generation it is for: `prefill`, `decoding`, or numbers as in a slice (`0`, `2, 4`, `1:`).
-        positions: The positions in the sequence it is for, as numbers in the same way.
-        position_dim: Which dimension runs along the sequence, where that cannot be told.
+        steps: The steps of a generation: `prefill`, `decoding`, or numbers as in a slice (`0`, `2, 4`, `1:`).
+        positions: The positions in the sequence, as numbers in the same form.
+        position_dim: The dimension that runs along the sequence, if it cannot be inferred.
         any_shape: Apply it also to values of another rank or of other sizes than at capture.
         allow_empty: Whether the slice may select nothing.
-        number: What `#n` means in the notebook; given by the session.
-        untrusted: The file that the value is from, if that must be trusted before the value is evaluated.
+        number: The `n` of `#n` in the notebook. The session sets it.
+        untrusted: The file that the value is from, if the user must trust it before the value is evaluated.
 
     Raises:
-        ChosenPatchError: A field cannot be what it is, or does not belong to this kind.
+        ChosenPatchError: A field is not valid, or this kind does not have it.
 
     Example:
         >>> chosen = ChosenPatch("h_0.mlp.output", "add", slice=":, -1", value="0.5 * steering")
@@ -103,11 +103,11 @@ class ChosenPatch:
             _check_number(self.kind, wanted.noun, str(self.value))
         self._check_text("positions", parse_numbers)
         if self.positions in NAMED_STEPS:
-            raise ChosenPatchError("positions", f"positions are numbers, not {self.positions!r}, which names steps")
+            raise ChosenPatchError("positions", f"positions are numbers, but {self.positions!r} is a name for steps")
         if self.position_dim is not None and self.positions is None:
-            raise ChosenPatchError("position_dim", f"position_dim={self.position_dim} says nothing without positions")
+            raise ChosenPatchError("position_dim", f"position_dim={self.position_dim} has no effect without positions")
         if self.name is not None:
-            # As Python reads names: code that is exported would put it in that variable.
+            # As Python normalizes names: exported code would use that variable.
             object.__setattr__(self, "name", unicodedata.normalize("NFKC", self.name))
             _check_variable(self.name)
 
@@ -137,7 +137,7 @@ class ChosenPatch:
 
     @property
     def definition(self) -> PatchKind:
-        """The entry of its kind."""
+        """The entry of its kind in `PATCH_KINDS`."""
         return PATCH_KINDS[self.kind]
 
     @property
@@ -151,7 +151,7 @@ class ChosenPatch:
         return None if self.slice is None else parse_slice(self.slice)
 
     def restrictions(self) -> dict[str, Any]:
-        """Returns those fields of a `Patch` that say when and where it is applied, if they are set."""
+        """Returns the fields of a `Patch` that restrict when and where it is applied, if they are set."""
         found: dict[str, Any] = {flag: True for flag in FLAGS if getattr(self, flag)}
         for what in ("steps", "positions"):
             if (text := getattr(self, what)) is not None:
@@ -161,18 +161,18 @@ class ChosenPatch:
         return found
 
     def patch(self, namespace: dict[str, Any]) -> Patch[Any]:
-        """Returns the patch, with values and slices looked up in the user's `namespace`.
+        """Returns the patch, with its value and slice evaluated in the user's `namespace`.
 
-        The slice of a probe or record is not in it: `taken` applies it.
+        The patch of a kind that keeps something does not have the slice: `taken` applies it.
 
         Raises:
             UntrustedValueError: The value is from a file that the user has not trusted yet.
-            Exception: Whatever the value's expression raises.
+            Exception: Any error of the value's expression.
         """
         if self.untrusted is not None:
             raise UntrustedValueError(
                 f"the value is code from {self.untrusted.name!r}, which you have not trusted: nothing ran; read the "
-                f"value, then trust the file by {self.untrusted.repair}, or disable #{self.number}"
+                f"value, then trust the file with {self.untrusted.repair}, or disable #{self.number}"
             )
         index = None if self.index is None else self.index.index(namespace)
         value = None if self.value is None else evaluate(self.value, namespace, f"value of patch #{self.number}")
@@ -184,12 +184,10 @@ class ChosenPatch:
         return self.definition.patch(**given)
 
     def taken(self, patch: Patch[Any], namespace: Mapping[str, Any]) -> Any:
-        """Returns what a probe or record kept, its slice taken: what its variable receives.
-
-        `None` for a probe that never fired.
+        """Returns what the patch has kept, sliced: the value for its variable. `None` if a probe never fired.
 
         Raises:
-            PatchValueError: The model has overwritten a value that was kept, or one has no such part.
+            PatchValueError: The model has overwritten a kept value, or the slice does not fit one.
         """
         kept = getattr(patch, str(self.definition.keeps))
         if self.definition.keeps_list:
@@ -197,10 +195,10 @@ class ChosenPatch:
         return None if kept is None else self.part(kept, namespace)
 
     def part(self, value: Any, namespace: Mapping[str, Any]) -> Any:
-        """Returns what the slice of a probe or record takes out of a value.
+        """Returns the part of a value that the slice selects.
 
         Raises:
-            PatchValueError: The value has no such part.
+            PatchValueError: The slice does not fit the value.
         """
         if self.index is None:
             return value
@@ -209,7 +207,7 @@ class ChosenPatch:
         except Exception as error:
             what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
             raise PatchValueError(
-                f"#{self.number} ({self}): there is no [{self.slice}] in a value {what}: {error}"
+                f"#{self.number} ({self}): cannot take [{self.slice}] of a value {what}: {error}"
             ) from None
 
     def __str__(self) -> str:
@@ -218,7 +216,7 @@ class ChosenPatch:
         return " ".join(word for word in words if word)
 
     def options(self) -> list[str]:
-        """Returns the rest of what was typed, as options of the magic: `--steps decoding`, ..."""
+        """Returns the restrictions as options of the magic: `--steps decoding`, ..."""
         texts = [
             f"--{what} {_quoted(text)}" for what in ("steps", "positions") if (text := getattr(self, what)) is not None
         ]
@@ -226,16 +224,16 @@ class ChosenPatch:
         return [*texts, *dim, *(f"--{flag.replace('_', '-')}" for flag in FLAGS if getattr(self, flag))]
 
     def numbered(self, number: int) -> ChosenPatch:
-        """Returns the same patch under another number."""
+        """Returns the same patch with another number."""
         return replace(self, number=number)
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPatches:
-    """The chosen patches at one moment; immutable, so that a cell may run with them while somebody chooses others.
+    """The chosen patches at one moment. Immutable, so a cell can run with them while the session changes.
 
     Attributes:
-        version: Counts the changes of the session: greater after every one, also after undo.
+        version: The number of changes of the session so far. An undo is also a change.
         patches: The patches, in the order in which they are applied.
     """
 
@@ -244,14 +242,14 @@ class ChosenPatches:
 
     @property
     def enabled(self) -> tuple[ChosenPatch, ...]:
-        """Those that are applied."""
+        """The patches that are applied."""
         return tuple(patch for patch in self.patches if patch.is_enabled)
 
     def find(self, number: int) -> ChosenPatch:
         """Returns the patch with this number.
 
         Raises:
-            SessionError: There is none.
+            SessionError: There is no such patch.
         """
         found = next((patch for patch in self.patches if patch.number == number), None)
         if found is None:
@@ -260,13 +258,13 @@ class ChosenPatches:
         return found
 
     def only(self, numbers: Iterable[int]) -> ChosenPatches:
-        """Returns those with these numbers, in the order of the session."""
+        """Returns the patches with these numbers, in the order of the session."""
         wanted = {self.find(number).number for number in numbers}
         return replace(self, patches=tuple(patch for patch in self.patches if patch.number in wanted))
 
 
 def names_used(patches: Iterable[ChosenPatch]) -> set[str]:
-    """Returns the names in values and slices, builtins included."""
+    """Returns the names that values and slices use, including builtins."""
     names: set[str] = set()
     for patch in patches:
         names |= {*(free_names(patch.value) if patch.value else ()), *(patch.index.names if patch.index else ())}
@@ -274,10 +272,10 @@ def names_used(patches: Iterable[ChosenPatch]) -> set[str]:
 
 
 def parse_numbers(text: str) -> str:
-    """Returns numbers as typed (`3`, `2, 40`, `1:`, `prefill`), in their usual spelling.
+    """Returns numbers as typed (`3`, `2, 40`, `1:`, `prefill`), in their canonical form.
 
     Raises:
-        ValueError: They are none.
+        ValueError: The text is not such a list of numbers.
     """
     stripped = text.strip()
     if stripped in NAMED_STEPS:
@@ -286,7 +284,7 @@ def parse_numbers(text: str) -> str:
     is_list = all(isinstance(part, int) for part in typed.parts)
     is_range = len(typed.parts) == 1 and isinstance(typed.parts[0], Bounds)
     if typed.names or not (is_list or is_range):
-        raise ValueError(f"{text!r} are no whole numbers; write 3, or 2, 40, or 1:5")
+        raise ValueError(f"{text!r} is not a list of whole numbers; write 3, or 2, 40, or 1:5")
     return str(typed)
 
 
@@ -307,7 +305,7 @@ def _check_type(what: str, value: Any, annotation: str) -> None:
 
 
 def _check_number(kind: str, noun: str, value: str) -> None:
-    """Makes sure that what is written out in the code is a number; of what is computed nothing is known yet."""
+    """Raises if a literal is not a number. The type of any other expression is not known yet."""
     try:
         with without_syntax_warnings():
             literal = ast.literal_eval(value)
@@ -328,9 +326,9 @@ def _check_variable(name: str) -> None:
 
 
 def reserved(name: str) -> str:
-    """Returns why a variable of the user's should not have this name; nothing if it may."""
+    """Returns why a variable of the user should not have this name; an empty string if it may."""
     if name.startswith("_"):
-        return "begins with an underscore, as IPython's own do"
+        return "begins with an underscore, like the variables of IPython"
     if name in _OF_IPYTHON:
         return "is a variable of IPython"
     return "is a builtin of Python" if hasattr(builtins, name) else ""

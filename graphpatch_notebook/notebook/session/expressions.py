@@ -1,4 +1,4 @@
-"""Values as users type them: Python expressions, kept as text, evaluated only when a context is entered."""
+"""Values as users type them: Python expressions, kept as text and evaluated when a context is entered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from graphpatch_notebook.paths import nearest
 
 _LONGEST_QUOTE = 80
-# What runs no code but that of the objects which the names stand for.
+# These nodes run no code except that of the objects that the names refer to.
 _PLAIN = (
     *(ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop),
     *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Subscript, ast.Slice),
@@ -23,10 +23,10 @@ _OF_IPYTHON = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 
 
 def parse_expression(text: str) -> str:
-    """Returns the text of an expression, without the space around it. Nothing is evaluated.
+    """Returns the text of an expression, stripped. Nothing is evaluated.
 
     Raises:
-        ValueError: It is no Python expression.
+        ValueError: The text is not a Python expression.
 
     Example:
         >>> parse_expression(" 0.5 * steering[2] ")
@@ -39,7 +39,7 @@ def parse_expression(text: str) -> str:
         tree = _parsed(stripped)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ValueError(f"{quoted(text)} is no Python expression ({reason})") from None
+        raise ValueError(f"{quoted(text)} is not a Python expression ({reason})") from None
     if any(isinstance(node, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)) for node in ast.walk(tree)):
         raise ValueError(
             f"{quoted(text)}: a value cannot await, yield or assign; do that in a cell, and name the variable"
@@ -50,8 +50,8 @@ def parse_expression(text: str) -> str:
 def is_plain(text: str) -> bool:
     """Whether an expression holds only literals, names, arithmetic, containers of these, and subscripts.
 
-    What it can do is up to the user's own objects, whoever wrote it: it calls no function that it names, and gets at no
-    attribute. It may still take long (`9**9**9`).
+    Such an expression calls no function and reads no attribute, so it runs only the code of the user's own objects. It
+    may still take a long time (`9**9**9`).
 
     Example:
         >>> is_plain("0.5 * steering[2, :3]"), is_plain("().__class__"), is_plain("torch.ones(3)")
@@ -61,7 +61,7 @@ def is_plain(text: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    """Returns a text as a message quotes it: in quotes, and not all of a long one.
+    """Returns a text in quotes, for a message; a long text is cut.
 
     Example:
         >>> quoted("a b"), len(quoted("1 + " * 1000))
@@ -75,10 +75,9 @@ def quoted(text: str) -> str:
 
 @contextmanager
 def without_syntax_warnings() -> Iterator[None]:
-    """Keeps what Python thinks of the style of somebody's text (`1if x else 2`) from being printed.
+    """Suppresses Python's warnings about the style of an expression (`1if x else 2`).
 
-    In other threads than the main one it may be printed: what is switched off there, and on again, is switched on and
-    off for a cell that runs meanwhile, too.
+    Only in the main thread, because warning filters are shared with a cell that runs at the same time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -93,15 +92,15 @@ def evaluate(text: str, namespace: dict[str, Any], title: str) -> Any:
     """Returns the value of an expression in the user's namespace.
 
     Args:
-        text: What `parse_expression` returned.
-        namespace: The user's variables. Used as it is, so that functions in the expression find theirs.
-        title: Stands for the file name in tracebacks.
+        text: The result of `parse_expression`.
+        namespace: The user's variables. It is not copied, so functions in the expression see later changes.
+        title: The file name in tracebacks.
     """
     return eval(compile(_parsed(text), f"<{title}>", "eval"), namespace)
 
 
 def undefined(name: str | None, namespace: Iterable[str]) -> str:
-    """Returns what is said of a name that stands for nothing: the variables that may be meant.
+    """Returns the message for an undefined name, with the nearest variables.
 
     Example:
         >>> undefined("stear", ["steer", "_", "In"])
@@ -113,11 +112,11 @@ def undefined(name: str | None, namespace: Iterable[str]) -> str:
 
 
 def as_argument(text: str, node: ast.expr | None = None) -> str:
-    """Returns the expression as it can stand as one argument of a call, unchanged where that is possible.
+    """Returns the expression as one argument of a call, unchanged if possible.
 
     Args:
         text: The expression.
-        node: What Python reads in it, where it stands in a longer text.
+        node: Its syntax tree, if the expression is a part of a longer text.
 
     Example:
         >>> as_argument("a + b"), as_argument("1, 2"), as_argument("1 # one")
@@ -131,7 +130,7 @@ def as_argument(text: str, node: ast.expr | None = None) -> str:
 
 
 def is_argument(source: str, node: ast.expr) -> bool:
-    """Whether Python reads `node` where `source` stands as an argument of a call."""
+    """Whether `source` as an argument of a call parses to `node`."""
     try:
         with without_syntax_warnings():
             call = parsed(f"_(_, _={source}, __=0)")
@@ -142,7 +141,7 @@ def is_argument(source: str, node: ast.expr) -> bool:
 
 
 def free_names(source: str) -> list[str]:
-    """Returns the global names that a piece of Python uses but does not bind, sorted; builtins included.
+    """Returns the global names that source code uses but does not bind, sorted, including builtins.
 
     Example:
         >>> free_names("x = f(lambda a: a + b)")
@@ -164,7 +163,7 @@ def free_names(source: str) -> list[str]:
 
 
 def _parsed(text: str) -> ast.Expression:
-    # On a line of its own: what ends the expression early (a comment, a parenthesis) ends it for Python, too.
+    # Parsed alone, so that a comment or a parenthesis that ends the expression early is an error.
     with without_syntax_warnings():
         return ast.Expression(parsed(text))
 
@@ -175,8 +174,8 @@ _TRIES = 10
 def parsed(expression: str) -> ast.expr:
     """Returns the syntax tree of an expression.
 
-    CPython counts how deep it is in a syntax tree for all threads together (python/cpython#106905): where two parse at
-    the same time, one may be told that it lost count, of an expression that is right.
+    CPython shares the recursion counter of `ast` between threads (python/cpython#106905). If two threads parse at the
+    same time, one may get a `SystemError` for a valid expression, so this tries again.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: As `ast.parse`.

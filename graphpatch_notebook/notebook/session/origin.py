@@ -20,7 +20,7 @@ class Origin:
     Attributes:
         graph: The name of the variable that holds the `PatchableGraph`.
         model: The expression for the model; `None` if it is not known.
-        arguments: The example inputs, as they stand between the parentheses of the call; `None` if they are not known.
+        arguments: The example inputs, as text between the parentheses of the call; `None` if they are not known.
     """
 
     graph: str = "pg"
@@ -31,13 +31,13 @@ class Origin:
         if not self.graph.isidentifier():
             raise SessionError(f"{self.graph!r} cannot be the name of a variable")
         if self.model is not None and _parsed(self.model) is None:
-            raise SessionError(f"{self.model!r} is no Python expression")
+            raise SessionError(f"{self.model!r} is not a Python expression")
         if self.arguments is not None and not _is_call_of_name(_parsed(f"_({self.arguments})")):
-            raise SessionError(f"{self.arguments!r} are no arguments of a call")
+            raise SessionError(f"{self.arguments!r} are not the arguments of a call")
 
     @property
     def names(self) -> set[str]:
-        """The variables that it names: a probe must not overwrite them."""
+        """The variables that it uses. A probe must not overwrite them."""
         call = f"({self.model or None})({self.arguments or ''})"
         return {self.graph, *free_names(call)}
 
@@ -50,7 +50,7 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _is_call_of_name(node: ast.expr | None) -> bool:
-    # Not `f(a) + f(b)` nor `f(a)(b)`, which texts with parentheses in them can make of it.
+    # Not `f(a) + f(b)` or `f(a)(b)`, which a text with parentheses could produce.
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
@@ -62,11 +62,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def written_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], namespace: Mapping[str, Any]) -> str | None:
-    """Returns inputs as they stand in a call; `None` where some of them are in no variable.
+    """Returns inputs as the text of a call's arguments; `None` if a variable is missing for one of them.
 
     Args:
-        args: The positional ones.
-        kwargs: Those by keyword.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         namespace: The user's variables.
 
     Example:
@@ -88,7 +88,7 @@ def written_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], namespace:
 
 
 def changed_variables(arguments: str, examples: ExampleInputs, namespace: Mapping[str, Any]) -> list[str]:
-    """Returns the variables in the text of a call that hold something else than the example inputs which they held.
+    """Returns the variables in the text of a call that no longer hold the example inputs.
 
     Example:
         >>> changed_variables("x, scale=y", ExampleInputs((1.5,), {"scale": 2}), {"x": 1.5, "y": 3})
@@ -116,7 +116,7 @@ def _written(value: Any, names: Mapping[int, str]) -> str | None:
 
 
 def _mapping_of(kwargs: Mapping[str, Any], namespace: Mapping[str, Any]) -> str | None:
-    """Returns the variable that holds a mapping of some of the keyword arguments, such as what a tokenizer returned."""
+    """Returns the variable that holds a mapping of some keyword arguments, such as the output of a tokenizer."""
     for name, value in list(namespace.items()):
         if not _is_name(name) or not isinstance(value, Mapping) or not value:
             continue

@@ -1,4 +1,4 @@
-"""The session: the patches that were chosen in a notebook. One truth, of which widget, magics and export are views.
+"""The session: the chosen patches of a graph. The widget, the magics and the export are views of it.
 
 edit -> `ChosenPatches` (immutable, versioned) -> `ResolvedPatches` (with the user's values) -> `pg.patch`
 """
@@ -37,13 +37,13 @@ _MOST_UNDOS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a patch would be applied to.
+    """The value that a patch would be applied to.
 
     Attributes:
-        patch: The patch, with its path in the usual spelling.
-        shape: The recorded shape of the value; `None` for a number, or where nothing is known of it.
-        sliced: The shape of the part that the slice takes; `None` where that is not known.
-        warning: What may be wrong, in words: an index beyond the recorded size.
+        patch: The patch, with its path in canonical form.
+        shape: The recorded shape of the value; `None` for a number, or if it is not known.
+        sliced: The shape of the slice; `None` if it is not known.
+        warning: What may be wrong, such as an index beyond the recorded size.
     """
 
     patch: ChosenPatch
@@ -54,21 +54,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPatches:
-    """Chosen patches with their values: what a patch context is entered with.
+    """Chosen patches with their values.
 
     Attributes:
-        patch_map: What `pg.patch` takes.
-        observing: The chosen probes and records, each with its patch.
+        patch_map: The argument of `pg.patch`.
+        observing: The chosen patches that keep something, each with its patch.
     """
 
     patch_map: dict[str, list[Patch[Any]]]
     observing: tuple[tuple[ChosenPatch, Patch[Any]], ...]
 
     def results(self, namespace: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the probes that fired and the records hold, by the names of their variables.
+        """Returns what the patches have kept, by the names of their variables; without probes that never fired.
 
         Raises:
-            PatchValueError: The model has overwritten a value that was kept, or one has no such part as its slice says.
+            PatchValueError: The model has overwritten a kept value, or a slice does not fit one.
         """
         kept = {chosen.name: chosen.taken(patch, namespace) for chosen, patch in self.observing}
         return {str(name): value for name, value in kept.items() if value is not None}
@@ -77,12 +77,12 @@ class ResolvedPatches:
 class Session:
     """The patches chosen for one `PatchableGraph`, with undo and redo. Safe to use from several threads.
 
-    Every edit makes a new `ChosenPatches`, or raises and changes nothing. An edit may say which version it is based on;
-    if there is a newer one, it is refused.
+    Each edit makes a new `ChosenPatches`, or raises and changes nothing. An edit with `based_on` is refused with a
+    `StaleEditError` if the session has a newer version.
 
     Args:
-        graph: The graph. It is not kept alive by its session.
-        origin: How the user made it.
+        graph: The graph. The session does not keep it alive.
+        origin: How the user made the graph.
 
     Example:
         >>> import torch
@@ -113,7 +113,7 @@ class Session:
         """The graph that the patches are for.
 
         Raises:
-            SessionError: It is gone.
+            SessionError: The graph is gone.
         """
         graph = self._graph()
         if graph is None:
@@ -128,15 +128,15 @@ class Session:
     # -- edits ---------------------------------------------------------------------------------------------------------
 
     def add(self, patch: ChosenPatch, based_on: int | None = None) -> ChosenPatch:
-        """Chooses one more patch, after the others; returns it with its number and the path in its usual spelling.
+        """Adds a patch after the others; returns it with its number and its path in canonical form.
 
         Raises:
-            ChosenPatchError: It cannot be applied there; the message names the nearest paths, or the shapes.
+            ChosenPatchError: It cannot be applied; the message names the nearest paths, or the shapes.
         """
         return self.extend([patch], based_on)[0]
 
     def extend(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
-        """Chooses several, in one step of undo; returns them as they were added."""
+        """Adds several patches, as one step of undo; returns them as they were added."""
         with self._lock:
             before = self._chosen.patches
             added = self._numbered(patches, before, self._last_number + 1)
@@ -144,14 +144,14 @@ class Session:
         return added
 
     def replace_all(self, patches: Iterable[ChosenPatch], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
-        """Chooses these instead of all that were chosen, in one step of undo."""
+        """Replaces all patches by these, as one step of undo; returns them as they were added."""
         with self._lock:
             chosen = self._numbered(patches, (), self._last_number + 1)
             self._commit(chosen, based_on)
         return chosen
 
     def adopt(self, patches: Iterable[ChosenPatch]) -> None:
-        """Chooses the patches of another session instead of all that were chosen; they keep their numbers."""
+        """Replaces all patches by those of another session, which keep their numbers."""
         with self._lock:
             found: list[ChosenPatch] = []
             for patch in patches:
@@ -159,29 +159,29 @@ class Session:
             self._commit(tuple(found), None)
 
     def change(self, number: int, based_on: int | None = None, **changed: Any) -> ChosenPatch:
-        """Changes fields of a chosen patch (`is_enabled=False`, `slice=":, 0"`), which keeps its number and place."""
+        """Changes fields of a patch (`is_enabled=False`, `slice=":, 0"`), which keeps its number and position."""
         with self._lock:
             before = self._chosen.find(number)
             others = tuple(patch for patch in self._chosen.patches if patch is not before)
             after = replace(before, **changed)
-            if after.value != before.value:  # it is the user's own now
+            if after.value != before.value:  # the user has written this value
                 after = replace(after, untrusted=None)
             (after,) = self._numbered([after], others, number)
             self._commit(tuple(after if patch is before else patch for patch in self._chosen.patches), based_on)
         return after
 
     def trust(self, file: UntrustedFile, based_on: int | None = None) -> None:
-        """Has values that are from a file evaluated from now on."""
+        """Trusts a file: values from it are evaluated from now on."""
         with self._lock:
             patches = self._chosen.patches
             self._commit(tuple(replace(p, untrusted=None) if p.untrusted == file else p for p in patches), based_on)
 
     def move(self, number: int, position: int, based_on: int | None = None) -> None:
-        """Moves a patch to another position in the order, counted from 0."""
+        """Moves a patch to a position in the order, counted from 0."""
         with self._lock:
             moved = self._chosen.find(number)
             others = [patch for patch in self._chosen.patches if patch is not moved]
-            others.insert(min(position, len(others)), moved)  # lists take no number beyond 64 bits
+            others.insert(min(position, len(others)), moved)  # `list.insert` refuses integers above 64 bits
             self._commit(tuple(others), based_on)
 
     def remove(self, numbers: Iterable[int], based_on: int | None = None) -> tuple[ChosenPatch, ...]:
@@ -192,34 +192,34 @@ class Session:
         return removed
 
     def clear(self, based_on: int | None = None) -> tuple[ChosenPatch, ...]:
-        """Removes all; returns them."""
+        """Removes all patches; returns them."""
         with self._lock:
             removed = self._chosen.patches
             self._commit((), based_on)
         return removed
 
     def undo(self, based_on: int | None = None) -> bool:
-        """Takes the last edit back; returns whether there was one."""
+        """Undoes the last edit; returns whether there was one."""
         return self._step(self._done, self._undone, based_on)
 
     def redo(self, based_on: int | None = None) -> bool:
-        """Does again what was last taken back; returns whether there was anything."""
+        """Repeats the edit that was undone last; returns whether there was one."""
         return self._step(self._undone, self._done, based_on)
 
     @property
     def can_undo(self) -> bool:
-        """Whether there is an edit to take back."""
+        """Whether there is an edit to undo."""
         return bool(self._done)
 
     @property
     def can_redo(self) -> bool:
-        """Whether an edit was taken back, and none made since."""
+        """Whether there is an edit to redo."""
         return bool(self._undone)
 
     def _numbered(
         self, patches: Iterable[ChosenPatch], others: tuple[ChosenPatch, ...], first: int
     ) -> tuple[ChosenPatch, ...]:
-        """Returns the patches, checked beside `others` and beside each other, with numbers from `first` on."""
+        """Returns the patches, checked against `others` and each other, with numbers from `first` on."""
         found: list[ChosenPatch] = []
         for number, patch in enumerate(patches, first):
             found.append(self.check(patch.numbered(number), (*others, *found)).patch)
@@ -240,7 +240,7 @@ class Session:
         self._check_version(based_on)
         if patches == self._chosen.patches:
             return
-        # A number never comes to mean another patch: cells that name it run again.
+        # A number is never reused, because a cell that names it may run again.
         self._last_number = max((self._last_number, *(patch.number for patch in patches)))
         self._done.append(self._chosen.patches)
         del self._done[:-_MOST_UNDOS]
@@ -250,47 +250,47 @@ class Session:
     def _check_version(self, based_on: int | None) -> None:
         if based_on is not None and based_on != self._chosen.version:
             raise StaleEditError(
-                f"the chosen patches were changed since (version {self._chosen.version}, not {based_on}); "
+                f"the chosen patches have changed (version {self._chosen.version}, not {based_on}); "
                 "look at them again and repeat the edit"
             )
 
     def _publish(self, patches: tuple[ChosenPatch, ...]) -> None:
         self._chosen = ChosenPatches(self._chosen.version + 1, patches)
-        self._listeners.tell(self._chosen)
+        self._listeners.notify(self._chosen)
 
     def listen(self, listener: Callable[[ChosenPatches], None]) -> Callable[[], None]:
-        """Calls `listener` after each change, in the thread and under the lock of the edit, in order of the versions.
+        """Calls `listener` after each change, in the order of the versions.
 
-        It may edit: the version that it makes is told to all when they know this one. What it raises is told by a
-        `ListenerWarning`; the edit is made all the same.
+        It is called in the thread of the edit and under its lock. A listener may edit. All listeners are called with
+        one version before the next. If a listener raises, a `ListenerWarning` is issued, and the edit stays.
 
         Returns:
-            What stops that.
+            A function that removes the listener.
         """
         with self._lock:
-            stop_telling = self._listeners.add(listener)
+            remove = self._listeners.add(listener)
 
         def stop() -> None:
             with self._lock:
-                stop_telling()
+                remove()
 
         return stop
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check(self, patch: ChosenPatch, others: Iterable[ChosenPatch] | None = None) -> Check:
-        """Returns what a patch would be applied to; chooses nothing.
+        """Returns the value that a patch would be applied to. Does not change the session.
 
-        A probe may not take a variable that a patch which was chosen before it uses: that would use what the last run
-        kept instead, from the second run on, and nobody would see. The other way round somebody may want just that,
-        and is warned: the variable of a probe is known when a patch is chosen after it.
+        A probe must not fill a variable that an earlier patch uses: from the second run on, that patch would silently
+        use what the previous run kept. If a later patch uses the variable of an earlier probe, this is a warning,
+        because it may be intended.
 
         Args:
             patch: The patch.
-            others: What else is chosen; the patches of the session, if left out.
+            others: The other patches; by default those of the session.
 
         Raises:
-            ChosenPatchError: It cannot be applied there; `field` says which of its fields is wrong.
+            ChosenPatchError: It cannot be applied; `field` is the field that is wrong.
         """
         try:
             target = resolve(captured(self.graph).root, patch.path)
@@ -300,17 +300,17 @@ class Session:
         sliced = _sliced(patch, target, shape)
         there = tuple(self._chosen.patches if others is None else others)
         check_name(patch, there, self.origin)
-        told = [warning for warning in (sliced.warning, check_uses(patch, there)) if warning]
-        return Check(replace(patch, path=target.path), shape, sliced.shape, "; ".join(told) or None)
+        warned = [warning for warning in (sliced.warning, check_uses(patch, there)) if warning]
+        return Check(replace(patch, path=target.path), shape, sliced.shape, "; ".join(warned) or None)
 
     def free_name(self, path: str, taken: Container[str] = ()) -> str:
-        """Returns a name for the variable of a probe: the end of the path, and a number if that is taken.
+        """Returns a name for the variable of a probe: the end of the path, with a number if that name is taken.
 
-        The end begins at the last submodule with a number, which tells the layers apart: `h_3_mlp_output`.
+        The end begins at the last submodule with a number, so that layers have different names: `h_3_mlp_output`.
 
         Args:
             path: The node path.
-            taken: Names that it must not be, such as the user's variables.
+            taken: Names that are not allowed, such as the user's variables.
 
         Example:
             >>> import torch
@@ -334,14 +334,14 @@ class Session:
     # -- use -----------------------------------------------------------------------------------------------------------
 
     def resolve(self, namespace: dict[str, Any], chosen: ChosenPatches | None = None) -> ResolvedPatches:
-        """Returns the enabled patches with what their texts mean in `namespace`, each a new object.
+        """Returns the enabled patches with their values from `namespace`, each a new object.
 
         Args:
             namespace: The user's variables.
-            chosen: The patches; those of the session now, if left out.
+            chosen: The patches; by default those of the session now.
 
         Raises:
-            SessionError: Texts of some cannot be evaluated; one error for all of them. Nothing ran.
+            SessionError: Some values cannot be evaluated; one error for all of them. No patch was applied.
         """
         patch_map: dict[str, list[Patch[Any]]] = {}
         observing: list[tuple[ChosenPatch, Patch[Any]]] = []
@@ -368,7 +368,7 @@ def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sli
         return Sliced(None if shape is None else tuple(shape))
     if shape is None:
         raise ChosenPatchError(
-            "slice", f"{target.path!r} is a number ({target.spec}): it has no slice; drop the brackets"
+            "slice", f"{target.path!r} is a number ({target.spec}): it cannot have a slice; drop the brackets"
         )
     try:
         sliced = sliced_shape(typed, shape, allow_empty=patch.allow_empty)
@@ -384,7 +384,7 @@ def _sliced(patch: ChosenPatch, target: Target, shape: torch.Size | None) -> Sli
 
 
 def is_absent(target: Target) -> bool:
-    """Whether the path is an input that the example did not have, so that nothing is known of its value."""
+    """Whether the path is an input that the example call did not have, so its value is not known."""
     return isinstance(target.spec, ScalarSpec) and target.spec.value is None
 
 
@@ -393,7 +393,7 @@ _sessions_lock = threading.Lock()
 
 
 def session_of(graph: PatchableGraph) -> Session:
-    """Returns the session of a graph: the same one for everybody."""
+    """Returns the session of a graph, always the same one."""
     with _sessions_lock:
         if graph not in _sessions:
             _sessions[graph] = Session(graph)
@@ -405,10 +405,10 @@ def session_of(graph: PatchableGraph) -> Session:
 
 
 def check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin) -> None:
-    """Makes sure that the variable of a probe is free for it.
+    """Checks that no other patch fills the variable of a patch, and that the graph was not made from it.
 
     Raises:
-        ChosenPatchError: Another fills it, or the graph is made from it.
+        ChosenPatchError: The variable is taken.
     """
     if patch.name is None:
         return
@@ -418,14 +418,14 @@ def check_name(patch: ChosenPatch, others: Iterable[ChosenPatch], origin: Origin
             "name", f"#{namesake.number} puts {namesake.path!r} in {patch.name!r}: choose another variable"
         )
     if patch.name in origin.names:
-        raise ChosenPatchError("name", f"{patch.name!r} is what the graph is made from: choose another variable")
+        raise ChosenPatchError("name", f"{patch.name!r} is used to make the graph: choose another variable")
 
 
 def check_uses(patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
-    """Returns what is to be said if the patch uses what an earlier probe keeps.
+    """Returns a warning if the patch uses a variable that an earlier probe fills.
 
     Raises:
-        ChosenPatchError: A probe would overwrite what a patch uses that was chosen before it.
+        ChosenPatchError: A probe would overwrite a variable that an earlier patch uses.
     """
     warning = None
     for other in others:
@@ -448,7 +448,7 @@ def check_uses(patch: ChosenPatch, others: Iterable[ChosenPatch]) -> str | None:
 def _uses(patch: ChosenPatch, name: str | None) -> bool:
     """Whether a text of the patch names the variable."""
     texts = f"{patch.value} {patch.slice}"
-    # Most do not, which is seen at once; letters of other alphabets have several spellings.
+    # The substring check is fast. Non-ASCII identifiers have several spellings.
     return name is not None and (name in texts or not texts.isascii()) and name in names_used([patch])
 
 
@@ -457,53 +457,54 @@ def _uses(patch: ChosenPatch, name: str | None) -> bool:
 
 
 class _Listeners:
-    """Those who are told. Whoever uses this sees to it that one thread at a time does.
+    """Functions to call with each version. Not thread-safe: the session calls it under its lock.
 
     Example:
-        >>> listeners, told = _Listeners(), []
-        >>> stop = listeners.add(told.append)
-        >>> listeners.tell(1)
-        >>> stop(); listeners.tell(2)
-        >>> told
+        >>> listeners, versions = _Listeners(), []
+        >>> remove = listeners.add(versions.append)
+        >>> listeners.notify(1)
+        >>> remove(); listeners.notify(2)
+        >>> versions
         [1]
     """
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[ChosenPatches], object]] = []
         self._waiting: deque[ChosenPatches] = deque()
-        self._is_telling = False
+        self._is_notifying = False
 
     def add(self, listener: Callable[[ChosenPatches], object]) -> Callable[[], None]:
-        """Tells `listener` of all that is new from now on; returns what stops that."""
-        # An object of its own: the same listener may be added twice.
+        """Adds a listener; returns a function that removes it."""
+        # A separate object, because the same listener may be added twice.
         entry = partial(listener)
         self._listeners.append(entry)
 
-        def stop() -> None:
+        def remove() -> None:
             self._listeners[:] = [other for other in self._listeners if other is not entry]
 
-        return stop
+        return remove
 
-    def tell(self, version: ChosenPatches) -> None:
-        """Tells all of a version. One that a listener makes meanwhile comes after this: all see the same order.
+    def notify(self, version: ChosenPatches) -> None:
+        """Calls all listeners with a version.
 
-        What a listener raises is told by a warning, when all have been told.
+        If a listener makes a version, it follows after this one, so all listeners see the same order. If listeners
+        raise, a warning is issued after all calls.
         """
         self._waiting.append(version)
-        if self._is_telling:
+        if self._is_notifying:
             return
         errors: list[Exception] = []
-        self._is_telling = True
+        self._is_notifying = True
         try:
             while self._waiting:
                 newest = self._waiting.popleft()
                 for listener in tuple(self._listeners):
                     errors += _errors_of(listener, newest)
         finally:
-            self._is_telling = False
+            self._is_notifying = False
         for problem in errors:
             message = (
-                f"a listener raised {type(problem).__name__}: {problem}; the edit was made, and the others were told"
+                f"a listener raised {type(problem).__name__}: {problem}; the edit was made, all others were called"
             )
             warnings.warn(message, ListenerWarning, stacklevel=2)
 

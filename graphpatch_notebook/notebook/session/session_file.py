@@ -1,4 +1,4 @@
-"""Sessions as files: the chosen patches as JSON that people can read, and edit.
+"""Session files: the chosen patches as JSON that users can read and edit.
 
     {
       "schema": "graphpatch-session",
@@ -10,11 +10,11 @@
       ]
     }
 
-A patch has the fields of `ChosenPatch` (`enabled` for `is_enabled`), but no number: those come from the order. Fields
-that say nothing are left out. `op` is the operation whose value has this name, where one makes it: in another version
-of a model's code the name may be that of another one, and then nothing is guessed. `origin` tells people what the graph
-was made from; `null` stands for what is not known. Nothing in a file is ever evaluated by reading it: values are texts
-until a patch context is entered, and those that are code are not evaluated then, unless the user trusts the file.
+A patch has the fields of `ChosenPatch` (`enabled` for `is_enabled`) without the number, which follows from the order.
+Fields with default values are left out. `op` is the operation that computes the value. In another version of a model's
+code the name may belong to another operation; such a patch is left out. `origin` shows how the graph was made, with
+`null` for what is not known. Reading a file evaluates nothing: values are texts until a patch context is entered, and
+values that are code are not evaluated then unless the user trusts the file.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ def _entry(patch: ChosenPatch, session: Session) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    # What UTF-8 cannot say, and what breaks lines or turns them around in an editor, is escaped.
+    # Escape surrogates, line breaks and characters that change the direction of text.
     return text if text.isprintable() else json.dumps(value)
 
 
 def save(session: Session, file: str | os.PathLike[str], force: bool = False) -> Path:
-    """Writes the chosen patches to a file, whole or not at all; returns the file.
+    """Writes the chosen patches to a file atomically; returns the file.
 
-    The user trusts the file from now on, unless values that are not trusted are in it.
+    The file is trusted from now on, unless it contains values that are not trusted.
 
     Args:
         session: The session.
         file: The name of the file; `~` is the home directory.
-        force: Overwrite the file whatever is in it. Else only a session file of this version is overwritten.
+        force: Overwrite any file. By default only a session file of this version is overwritten.
 
     Raises:
-        SessionFileError: The file cannot be written, or is something else; it stays as it was.
+        SessionFileError: The file cannot be written, or is not a session file; it is not changed.
     """
     try:
         target = real_file(file)
@@ -128,20 +128,20 @@ def _reason(error: Exception) -> str:
 
 
 def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = False) -> tuple[ChosenPatch, ...]:
-    """Chooses the patches in a file instead of all that were chosen, in one step of undo; returns them.
+    """Replaces all chosen patches by those in a file, as one step of undo; returns them.
 
-    Those that do not fit this graph, as that of another model or another version of its code, are left out: an
-    `UnresolvedPatchWarning` names each, with the nearest paths. The origin of the session stays as it is.
+    Patches that do not fit this graph, for example because the model's code has changed, are left out: an
+    `UnresolvedPatchWarning` names each, with the nearest paths. The origin of the session does not change.
 
     Args:
         session: The session.
         file: The name of the file; `~` is the home directory.
-        is_trusted: The user trusts the file, as long as it stays as it is. Else values in it that are code are not
-            evaluated, unless the user trusted it before.
+        is_trusted: Trust the file as long as it does not change. By default values that are code are not evaluated,
+            unless the user has trusted the file before.
 
     Raises:
-        SessionFileError: The file cannot be read, something in it is wrong, or nothing of it fits this graph; the
-            message names all of that, and nothing was changed.
+        SessionFileError: The file cannot be read or is not valid, or none of its patches fits this graph; the message
+            names all problems, and nothing was changed.
     """
     check_no_nul(file)
     try:
@@ -149,7 +149,7 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
         source = UntrustedFile(str(file), digest(text))
         is_trusted = is_trusted or _is_trusted(source.digest)
         loaded = loads(session, text, f"{str(file)!r}: ", None if is_trusted else source)
-    except (OSError, RuntimeError) as error:  # RuntimeError: no such user
+    except (OSError, RuntimeError) as error:  # RuntimeError: unknown user in `~user`
         raise SessionFileError(f"{str(file)!r} cannot be read: {_reason(error)}") from error
     except SessionFileError as problem:
         raise SessionFileError(f"{str(file)!r}: {problem}") from None
@@ -159,7 +159,7 @@ def load(session: Session, file: str | os.PathLike[str], is_trusted: bool = Fals
 
 
 def trust(session: Session, number: int, based_on: int | None = None) -> None:
-    """Trusts the file that a chosen patch is from, as it is now: its values are evaluated from now on."""
+    """Trusts the current text of the file that a chosen patch is from: its values are evaluated from now on."""
     file = session.chosen.find(number).untrusted
     if file is not None:
         session.trust(file, based_on)
@@ -167,14 +167,14 @@ def trust(session: Session, number: int, based_on: int | None = None) -> None:
 
 
 def loads(session: Session, text: str, where: str = "", source: UntrustedFile | None = None) -> tuple[ChosenPatch, ...]:
-    """Chooses the patches in a JSON text, as `load` does for a file; a warning begins with `where`.
+    """Replaces all chosen patches by those in a JSON text, as `load` does for a file; a warning begins with `where`.
 
     `source` is the file, if the user does not trust it.
     """
     document = _document(text)
     problems = [*_unknown(document, ["schema", "version", "origin", "patches"], ""), *_origin_problems(document)]
     found: list[ChosenPatch] = []
-    misfits: list[str] = []  # those of the problems that are the graph's
+    misfits: list[str] = []  # the problems with this graph, not with the file
     lost: set[str] = set()
     for position, entry in enumerate(_entries(document)):
         here = f"patches[{position}]"
@@ -207,8 +207,8 @@ def _checked(
     """Returns the patch as the session would choose it.
 
     Raises:
-        ChosenPatchError: The graph has no such value; or one of another operation; or the patch uses a variable that
-            one which was left out would have filled.
+        ChosenPatchError: The graph does not have the value, another operation computes it, or the patch uses a
+            variable of a patch that was left out.
     """
     root = captured(session.graph).root
     try:
@@ -233,29 +233,29 @@ def _text(source: Path) -> str:
     with source.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
-        raise SessionFileError(f"it is no session: more than {_MOST_BYTES >> 20} MiB long")
+        raise SessionFileError(f"it is not a session: more than {_MOST_BYTES >> 20} MiB long")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SessionFileError(f"it is no session: no UTF-8 text (at byte {error.start})") from None
+        raise SessionFileError(f"it is not a session: not UTF-8 (at byte {error.start})") from None
 
 
 def _document(text: str) -> dict[str, Any]:
-    """Returns what a text holds, if it is a session that this version can read."""
+    """Returns the content of a text, if it is a session that this version can read."""
     try:
         document = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise SessionFileError(f"it is no session: no JSON ({error.msg} at {where})") from None
+        raise SessionFileError(f"it is not a session: not JSON ({error.msg} at {where})") from None
     except RecursionError:
-        raise SessionFileError("it is no session: no JSON that can be read (nested too deeply)") from None
+        raise SessionFileError("it is not a session: JSON that is nested too deeply") from None
     except ValueError as error:
-        raise SessionFileError(f"it is no session: no JSON that can be read ({error})") from None
+        raise SessionFileError(f"it is not a session: not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise SessionFileError(f'it is no session: there is no "schema": "{SCHEMA}" in it')
+        raise SessionFileError(f'it is not a session: it does not have "schema": "{SCHEMA}"')
     version = document.get("version")
     if type(version) is not int or version < 1:
-        raise SessionFileError(f"its version {_shown(version)} is no number from 1 on")
+        raise SessionFileError(f"its version {_shown(version)} is not a positive integer")
     if version > VERSION:
         raise SessionFileError(
             f"it is of version {_shown(version)}, and this graphpatch reads version {VERSION}: update graphpatch"
@@ -268,12 +268,12 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{_shown(twice)} stands twice in one object")
+        raise ValueError(f"{_shown(twice)} appears twice in one object")
     return found
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid in JSON")
 
 
 def _entries(document: dict[str, Any]) -> list[Any]:
@@ -281,7 +281,7 @@ def _entries(document: dict[str, Any]) -> list[Any]:
     if not isinstance(entries, list):
         raise SessionFileError(f"patches must be a list, not {_shown(entries)}")
     if len(entries) > MOST_PATCHES:
-        raise SessionFileError(f"it has {len(entries):,} patches, and there may be {MOST_PATCHES:,}")
+        raise SessionFileError(f"it has {len(entries):,} patches, more than {MOST_PATCHES:,}")
     return entries
 
 
@@ -296,7 +296,7 @@ def _origin_problems(document: dict[str, Any]) -> Iterator[str]:
     wrong = [
         name for name, value in known.items() if not isinstance(value, str) and (value is not None or name == "graph")
     ]
-    yield from (f"origin: {name} must be a text, not {_shown(known[name])}" for name in wrong)
+    yield from (f"origin: {name} must be a string, not {_shown(known[name])}" for name in wrong)
     if not wrong:
         try:
             Origin(**known)
@@ -305,14 +305,14 @@ def _origin_problems(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _mistakes(entry: Any, where: str) -> list[str]:
-    """Returns what is wrong with the fields of a patch as such: their names, and that they are there."""
+    """Returns which fields of a patch are unknown, missing or of the wrong type."""
     if not isinstance(entry, dict):
         return [f"{where} must be an object, not {_shown(entry)}"]
     missing = [f"{where}: {name} is missing" for name in _REQUIRED if name not in entry]
     enabled = entry.get("enabled", True)
     wrong = [] if isinstance(enabled, bool) else [f"{where}: enabled must be true or false, not {_shown(enabled)}"]
     if not isinstance(entry.get("op", ""), str):
-        wrong.append(f"{where}: op must be a text, not {_shown(entry['op'])}")
+        wrong.append(f"{where}: op must be a string, not {_shown(entry['op'])}")
     return [*_unknown(entry, [*_FIELDS, "op"], f"{where}: "), *missing, *wrong]
 
 
@@ -337,12 +337,12 @@ def _cut(text: str, length: int) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Files that the user trusts: the digests of their texts, one a line, in a file in IPython's directory. A file that
-# changes has another digest, and is not trusted. If the list cannot be read or written, trust ends with the session.
+# Trusted files: the digests of their texts, one a line, in a file in IPython's directory. A changed file has another
+# digest. If the list cannot be read or written, trust lasts for this session only.
 
 
 def _is_trusted(digest: str) -> bool:
-    """Whether the user trusts the file of this digest."""
+    """Whether the user trusts the file with this digest."""
     try:
         return digest in _trusted_list().read_text(encoding="utf8").split()
     except (OSError, UnicodeDecodeError):
@@ -350,7 +350,7 @@ def _is_trusted(digest: str) -> bool:
 
 
 def _trust(digest: str) -> None:
-    """Remembers that the user trusts the file of this digest."""
+    """Adds the file with this digest to the trusted ones."""
     if not _is_trusted(digest):
         with contextlib.suppress(OSError), _trusted_list().open("a", encoding="utf8", newline="\n") as file:
             file.write(f"{digest}\n")

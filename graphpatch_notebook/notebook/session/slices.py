@@ -1,4 +1,4 @@
-"""Slices as people type them between brackets: `:, -1, 3:5, ...` (text only; nothing is evaluated).
+"""Slices as users type them between brackets: `:, -1, 3:5, ...` (text only; nothing is evaluated).
 
 ":, tok, 3:5"                   text
   -> SliceText                  parsed by `ast`, checked            (`parse_slice`)
@@ -46,20 +46,20 @@ class SliceText:
     """A slice that was typed.
 
     Attributes:
-        parts: What stands between the commas. A list of integers is a tuple here.
+        parts: The parts between the commas. A list of integers is a tuple here.
     """
 
     parts: tuple[Part, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The variables that it names, each once, in order."""
+        """The variables in the slice, each once, in order."""
         return tuple(dict.fromkeys(name.id for part in self.parts for name in _names(part)))
 
     def index(self, namespace: Mapping[str, Any]) -> Any:
-        """Returns what indexes a tensor as the text does between brackets: one part, or a tuple of several.
+        """Returns the index: one part, or a tuple of several.
 
-        It is never `None`, which means everything to a patch, but a new dimension between brackets: that is `(None,)`.
+        A new dimension is `(None,)` and never `None`, which for a patch means the whole value.
 
         Raises:
             NameError: A variable is not in `namespace`.
@@ -68,11 +68,11 @@ class SliceText:
         return parts[0] if len(parts) == 1 and parts[0] is not None else parts
 
     def source(self, *, is_bracketed: bool = False) -> str:
-        """Returns the index as Python source, for where brackets cannot stand.
+        """Returns the index as Python source outside of brackets.
 
         Args:
-            is_bracketed: It comes to stand between brackets after all (by way of a variable), so that a variable that
-                holds `None` needs no care.
+            is_bracketed: Whether the source is used between brackets later, through a variable. Then a variable that
+                holds `None` needs no special case.
 
         Example:
             >>> parse_slice(":, -1, 3:, ...").source()
@@ -93,29 +93,29 @@ class SliceText:
 
 
 def parse_slice(text: str) -> SliceText:
-    """Returns what was typed between brackets.
+    """Parses the text between brackets.
 
     Raises:
-        ValueError: It is no slice, in words.
+        ValueError: The text is not a slice.
 
     Example:
         >>> str(parse_slice(":,-1 , start:"))
         ':, -1, start:'
     """
     if not text.strip():
-        raise ValueError("a slice is empty; for everything, leave the brackets out")
+        raise ValueError("a slice is empty; for the whole value, leave the brackets out")
     try:
-        # In parentheses a line may end anywhere, and the text cannot close the brackets that it is put in.
+        # On a line of its own, so that line breaks are allowed and the text cannot close the brackets.
         with without_syntax_warnings():
             index = parsed(f"_[\n{text}\n]")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"{quoted(text)} is no slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
+        raise ValueError(f"{quoted(text)} is not a slice; write {_WHAT_A_SLICE_IS}, with commas between") from None
     if not (isinstance(index, ast.Subscript) and isinstance(index.value, ast.Name) and index.value.id == "_"):
-        raise ValueError(f"{quoted(text)} is no slice; write {_WHAT_A_SLICE_IS}, with commas between")
+        raise ValueError(f"{quoted(text)} is not a slice; write {_WHAT_A_SLICE_IS}, with commas between")
     inside = index.slice
     parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
     if not parts:
-        raise ValueError("a slice is empty; for everything, leave the brackets out")
+        raise ValueError("a slice is empty; for the whole value, leave the brackets out")
     found = SliceText(tuple(_part(part, text) for part in parts))
     if sum(part is Ellipsis for part in found.parts) > 1:
         raise ValueError(f"{quoted(text)} has more than one `...`; write `:` for single dimensions")
@@ -128,7 +128,9 @@ def _part(node: ast.expr, text: str) -> Part:
     if isinstance(node, ast.Slice):
         bounds = Bounds(*(None if n is None else _atom(n, text) for n in (node.lower, node.upper, node.step)))
         if isinstance(bounds.step, int) and bounds.step < 1:
-            raise ValueError(f"{quoted(text)}: torch takes no slices with a step of {bounds.step}; steps are 1 or more")
+            raise ValueError(
+                f"{quoted(text)}: torch does not support slices with a step of {bounds.step}; steps are 1 or more"
+            )
         return bounds
     if isinstance(node, ast.List) and node.elts:
         atoms = tuple(_atom(n, text) for n in node.elts)
@@ -147,7 +149,7 @@ def _atom(node: ast.expr, text: str) -> Atom:
     if isinstance(node, ast.Constant) and (node.value is None or type(node.value) is int):
         return node.value
     raise ValueError(
-        f"{quoted(ast.unparse(node))} in the slice {quoted(text)} is not possible: write {_WHAT_A_SLICE_IS}"
+        f"{quoted(ast.unparse(node))} is not allowed in the slice {quoted(text)}: write {_WHAT_A_SLICE_IS}"
     )
 
 
@@ -196,11 +198,11 @@ def _text(part: Part) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """What a slice takes out of a value of a known shape.
+    """The part of a value that a slice selects.
 
     Attributes:
-        shape: The shape of the part; `None` where it depends on variables.
-        warning: What may be wrong, in words, though inputs of other sizes may make it right.
+        shape: The shape of the part; `None` if it depends on variables.
+        warning: What is wrong at the recorded sizes, if it may be right at others.
     """
 
     shape: tuple[int, ...] | None
@@ -210,16 +212,16 @@ class Sliced:
 def sliced_shape(
     typed: SliceText, shape: torch.Size, fixed: Sequence[int | None] | None = None, *, allow_empty: bool = False
 ) -> Sliced:
-    """Returns what `typed` takes out of a value of the recorded `shape`.
+    """Returns the part of a value of the recorded `shape` that `typed` selects.
 
     Args:
-        typed: The slice. What is left to variables is not checked.
+        typed: The slice. Parts that depend on variables are not checked.
         shape: The shape.
-        fixed: The sizes in it that are the same for all inputs, `None` for the others; all may differ, if left out.
-        allow_empty: Whether it may take nothing.
+        fixed: The sizes that are the same for all inputs, with `None` for the others; by default all may differ.
+        allow_empty: Whether the slice may select nothing.
 
     Raises:
-        ValueError: It has more dimensions than the value, or no inputs make a value with such a part.
+        ValueError: The slice has more dimensions than the value, or does not fit the value for any inputs.
 
     Example:
         >>> sliced_shape(parse_slice(":, -1, 3:5"), torch.Size([2, 4, 8]))
@@ -236,16 +238,16 @@ def sliced_shape(
         raise ValueError(problem)
     warning = selection_problem(index, shape, shown, allow_empty=allow_empty)
     if warning is not None:
-        warning = f"{warning.partition('; ')[0]}; inputs of the example's sizes have no such part"
+        warning = f"{warning.partition('; ')[0]}; the slice does not fit inputs of the example's sizes"
     try:
         sliced = torch.empty(shape, device="meta")[tuple(map(_within, index))]
-    except IndexError:  # a dimension without entries
+    except IndexError:  # a dimension of size 0
         return Sliced(None, warning)
     return Sliced(None if typed.names else tuple(sliced.shape), warning)
 
 
 def _without_names(part: Part) -> Any:
-    """Returns a part as an index, with everything in place of what variables choose."""
+    """Returns a part as an index, with a full slice in place of variables."""
     if isinstance(part, Bounds) and not any(isinstance(atom, Name) for atom in (part.start, part.stop, part.step)):
         return slice(part.start, part.stop, part.step)
     chosen = [atom for atom in part if isinstance(atom, int)] if isinstance(part, tuple) else part
@@ -253,5 +255,5 @@ def _without_names(part: Part) -> Any:
 
 
 def _within(part: Any) -> Any:
-    """Returns a part that takes as much, and is in range."""
+    """Returns a part that selects as many entries, and is in range."""
     return [0] * len(part) if isinstance(part, list) else 0 if isinstance(part, int) else part

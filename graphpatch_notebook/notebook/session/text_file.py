@@ -1,4 +1,4 @@
-"""Text files that commands write: whole or not at all, and never over what somebody else has written."""
+"""Text files that commands write: atomically, and never over the files of others."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _WRITABLE = 0o222
 
 
 def check_no_nul(file: str | os.PathLike[str]) -> None:
-    """Makes sure that a name is one that a file can have.
+    """Checks that a file name has no null character.
 
     Raises:
-        SessionFileError: It is not.
+        SessionFileError: It has one.
     """
     if "\0" in os.fspath(file):
-        raise SessionFileError(f"{str(file)!r} is no name of a file: there is a zero character in it")
+        raise SessionFileError(f"{str(file)!r} is not a file name: it contains a null character")
 
 
 def real_file(file: str | os.PathLike[str]) -> Path:
-    """Returns the file to write: where links lead, `~` being the home directory.
+    """Returns the file to write, with links and `~` resolved.
 
     Raises:
-        SessionFileError: It is no file, a link to nothing, or somebody wants it to stay as it is.
-        OSError: The system does not say what it is.
+        SessionFileError: It is not a file, a broken link, or read-only.
+        OSError: The file cannot be inspected.
     """
     check_no_nul(file)
     try:
         given = Path(file).expanduser()
         target = Path(os.path.realpath(given))
-    except RuntimeError as error:  # no such user
+    except RuntimeError as error:  # unknown user in `~user`
         raise SessionFileError(f"{str(file)!r} cannot be written: {error}") from error
-    if os.path.islink(target):  # noqa: PTH114  # which takes names that are too long
-        raise SessionFileError(f"{str(file)!r} cannot be written: it is a link that leads to itself")
+    if os.path.islink(target):  # noqa: PTH114  # unlike `Path`, it accepts names that are too long
+        raise SessionFileError(f"{str(file)!r} cannot be written: it is a link to itself")
     if not target.exists():
         if os.path.islink(given):  # noqa: PTH114
             raise SessionFileError(
@@ -44,9 +44,9 @@ def real_file(file: str | os.PathLike[str]) -> Path:
             )
         return target
     if not target.is_file():
-        what = "a directory" if target.is_dir() else "no plain file"
+        what = "a directory" if target.is_dir() else "not a regular file"
         raise SessionFileError(f"{str(target)!r} is {what}: give the name of a file")
-    # Another file in its place would be possible, but somebody wants this one to stay.
+    # It could be replaced, but whether it is read-only is up to the user.
     if not target.stat().st_mode & _WRITABLE or not os.access(target, os.W_OK):
         raise SessionFileError(f"{str(target)!r} is read-only: choose another name, or make it writable")
     return target
@@ -58,13 +58,13 @@ def digest(text: str) -> str:
 
 
 def replace_text(target: Path, text: str) -> None:
-    """Puts a file with this text in the place of `target`.
+    """Replaces the content of `target`.
 
     Raises:
-        OSError: It cannot be written; what was there stays.
+        OSError: It cannot be written; its content is not changed.
     """
     if target.exists() and target.stat().st_nlink > 1:
-        # It has other names, under which it is to be found changed, too.
+        # Write in place, so that its other hard links change too.
         target.write_text(text, encoding="utf8", newline="\n")
         return
     with whole_file(target) as written:

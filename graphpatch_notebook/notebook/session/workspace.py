@@ -1,4 +1,4 @@
-"""The user's variables, seen as graphs: which one a command is about, and what probes have put there."""
+"""The user's variables: the graphs in them, the graph that commands use, and the results of probes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 def is_a(value: Any, classes: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
-    """Whether an object of the user's is of one of these classes; runs no code of the user's."""
-    return issubclass(type(value), classes)  # `isinstance` asks `value.__class__`, too
+    """Whether an object is an instance of these classes; unlike `isinstance`, it runs no code of the object."""
+    return issubclass(type(value), classes)  # `isinstance` reads `value.__class__`
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveGraph:
-    """The graph that a command is about, and the variable that holds it."""
+    """The graph that commands use, and the variable that holds it."""
 
     name: str
     graph: PatchableGraph
@@ -36,16 +36,16 @@ class ActiveGraph:
 
     @property
     def title(self) -> str:
-        """What it is, in one line."""
+        """A description in one line."""
         return f"{self.name}: {type(captured(self.graph).module).__name__}, {len(self.graph.nodes):,} nodes"
 
 
 class Workspace:
-    """What commands work on. It keeps no graph and no activation alive.
+    """The variables that commands work on. It does not keep graphs or activations alive.
 
     Args:
         namespace: Returns the user's variables.
-        put_in_new_cell: Makes a new cell with this text.
+        put_in_new_cell: Makes a new cell with a text.
     """
 
     def __init__(self, namespace: Callable[[], dict[str, Any]], put_in_new_cell: Callable[[str], object]) -> None:
@@ -57,15 +57,15 @@ class Workspace:
 
     @property
     def namespace(self) -> dict[str, Any]:
-        """The user's variables, themselves."""
+        """The user's variables (not a copy)."""
         return self._namespace()
 
     def graphs(self) -> dict[str, PatchableGraph]:
-        """Returns the graphs that variables hold, by name; those that IPython keeps (`_`, `_3`) are left out."""
+        """Returns the graphs in variables, by name, without those that IPython keeps (`_`, `_3`)."""
         return {name: value for name, value in self._variables() if is_a(value, PatchableGraph)}
 
     def _variables(self) -> list[tuple[str, Any]]:
-        """Returns the variables, without those of IPython."""
+        """Returns the variables without those of IPython."""
         variables = list(self.namespace.items())
         return [(name, value) for name, value in variables if type(name) is str and not name.startswith("_")]
 
@@ -73,7 +73,7 @@ class Workspace:
         """Makes the graph in a variable the active one.
 
         Raises:
-            SessionError: The variable holds none.
+            SessionError: The variable does not hold a graph.
         """
         active = self.named(name)
         self._used = name
@@ -85,22 +85,22 @@ class Workspace:
         """Returns the graph in a variable.
 
         Raises:
-            SessionError: It holds none.
+            SessionError: The variable does not hold a graph.
         """
         value = self.namespace.get(name)
         if is_a(value, PatchableGraph):
             return self._active(name, value)
         if name in self.namespace:
-            what = f"{name!r} is no PatchableGraph but an object of {type(value).__name__}"
+            what = f"{name!r} is not a PatchableGraph but an object of {type(value).__name__}"
         else:
             what = f"there is no variable {name!r}"
         raise SessionError(f"{what}; {self._what_is_there(name)}")
 
     def find(self) -> ActiveGraph | None:
-        """Returns the active graph: the one that was picked by name, else the only one there is; `None` without any.
+        """Returns the active graph: the one picked by name, or else the only one; `None` if there is no graph.
 
         Raises:
-            SessionError: There are several, and none was picked.
+            SessionError: There are several graphs, and none was picked.
         """
         graphs = self.graphs()
         if self._used is not None:
@@ -123,7 +123,7 @@ class Workspace:
         """Returns the active graph.
 
         Raises:
-            SessionError: There is none, or several of which none was picked.
+            SessionError: There is no graph, or several and none was picked.
         """
         found = self.find()
         if found is None:
@@ -138,12 +138,12 @@ class Workspace:
         return f"make one: %graphpatch wrap pg = {model}(EXAMPLE INPUTS)"
 
     def models(self) -> list[str]:
-        """Returns the names of the variables that hold modules which are no graphs."""
+        """Returns the names of the variables that hold modules other than graphs."""
         variables = self._variables()
         return [name for name, value in variables if is_a(value, Module) and not is_a(value, PatchableGraph)]
 
     def notice_new_graphs(self) -> None:
-        """Hands patches over where a variable holds another graph than it did when a command last looked at it."""
+        """Transfers patches to the new graph if a variable holds another graph than at the previous command."""
         for name, before in list(self._sessions.items()):
             value = self.namespace.get(name)
             if not is_a(value, PatchableGraph):
@@ -151,7 +151,7 @@ class Workspace:
             session = self._sessions[name] = session_of(value)
             if session is not before and session.chosen.version == 0 and before.chosen.patches:
                 session.origin = replace(before.origin, model=None)
-                hand_over(before.chosen.patches, session)
+                transfer(before.chosen.patches, session)
 
     def _active(self, name: str, graph: PatchableGraph) -> ActiveGraph:
         session = session_of(graph)
@@ -172,9 +172,9 @@ _of_shells: weakref.WeakKeyDictionary[Any, Workspace] = weakref.WeakKeyDictionar
 
 
 def workspace_of(shell: Any) -> Workspace:
-    """Returns the variables of an IPython shell: the same object for its magics and for each browser."""
+    """Returns the workspace of an IPython shell, always the same one."""
     if shell not in _of_shells:
-        proxy = weakref.proxy(shell)  # a workspace must not keep its shell alive
+        proxy = weakref.proxy(shell)  # so that a workspace does not keep its shell alive
         _of_shells[shell] = Workspace(lambda: proxy.user_ns, proxy.set_next_input)
     return _of_shells[shell]
 
@@ -185,7 +185,7 @@ def forget_workspace(shell: Any) -> None:
 
 
 class Results:
-    """Which variables hold what a probe or record has put there; forgets the values when the user does.
+    """The variables that probes and records have filled. It does not keep the values alive.
 
     Args:
         namespace: Returns the user's variables.
@@ -201,16 +201,16 @@ class Results:
         self._marks |= {name: _mark(value) for name, value in values.items()}
 
     def names_of_others(self) -> set[str]:
-        """Returns the names of the variables that hold something else."""
+        """Returns the names of all other variables."""
         return {name for name in list(self._namespace()) if not self.is_own(name)}
 
     def is_own(self, name: str) -> bool:
-        """Whether a variable still holds what was put there."""
+        """Whether a variable still holds the value that was put there."""
         namespace = self._namespace()
         return name in self._marks and name in namespace and self._marks[name](namespace[name])
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes the variables of these names that still hold what was put there."""
+        """Removes those of the variables that still hold the value that was put there."""
         for name in names:
             if self.is_own(name):
                 del self._namespace()[name]
@@ -218,7 +218,7 @@ class Results:
 
 
 def _mark(value: Any) -> Callable[[Any], bool]:
-    """Returns what tells whether a value is this one, without keeping it."""
+    """Returns a function that checks whether a value is this one, without keeping it alive."""
     if isinstance(value, Tensor):
         reference = weakref.ref(value)
         return lambda other: other is reference()
@@ -226,7 +226,7 @@ def _mark(value: Any) -> Callable[[Any], bool]:
         number, count, ends = id(value), len(value), [_mark(item) for item in (value[:1] + value[-1:])]
 
         def is_same(other: Any) -> bool:
-            # Another list may come to lie where this one was: then it holds other tensors.
+            # Another list may have the same id later, but it holds other tensors.
             if id(other) != number or type(other) is not list or len(other) != count:
                 return False
             return all(mark(item) for mark, item in zip(ends, other[:1] + other[-1:], strict=True))
@@ -236,16 +236,16 @@ def _mark(value: Any) -> Callable[[Any], bool]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Patches of a graph whose variable holds another graph now
+# Patches of the previous graph in a variable
 
 
 def counted(count: int) -> str:
-    """Returns how many patches there are, in words."""
+    """Returns `1 patch`, `2 patches`, ..."""
     return "1 patch" if count == 1 else f"{count} patches"
 
 
-def hand_over(patches: tuple[ChosenPatch, ...], session: Session) -> None:
-    """Chooses the patches of the graph that the variable held before; says what became of them."""
+def transfer(patches: tuple[ChosenPatch, ...], session: Session) -> None:
+    """Chooses the patches of the graph that the variable held before, and prints which were dropped."""
     kept: list[ChosenPatch] = []
     dropped: list[str] = []
     for patch in patches:
@@ -256,7 +256,7 @@ def hand_over(patches: tuple[ChosenPatch, ...], session: Session) -> None:
             dropped.append(f"dropped #{patch.number} {patch}: {problem}")
     if kept:
         session.adopt(kept)
-        print(f"{counted(len(kept))} carried over from the graph that was in {session.origin.graph} before")
+        print(f"{counted(len(kept))} carried over from the previous graph in {session.origin.graph}")
     for line in dropped:
         print(line)
 

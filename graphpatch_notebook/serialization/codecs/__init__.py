@@ -1,1 +1,1 @@
-"""How single values become JSON and tensors, and back: values, tensors, specs, functions, classes."""
+"""Single values as JSON and tensors, and back: plain values, tensors, functions and classes by name."""

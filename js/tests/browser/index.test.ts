@@ -1,7 +1,7 @@
 import axe from "axe-core";
 import { afterEach, expect, test, vi } from "vitest";
 import widget from "../../src/index";
-import type { Columns } from "../../src/protocol";
+import type { Columns } from "../../src/kernel/protocol";
 import "../../src/style.css";
 import { ABOUT, ColumnsBuilder, deflated, FakeModel, tensor, traits, transformer } from "../fixtures";
 

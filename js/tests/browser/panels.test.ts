@@ -1,12 +1,12 @@
 import axe from "axe-core";
 import { afterEach, beforeEach, describe, expect, it } from "vitest";
 import { page, userEvent } from "vitest/browser";
-import { type Editor, makeEditor } from "../../src/editor";
-import { makeNotices } from "../../src/notices";
-import type { Part } from "../../src/parts";
-import { makePatchList } from "../../src/patch_list";
-import { makePopup, type Popup } from "../../src/popup";
-import type { Checked, Details } from "../../src/protocol";
+import { makePopup, type Popup } from "../../src/details/popup";
+import type { Checked, Details } from "../../src/kernel/protocol";
+import { makeNotices } from "../../src/page/notices";
+import { type Editor, makeEditor } from "../../src/patches/editor";
+import { makePatchList } from "../../src/patches/patch_list";
+import type { Part } from "../../src/view";
 import "../../src/style.css";
 import { HOSTILE, named, patch, Rig, settled } from "../panel_rig";
 

@@ -1,11 +1,11 @@
 import axe from "axe-core";
 import { afterEach, describe, expect, it } from "vitest";
 import { userEvent } from "vitest/browser";
-import { makeActivation } from "../../src/activation_view";
-import { colour, MISSING } from "../../src/colours";
-import { makePlot } from "../../src/plots";
-import type { Plot } from "../../src/protocol";
-import { makeRunPanel } from "../../src/run_panel";
+import { makeActivation } from "../../src/details/activation_view";
+import type { Plot } from "../../src/kernel/protocol";
+import { colour, MISSING } from "../../src/plots/plane";
+import { makePlot } from "../../src/plots/plots";
+import { makeRunPanel } from "../../src/runs/run_panel";
 import "../../src/style.css";
 import {
   activation,

@@ -1,9 +1,9 @@
 import axe from "axe-core";
 import { afterEach, expect, test, vi } from "vitest";
 import { userEvent } from "vitest/browser";
-import { colour } from "../../src/colours";
 import widget from "../../src/index";
-import type { HeatmapTraits, ResultHeatmap } from "../../src/protocol";
+import type { HeatmapTraits, ResultHeatmap } from "../../src/kernel/protocol";
+import { colour } from "../../src/plots/plane";
 import "../../src/style.css";
 import { FakeModel } from "../fixtures";
 import { float32 } from "../job_fixtures";

@@ -1,10 +1,10 @@
 import { afterEach, expect, test } from "vitest";
 import { page, userEvent } from "vitest/browser";
-import type { Columns } from "../../src/protocol";
-import { Skeleton } from "../../src/skeleton";
-import { makeToolbar } from "../../src/toolbar";
-import { TreeState } from "../../src/tree_state";
-import { makeTree } from "../../src/tree_view";
+import type { Columns } from "../../src/kernel/protocol";
+import { Skeleton } from "../../src/tree/skeleton";
+import { makeToolbar } from "../../src/tree/toolbar";
+import { TreeState } from "../../src/tree/tree_state";
+import { makeTree } from "../../src/tree/tree_view";
 import "../../src/style.css";
 import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ class Seen(nn.Module):
         self._mix = mix
 
     def forward(self, x: Tensor) -> Tensor:
-        COUNTS[id(self)] = COUNTS.get(id(self), 0) + x.shape[0] * x.shape[1]
+        COUNTS[id(self)] += x.shape[0] * x.shape[1]
         x = self.linear(x)
         return x.tanh() if self._mix is None else self._mix(self, x)
 
@@ -43,7 +44,8 @@ class Seen(nn.Module):
         return self.seen
 
 
-COUNTS: dict[int, int] = {}
+COUNTS = Counter[int]()
+"""Not a plain dict: a model that changes one of those runs its cells as a loop does."""
 STATE = {"mix": 0.0}
 
 
@@ -374,7 +376,7 @@ def test_nothing_large_is_kept_between_sweeps() -> None:
 def test_transformers_compute_fewer_positions(name: str) -> None:
     """Their large modules are found to work on each position alone, and none of the attention is."""
     from graphpatch_notebook.experiments.engine.inputs import Inputs
-    from graphpatch_notebook.experiments.engine.shared_setup import common_work
+    from graphpatch_notebook.experiments.engine.sweep_setup import sweep_setup
 
     case = case_by_name(name)
     call = case.example()
@@ -382,9 +384,9 @@ def test_transformers_compute_fewer_positions(name: str) -> None:
     outputs = [path for path, meta in pg.nodes.items() if meta.kind == "output" and path.count(".") >= 2]
 
     with torch.no_grad():
-        rows = common_work(
+        rows = sweep_setup(
             pg, Inputs(call.args, call.kwargs), lambda output: 0, outputs[:1], batch="auto", backward=False
-        ).rows
+        ).batch
 
     assert rows is not None
     kinds = {type(node.module).__name__ for node in rows.stand_ins}

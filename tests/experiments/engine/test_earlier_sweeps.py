@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution.replay import all_modules, tensors_among
-from graphpatch_notebook.experiments.engine.batch_rows import Rows, parted, taken
-from graphpatch_notebook.experiments.engine.earlier_sweeps import shown_earlier
-from graphpatch_notebook.experiments.engine.steps import SameSteps, Steps
+from graphpatch_notebook.experiments.engine.batching import Rows, parted, taken
+from graphpatch_notebook.experiments.engine.changed_positions import SameSteps, Steps
+from graphpatch_notebook.experiments.engine.clean_run import shown_earlier
 
 
 class Held(nn.Module):

@@ -36,7 +36,7 @@ from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.experiments import attribute
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.browser.widget import Browser
-from graphpatch_notebook.notebook.display import front_end
+from graphpatch_notebook.notebook.display import displayed_widget
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import session_of
 from tests.notebook.browser.test_requests import fields
@@ -554,18 +554,18 @@ def test_as_text_it_is_the_tree(pg: Shell) -> None:
 
 
 def test_a_missing_front_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(front_end, "_STATIC", tmp_path)
+    monkeypatch.setattr(displayed_widget, "_STATIC", tmp_path)
     with pytest.raises(GraphError, match=r"not built: .*loader.js is missing. In a checkout, run `npm ci"):
-        front_end.for_anywidget()
+        displayed_widget.for_anywidget()
 
 
 def test_for_hot_reload_anywidget_has_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYWIDGET_HMR", "1")
-    script, style = front_end.for_anywidget()
+    script, style = displayed_widget.for_anywidget()
     assert isinstance(script, Path)
     assert isinstance(style, Path)
     assert (script.name, style.name) == ("widget.js", "widget.css")
-    assert front_end.packed.__wrapped__() == b""
+    assert displayed_widget.packed.__wrapped__() == b""
 
 
 def test_neither_import_nor_the_extension_import_widgets() -> None:

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from IPython.core.completer import CompletionContext, provisionalcompleter, rectify_completions
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.inspection.places import Place, is_child
+from graphpatch_notebook.inspection.locations import Location, is_child
 from graphpatch_notebook.inspection.resolution import Unresolvable, resolve
-from graphpatch_notebook.notebook.completion.command_arguments import arguments_by_command
-from graphpatch_notebook.notebook.completion.python_text import cursor_at_end
-from graphpatch_notebook.notebook.completion.segments import next_segments
+from graphpatch_notebook.notebook.completion.completion import next_segments
+from graphpatch_notebook.notebook.completion.cursor import arguments_by_command, cursor_at_end
 from graphpatch_notebook.notebook.magics.commands import commands
 from tests.notebook.hostile import KEYS, hostile_graph
 from tests.notebook.shells import Shell
@@ -163,7 +162,7 @@ def test_inputs_that_were_not_given_come_last() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             return x * 2 if mask is None else x * mask
 
-    root = Place.of_root(PatchableGraph(Masked(), torch.ones(1)).nodes.root)
+    root = Location.of_root(PatchableGraph(Masked(), torch.ones(1)).nodes.root)
     offers = next_segments(root, "", patchable=True)
     assert offers is not None
     assert [offer.text for offer in offers.offers] == ["output", "x", "mul", "mask"]
@@ -363,13 +362,13 @@ def test_so_many_and_no_more(plain_shell: Shell) -> None:
                 x = x * 2
             return x
 
-    root = Place.of_root(PatchableGraph(Long(), torch.ones(1)).nodes.root)
+    root = Location.of_root(PatchableGraph(Long(), torch.ones(1)).nodes.root)
     offers = next_segments(root, "x_", patchable=True)
     assert offers is not None
     assert [offer.text for offer in offers.offers] == [f"x_{number}" for number in range(1, 501)]
 
 
-def leaf_paths(root: Place, *, patchable: bool = True) -> Iterator[str]:
+def leaf_paths(root: Location, *, patchable: bool = True) -> Iterator[str]:
     """Yields all paths to which one comes by taking offers, one after the other."""
     todo = [""]
     while todo:
@@ -398,7 +397,7 @@ def test_taking_offers_leads_to_every_value_that_can_be_patched(name: str) -> No
         call = case.example()
         pg = PatchableGraph(case.build(), *call.args, **call.kwargs)
     root = pg.nodes.root
-    offered = list(leaf_paths(Place.of_root(root)))
+    offered = list(leaf_paths(Location.of_root(root)))
     assert len(offered) == len(set(offered))
     targets = [resolve(root, path) for path in offered]  # which raises where it leads to nothing
     given = {target.path for target in targets if target.path in pg.nodes}
@@ -437,7 +436,7 @@ def test_any_text_has_a_cursor_or_none(text: str) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from('"|.blocks_01[]outp\\sub ') | st.characters(), max_size=20), st.booleans())
 def test_any_path_has_offers_or_none(typed: str, patchable: bool) -> None:
-    offers = next_segments(Place.of_root(hostile().nodes.root), typed, patchable=patchable)
+    offers = next_segments(Location.of_root(hostile().nodes.root), typed, patchable=patchable)
     assert offers is None or 0 <= offers.start <= len(typed)
     for offer in offers.offers if offers is not None and patchable else ():
         path = typed[: offers.start] + offer.text if offers is not None else ""

@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 
 from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments import show_heatmap
-from graphpatch_notebook.notebook.display.static_heatmap import MOST_BYTES
+from graphpatch_notebook.notebook.display.heatmap import MOST_BYTES
 from tests.notebook.browser.test_static_tree import read
 from tests.notebook.browser.test_widget import WIDGET_VIEW, Line
 from tests.notebook.hosts import environment

@@ -12,7 +12,7 @@ import pytest
 from IPython.lib.pretty import pretty
 from rich.console import Console
 
-from graphpatch_notebook.inspection.tree_texts import CSS_STYLES
+from graphpatch_notebook.inspection.tree import CSS_STYLES
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.display.tables import Column, Table
 from graphpatch_notebook.notebook.export.source_code import as_html

@@ -182,7 +182,7 @@ finally:
     for hook in hooks:
         hook.remove()
 
-# Calls are told by their number, so there must be as many as in the example.
+# Calls are identified by their number, so there must be as many as in the example.
 expected = {"patch_cell_inputs": 3}
 if calls != expected:
     raise RuntimeError(f"the hooks ran {dict(calls)} times, not {expected}")
@@ -382,14 +382,14 @@ def test_all_that_hooks_cannot_do_is_told_at_once(session: Session) -> None:
 
     message = str(raised.value)
     for part in (
-        "#1 'blocks_0.hidden' is an operation (relu) inside of Block, which hooks do not see; "
+        "#1 'blocks_0.hidden' is an operation (relu) inside Block, which hooks do not see; "
         "nearest: 'blocks_0.output|sub_1'",
-        "#2 'blocks_0.linear.linear' is an operation (linear) inside of Linear, which hooks do not see; "
+        "#2 'blocks_0.linear.linear' is an operation (linear) inside Linear, which hooks do not see; "
         "nearest: 'blocks_0.linear.output'",
         "#3 'blocks_0.linear.weight' is a parameter, and hooks see inputs and outputs only; "
-        "what is made of it is in 'blocks_0.linear.output'",
-        "#4 'blocks_1.linear.output' has steps or positions, which a hook does not know",
-        "(the graphpatch form can do them all)",
+        "its result is in 'blocks_0.linear.output'",
+        "#4 'blocks_1.linear.output' has steps or positions, which a hook cannot know",
+        "(the graphpatch form can do all of it)",
     ):
         assert part in message
     assert "'blocks_1.output" not in message
@@ -433,11 +433,11 @@ class Hidden(nn.Module):
 def test_modules_that_take_no_hook_are_refused() -> None:
     hidden = captured(Hidden(), X)
     path = next(path for path in hidden.nodes if path.endswith(".output"))
-    assert "this Linear is no registered submodule: a hook cannot be put on it" in refusal(hidden, path)
+    assert "this Linear is not a registered submodule, so it cannot have a hook" in refusal(hidden, path)
 
     scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
     pg = captured(scripted, X)
-    assert "this is a TorchScript module, which takes no hooks" in refusal(pg, "sub_0.output")
+    assert "this is a TorchScript module, which does not support hooks" in refusal(pg, "sub_0.output")
 
 
 class Half(nn.Module):
@@ -464,7 +464,7 @@ def test_children_that_are_named_like_methods() -> None:
 def test_hooks_that_would_switch_a_fused_kernel_off_are_refused() -> None:
     pg = captured(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()), X[None])
     for path in ("sub_0.output", "sub_0.src", "sub_0.linear1.output"):
-        assert "switches the fused kernel of 'sub_0' off: the last bits would differ" in refusal(pg, path)
+        assert "disables the fused kernel of 'sub_0': the last bits would differ" in refusal(pg, path)
 
     session = Session(pg, Origin("pg", "model", "x"))
     session.add(patch("output", "zero", slice="..., 0"))

@@ -220,7 +220,7 @@ def test_patches_that_are_off_are_left_out(session: Session) -> None:
     assert "up.linear" not in export(session)
 
     session.change(1, is_enabled=False)
-    with pytest.raises(ExportError, match=r"no patch to export; all 2 are switched off: switch one on first"):
+    with pytest.raises(ExportError, match=r"no patch to export; all 2 are disabled: enable one first"):
         export(session)
 
 
@@ -363,7 +363,7 @@ def test_hostile_paths_are_text(form: str) -> None:
 def test_what_cannot_be_written_on_one_line_is_refused(session: Session) -> None:
     session.add(patch("layers_0.up.linear", "replace", value="f'''{\"\"\"a\nb\"\"\"}'''"))
 
-    with pytest.raises(ExportError, match=r"#1 .*cannot be written on one line.*put it in a variable, and name that"):
+    with pytest.raises(ExportError, match=r"#1 .*cannot be written on one line.*put it in a variable, and use that"):
         export(session)
 
 

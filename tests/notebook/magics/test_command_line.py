@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpatch_notebook.errors import SessionError
-from graphpatch_notebook.notebook.magics.command_line import Place, arguments, split_options, without_comment, words
+from graphpatch_notebook.notebook.magics.command_line import TypedPath, arguments, split_options, without_comment, words
 from graphpatch_notebook.paths import format_path
 
 KNOWN = {"--steps": True, "--any-shape": False, "-o": True}
@@ -32,7 +32,7 @@ KNOWN = {"--steps": True, "--any-shape": False, "-o": True}
     ],
 )
 def test_places(text: str, path: str, index: str | None, rest: str) -> None:
-    assert Place.cut(text) == Place(path, index, rest)
+    assert TypedPath.cut(text) == TypedPath(path, index, rest)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_places(text: str, path: str, index: str | None, rest: str) -> None:
 )
 def test_places_that_are_none(text: str, message: str) -> None:
     with pytest.raises(SessionError, match=message):
-        Place.cut(text)
+        TypedPath.cut(text)
 
 
 @given(
@@ -53,7 +53,7 @@ def test_places_that_are_none(text: str, message: str) -> None:
 def test_every_path_is_cut_whole(names: list[str], dig: list[str], index: str | None) -> None:
     path = format_path(names, dig)
     brackets = "" if index is None else f"[{index}]"
-    assert Place.cut(f"{path}{brackets} value") == Place(path, index, "value")
+    assert TypedPath.cut(f"{path}{brackets} value") == TypedPath(path, index, "value")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_words_and_comments() -> None:
 
 @given(st.text())
 def test_no_text_breaks_it(text: str) -> None:
-    for take_apart in (Place.cut, lambda t: split_options(t, KNOWN), arguments, without_comment):
+    for take_apart in (TypedPath.cut, lambda t: split_options(t, KNOWN), arguments, without_comment):
         with contextlib.suppress(SessionError):
             take_apart(text)

@@ -11,9 +11,8 @@ import torch
 
 from graphpatch_notebook import AddPatch, PatchableGraph, ZeroPatch
 from graphpatch_notebook.notebook.magics.choosing import OPTIONS
-from graphpatch_notebook.notebook.magics.command_help import examples
-from graphpatch_notebook.notebook.magics.command_line import Place, split_options
-from graphpatch_notebook.notebook.magics.commands import commands
+from graphpatch_notebook.notebook.magics.command_line import TypedPath, split_options
+from graphpatch_notebook.notebook.magics.commands import commands, examples
 from graphpatch_notebook.notebook.magics.wrapping import Assignment
 from graphpatch_notebook.notebook.search.query import KEYS, STATES, parse_query
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
@@ -118,7 +117,7 @@ def test_wrapping_again_keeps_the_chosen_patches(pg: Shell) -> None:
     pg.ok("%graphpatch disable #1")
     before = pg.namespace["pg"]
     ran = pg.ok("%graphpatch wrap pg = model(x)")
-    assert lines(ran.out)[1:] == ["2 patches carried over from the graph that was in pg before"]
+    assert lines(ran.out)[1:] == ["2 patches carried over from the previous graph in pg"]
     assert pg.namespace["pg"] is not before
     assert chosen(pg) == ["zero hidden[:, 0:4]", "probe mul product"]
     assert [patch.is_enabled for patch in session_of(pg.namespace["pg"]).chosen.patches] == [False, True]
@@ -130,7 +129,7 @@ def test_wrapping_another_model_says_what_is_dropped(pg: Shell) -> None:
     pg.ok("class Other(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
           "        self.up = torch.nn.Linear(4, 8)\n    def forward(self, x): return self.up(x)")  # fmt: skip
     said = lines(pg.ok("%graphpatch wrap pg = Other()(x)").out)
-    assert said[1] == "1 patch carried over from the graph that was in pg before"
+    assert said[1] == "1 patch carried over from the previous graph in pg"
     assert said[2].startswith("dropped #1 zero hidden: no node 'hidden'")
     assert chosen(pg) == ["add up.linear 2.5"]
 
@@ -148,7 +147,7 @@ def test_use(pg: Shell) -> None:
     pg.ok("%graphpatch zero hidden")
     assert (chosen(pg), chosen(pg, "other")) == (["zero hidden"], ["zero mul"])
     assert pg.refused("%graphpatch use pgg") == "there is no variable 'pgg'; graphs: pg, other"
-    assert pg.refused("%graphpatch use model").startswith("'model' is no PatchableGraph but an object of Mlp")
+    assert pg.refused("%graphpatch use model").startswith("'model' is not a PatchableGraph but an object of Mlp")
     assert pg.refused("%graphpatch use") == "use takes the name of a graph; graphs: pg, other"
 
 
@@ -229,7 +228,7 @@ def test_a_slice_beyond_the_recorded_size_is_warned_of(pg: Shell) -> None:
     said = lines(pg.ok("%graphpatch zero hidden[9]").out)
     assert said[0] == "#1 zero hidden[9] -> (8,)"
     assert said[1].startswith("warning: slice [9] is out of range: dimension 0 of the value recorded here")
-    assert said[1].endswith("inputs of the example's sizes have no such part")
+    assert said[1].endswith("the slice does not fit inputs of the example's sizes")
     assert len(said) == 2
 
 
@@ -304,7 +303,7 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         pg.ok(f"%graphpatch {line}")
     pg.ok("%%graphpatch\npg(x)")
     assert "there is no variable 'nope'; graphs: pg" in pg.refused("%%graphpatch nope\npg(x)")
-    assert "is no PatchableGraph but an object of" in pg.refused("%graphpatch use dead")
+    assert "is not a PatchableGraph but an object of" in pg.refused("%graphpatch use dead")
 
 
 @pytest.mark.parametrize(
@@ -316,22 +315,22 @@ def test_objects_that_raise_when_they_are_asked(pg: Shell) -> None:
         ("zero hiden", r"no node 'hiden' in the root graph; nearest: 'hidden'"),
         ("zero up", r"'up' is a graph \(CompiledGraphModule\); patch a node in it"),
         ("zero hidden[:, 0:4,4]", r"'hidden': slice \[:, 0:4, 4\] has 3 dimensions"),
-        ("zero hidden[a.b]", r"'a\.b' in the slice 'a\.b' is not possible"),
+        ("zero hidden[a.b]", r"'a\.b' is not allowed in the slice 'a\.b'"),
         ("zero hidden[", r"the bracket behind 'hidden' is not closed"),
         ("zero hidden [0]", r"zero takes no value, but '\[0\]' was given; a slice stands directly behind the path"),
         ("zero hidden 1", r"zero takes no value, but '1' was given$"),
         ("add hidden", r"add needs a value: a number or a tensor"),
-        ("add hidden 1 2", r"'1 2' is no Python expression"),
+        ("add hidden 1 2", r"'1 2' is not a Python expression"),
         ("add hidden # 1", r"add needs a value"),
         ("custom hidden", r"custom needs a value: a function"),
         ("probe hidden 3x", r"'3x' cannot be the name of a variable"),
         ("probe hidden a b", r"'a b' is no name of a variable"),
         ("probe hidden as", r"'as' is no name of a variable"),
-        ("probe hidden pg", r"'pg' is what the graph is made from"),
+        ("probe hidden pg", r"'pg' is used to make the graph"),
         ("zero hidden --step 1", r"there is no option --step; nearest: --steps"),
         ("zero hidden --steps x", r"'x' are no whole numbers|.*numbers"),
         ("zero hidden --position-dim x", r"--position-dim takes a whole number, not 'x'"),
-        ("zero hidden --position-dim 1", r"position_dim=1 says nothing without positions"),
+        ("zero hidden --position-dim 1", r"position_dim=1 has no effect without positions"),
         ("zero --any-shape hidden --any-shape", r"the option --any-shape is given twice"),
         (
             "zero hidden[..., 8:16]",
@@ -524,7 +523,7 @@ def test_the_grammar_of_the_search_is_in_the_help(pg: Shell) -> None:
 def test_examples_can_be_typed(example: str) -> None:
     name, _, rest = example.partition(" ")
     if name in PATCH_KINDS:
-        options, behind = split_options(Place.cut(rest).rest, OPTIONS)
+        options, behind = split_options(TypedPath.cut(rest).rest, OPTIONS)
         texts = {what.lstrip("-").replace("-", "_"): text or True for what, text in options.items()}
         field, default = ("name", "free") if PATCH_KINDS[name].keeps else ("value", None)
         patch = ChosenPatch("x", name, **{field: behind.replace("{i}", "0") or default}, **texts)  # type: ignore[arg-type]

@@ -71,8 +71,8 @@ def test_a_plane_is_what_the_slice_takes(plane: str | None, expected: Tensor, te
         ("0, 0, 0, 0, 0", r"there is no \[0, 0, 0, 0, 0\] in a value of shape \[2, 3, 4, 5\]"),
         ("2, 0", "there is no"),
         ("missing, 0", "name 'missing' is not defined"),
-        ("1 +", "is no slice"),
-        ("f(0)", "is not possible"),
+        ("1 +", "is not a slice"),
+        ("f(0)", "is not allowed"),
         ("::-1", "steps are 1 or more"),
     ],
 )

@@ -136,7 +136,7 @@ class Edits(RuleBasedStateMachine):
     @rule(behind=st.integers(1, 3))
     def stale(self, behind: int) -> None:
         before = self.session.chosen
-        with pytest.raises(StaleEditError, match="were changed since"):
+        with pytest.raises(StaleEditError, match="have changed"):
             self.session.add(zero(), based_on=before.version - behind)
         assert self.session.chosen is before
 
@@ -302,9 +302,9 @@ def run_in_threads(function: Callable[[], None], count: int) -> None:
         (zero("output|hiden"), "path", "no 'hiden' in 'output'"),
         (zero("relu", slice=":, :, 0"), "slice", r"'relu': slice \[:, :, 0\] has 3 dimensions.*shape \(2, 3\)"),
         (zero("relu", slice=":, 3:6"), "slice", r"'relu': slice \[:, 3:6\] selects nothing: .* allow_empty=True"),
-        (zero("scale", slice="0"), "slice", r"'scale' is a number .*: it has no slice; drop the brackets"),
-        (ChosenPatch("relu", "probe", name="pg"), "name", "'pg' is what the graph is made from"),
-        (ChosenPatch("relu", "probe", name="x"), "name", "'x' is what the graph is made from"),
+        (zero("scale", slice="0"), "slice", r"'scale' is a number .*: it cannot have a slice; drop the brackets"),
+        (ChosenPatch("relu", "probe", name="pg"), "name", "'pg' is used to make the graph"),
+        (ChosenPatch("relu", "probe", name="x"), "name", "'x' is used to make the graph"),
     ],
     ids=str,
 )

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from graphpatch_notebook.errors import SerializationError
-from graphpatch_notebook.graphs.targets import Container, NamedFunction
-from graphpatch_notebook.serialization.codecs.functions import (
+from graphpatch_notebook.graphs.build import Container, NamedFunction
+from graphpatch_notebook.serialization.codecs.names import (
+    Allowed,
     check_method,
     decoded_function,
     encoded_function,
     functions,
 )
-from graphpatch_notebook.serialization.codecs.names import Allowed
 from graphpatch_notebook.serialization.codecs.reading import Item, parsed
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded, encoded
 from graphpatch_notebook.torch_compat import native_namespaces, overload_path, set_grad_enabled

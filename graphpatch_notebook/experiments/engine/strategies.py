@@ -1,0 +1,355 @@
+"""The three ways to run cells. Each gives the numbers of the loop, or raises an error that says why it cannot.
+
+    Plain      one cell, as in the loop
+    Replayed   one cell, in which frames that end before its first patched value return recorded results
+    Batched    several cells in the rows of one forward, replayed likewise
+
+Whether a batch has the numbers that cells have alone is checked: a model shows it once, for inputs and paths of a kind.
+The patches are known to do the same in a batch (`purity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from graphpatch_notebook.checks.equality import difference
+from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution import Entry, frames_seen
+from graphpatch_notebook.execution.replay import (
+    FrameNode,
+    Replay,
+    all_modules,
+    leaves_of,
+    own_tensors,
+    tensors_in,
+)
+from graphpatch_notebook.experiments.engine.batching import (
+    BatchPlan,
+    RowsError,
+    RowsPatch,
+    is_close,
+    parted,
+    repeated,
+    repeated_inputs,
+    taken,
+)
+from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap
+from graphpatch_notebook.experiments.engine.changed_positions import read_at_last_only
+from graphpatch_notebook.experiments.engine.clean_run import CleanRun
+from graphpatch_notebook.experiments.engine.measurements import Measurement, measurement
+from graphpatch_notebook.experiments.engine.sweep_setup import SweepSetup
+from graphpatch_notebook.experiments.engine.trimming import ReadElsewhereError, watched_metric
+from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.values import readable_children
+
+_UNVERIFIED_RUNS = 2
+_WILD = 6
+"""One far below, and five far above: more than half, so that a median moves, too."""
+
+
+class NotReplayableError(Exception):
+    """With recorded results the model does not return the same (caught inside the package)."""
+
+
+class Plain:
+    """Runs a cell as in the loop.
+
+    Args:
+        setup: How the cells of the sweep run.
+    """
+
+    def __init__(self, setup: SweepSetup) -> None:
+        self._setup = setup
+
+    def measured(self, patches: PatchMap) -> Measurement:
+        """Returns what the metric gives for a cell."""
+        setup = self._setup
+        with setup.pg.patch(patches):
+            value = setup.metric(setup.full_inputs.run(setup.pg))
+            if setup.backward:
+                _backward(value)
+        return measurement(value)
+
+
+class Replayed:
+    """Runs a cell without what happens before its first patched value.
+
+    Args:
+        setup: How the cells of the sweep run; it has a clean run on the whole inputs.
+    """
+
+    def __init__(self, setup: SweepSetup) -> None:
+        assert setup.clean is not None
+        self._setup, self._clean = setup, setup.clean
+        self._plain = Plain(setup)
+        self._runs_until: dict[frozenset[FrameNode], int] = {}
+
+    def measured(self, patches: PatchMap, entries: Sequence[Entry]) -> Measurement:
+        """Returns what the metric gives for a pure cell.
+
+        Raises:
+            NotReplayableError: With recorded results the model does not return the same.
+        """
+        frames = frozenset(self._clean.tree.replayable(self._clean.first_of(e.target.path for e in entries)))
+        count = self._runs_until[frames] = self._runs_until.get(frames, 0) + 1
+        if not frames or count <= _UNVERIFIED_RUNS:  # to compare costs a run: not where it would not pay
+            return self._plain.measured(patches)
+        if count == _UNVERIFIED_RUNS + 1 and not self._is_equal_without(frames):
+            raise NotReplayableError
+        with self._without(frames):
+            return self._plain.measured(patches)
+
+    def _is_equal_without(self, frames: frozenset[FrameNode]) -> bool:
+        with self._without(frames), self._setup.pg.patch({}).quiet():
+            output = self._setup.full_inputs.run(self._setup.pg)
+        expected, found = list(_tensors_inside(self._clean.output)), list(_tensors_inside(output))
+        return len(expected) == len(found) and all(
+            difference(a, b, "") is None for a, b in zip(expected, found, strict=True)
+        )
+
+    def _without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
+        """Leaves frames out of the run in the block."""
+        values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
+        replay = Replay(self._clean.tree, values)
+        return frames_seen(replay, replay.modules())
+
+
+class Batched:
+    """Runs several cells in one forward.
+
+    Args:
+        setup: How the cells of the sweep run; it has a clean run, and a plan of batches.
+    """
+
+    def __init__(self, setup: SweepSetup) -> None:
+        assert setup.clean is not None
+        assert setup.batch is not None
+        self._setup, self._clean, self._plan = setup, setup.clean, setup.batch
+        self._checked_frames: set[frozenset[FrameNode]] = set()
+        self._never_meet = self._has_compared = False
+
+    def results(self, cells: Sequence[tuple[int, PatchMap]], entries: Sequence[Sequence[Entry]]) -> list[CellResult]:
+        """Returns a result for each of some pure cells, given by number and patch map, and by their entries.
+
+        Raises:
+            RowsError: They cannot share a forward.
+            ReadElsewhereError: The metric reads for some of them what was left out.
+        """
+        setup, plan = self._setup, self._plan
+        problem = next(filter(None, map(plan.problem, entries)), None)
+        if problem is not None:
+            raise RowsError(problem)
+        if not self._never_meet:
+            _assure_rows_never_meet(setup, self._clean, plan)
+            self._never_meet = True
+        paths = list(dict.fromkeys(entry.target.path for own in entries for entry in own))
+        until = self._clean.first_of(paths)
+        frames = frozenset(self._clean.tree.replayable(until, plan.layouts) if setup.replays else ())
+        # One row more has no patches: it is looked at.
+        own_rows = [*entries, *([[]] if frames not in self._checked_frames else [])]
+        patches: PatchMap = {
+            path: RowsPatch([[e for e in own if e.target.path == path] for own in own_rows], plan.of_paths[path])
+            for path in paths
+        }
+        outputs: list[Any] | None = None
+        if not self._has_compared:
+            # Before the metric is asked, and before there are gradients, which cannot be taken back.
+            with torch.no_grad(), setup.pg.patch(patches):
+                outputs = self._outputs(frames, len(cells), len(own_rows))
+            maps = [patch_map for _, patch_map in cells]
+            self._has_compared = _assure_same_alone(setup, self._clean, plan, maps, outputs)
+        with setup.pg.patch(patches):
+            if outputs is None or setup.backward:
+                outputs = self._outputs(frames, len(cells), len(own_rows))
+            pairs = [self._result(number, output) for (number, _), output in zip(cells, outputs, strict=True)]
+            values = [value for result, value in pairs if result.error is None]
+            if setup.backward and values:
+                _backward(torch.stack([_number(value) for value in values]).sum())
+        self._checked_frames.add(frames)
+        return [result for result, _ in pairs]
+
+    def _outputs(self, frames: frozenset[FrameNode], cells: int, rows: int) -> list[Any]:
+        """Runs the model, under patches, and returns its output for each cell."""
+        plan = self._plan
+        inputs = repeated_inputs(self._setup.inputs.fresh(), plan.inputs, rows)
+        with self._without(frames, rows):
+            output = self._setup.pg(*inputs.args, **inputs.kwargs)
+        _check_rows(output, self._clean, plan, rows)
+        if rows > cells:
+            _check_control(taken(output, plan.output, cells), self._clean)
+        return parted(output, plan.output, cells)
+
+    def _without(self, frames: frozenset[FrameNode], count: int) -> AbstractContextManager[None]:
+        """Leaves frames, and positions that are as without patches, out of the run in the block."""
+        plan = self._plan
+        values = {
+            frame: repeated(frame.value, plan.layouts[frame], count, may_share=not frame.is_written_later)
+            for frame in frames
+        }
+        at_last = read_at_last_only(plan.stand_ins, self._clean.last_only)
+        replay = Replay(self._clean.tree, values, {**plan.stand_ins, **at_last})
+        return frames_seen(replay, replay.modules())
+
+    def _result(self, number: int, output: Any) -> tuple[CellResult, Any]:
+        metric = self._setup.metric
+        try:
+            value = watched_metric(metric, output) if self._setup.keeps_last_logits else metric(output)
+            return CellResult(number, measurement(value)), value
+        except (RowsError, ReadElsewhereError):
+            raise
+        except Exception as error:
+            return CellResult(number, None, f"{type(error).__name__}: {error}"), None
+
+
+# -- gradients, and what is in an output -------------------------------------------------------------------------------
+
+
+def _backward(value: Any) -> None:
+    number = _number(value)
+    if number.requires_grad:
+        number.backward()
+
+
+def _number(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
+    return value.reshape(())
+
+
+def _tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yields the tensors in an output, those in objects such as caches too."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    seen = set() if seen is None else seen
+    if id(value) in seen or callable(value) or isinstance(value, type):
+        return
+    seen.add(id(value))
+    inside = readable_children(value)
+    children = getattr(value, "__dict__", {}).values() if inside is None else [child for _, child in inside]
+    for child in children:
+        yield from _tensors_inside(child, seen)
+
+
+# -- checks of batches -------------------------------------------------------------------------------------------------
+
+
+def _key(test: str, clean: CleanRun, plan: BatchPlan) -> Hashable:
+    """Returns what the outcome of a test depends on, besides the model."""
+    return (test, clean.kind, frozenset(plan.of_paths), plan.is_assumed)
+
+
+def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, plan: BatchPlan) -> None:
+    """Runs a cell without patches beside some that have wild values wherever cells of the sweep have patches.
+
+    An earlier sweep may have done that.
+
+    Raises:
+        RowsError: The one without patches is not what the model returns without patches.
+    """
+    pg, known, test = setup.pg, clean.known, _key("rows never meet", clean, plan)
+    if test in known:
+        return
+    patches: PatchMap = {path: RowsPatch([[]], place, wild=_WILD) for path, place in plan.of_paths.items()}
+    frames = clean.tree.replayable(clean.first_of(plan.of_paths), plan.layouts)
+    values = {frame: repeated(frame.value, plan.layouts[frame], 1 + _WILD) for frame in frames}
+    many = repeated_inputs(setup.inputs.fresh(), plan.inputs, 1 + _WILD)
+    modules = all_modules(captured(pg).module)
+    try:
+        with torch.no_grad(), frames_seen(Replay(clean.tree, values), modules), pg.patch(patches).quiet():
+            output = pg(*many.args, **many.kwargs)
+    except (RowsError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RowsError(f"on several rows it raises {type(error).__name__}: {error}") from None
+    _check_rows(output, clean, plan, 1 + _WILD)
+    _check_control(taken(output, plan.output, 0), clean)
+    known[test] = True
+
+
+def _check_rows(output: Any, clean: CleanRun, plan: BatchPlan, count: int) -> None:
+    """Raises a `RowsError` unless the output has the rows of `count` interventions."""
+    leaves = list(leaves_of(output))
+    if len(leaves) != len(plan.output):
+        raise RowsError("the model returned a value of another structure")
+    for leaf, place, single in zip(leaves, plan.output, leaves_of(clean.output), strict=True):
+        if place is None:
+            if leaf is not single and leaf != single:
+                raise RowsError(f"the output has {leaf!r} where it has {single!r} for one cell")
+        elif place.dim is not None and leaf.shape[place.dim] != place.size * count:
+            raise RowsError(f"the output has a tensor of shape {tuple(leaf.shape)} for {count} interventions")
+
+
+def _check_control(output: Any, clean: CleanRun) -> None:
+    """Raises a `RowsError` unless the rows without patches are what the model returns without patches."""
+    expected, found = _floats(clean.output), _floats(output)
+    if not all(is_close(a, b) for a, b in zip(found, expected, strict=True)):
+        raise RowsError("in one forward, patches of one cell reach the rows of another")
+
+
+def _assure_same_alone(
+    setup: SweepSetup, clean: CleanRun, plan: BatchPlan, maps: Sequence[PatchMap], outputs: Sequence[Any]
+) -> bool:
+    """Compares the cell that changes the output most with what the loop gives; an earlier sweep may have done that.
+
+    Where a part of the outputs is left out, as the metric does not seem to read it, its numbers are compared, too.
+
+    Args:
+        setup: How the cells of the sweep run.
+        clean: What a run without patches showed.
+        plan: How cells share a forward.
+        maps: The patch maps of cells that shared a forward.
+        outputs: What the model returned for each.
+
+    Returns:
+        Whether the comparison says something: not where no patch had an effect.
+
+    Raises:
+        RowsError: They differ.
+    """
+    metric = setup.metric
+    passed: WeakSet[Any] = clean.known.setdefault(_key("same alone", clean, plan), WeakSet())
+    with suppress(TypeError):  # the metric has no hash, or cannot be referred to weakly
+        if metric in passed:
+            return True
+    effects = [_distance(output, clean.output) for output in outputs]
+    most = effects.index(max(effects))
+    with setup.pg.patch(maps[most]).quiet():
+        alone = setup.full_inputs.run(setup.pg)
+        is_same = _is_same(alone, outputs[most], is_last=setup.keeps_last_logits)
+        if is_same and setup.is_trimmed:
+            is_same = measurement(metric(alone)).is_close(measurement(metric(own_tensors(outputs[most]))))
+    if not is_same:
+        raise RowsError("in one forward with others, a cell has other numbers than alone")
+    with suppress(TypeError):
+        if effects[most] > 0:
+            passed.add(metric)
+    return effects[most] > 0
+
+
+def _distance(output: Any, reference: Any) -> float:
+    pairs = zip(_floats(output), _floats(reference), strict=True)
+    return sum((a - b).abs().nan_to_num(0, 0, 0).sum().item() for a, b in pairs)
+
+
+def _is_same(whole: Any, part: Any, *, is_last: bool) -> bool:
+    """Whether an output is another one, or what is left of it where nobody looks at the rest."""
+    if isinstance(part, Tensor):
+        if not isinstance(whole, Tensor):
+            return False
+        return is_close(part, whole[:, -1:] if is_last and whole.shape != part.shape else whole)
+    inside = readable_children(part)
+    if inside is None:
+        return bool(part == whole)
+    among = dict(readable_children(whole) or ())
+    return all(key in among and _is_same(among[key], child, is_last=is_last) for key, child in inside)
+
+
+def _floats(output: Any) -> Sequence[Tensor]:
+    return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]

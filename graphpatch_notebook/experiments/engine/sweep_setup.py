@@ -1,0 +1,256 @@
+"""How the cells of a sweep run: which work they share, found by a few runs without patches before any cell runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphpatch_notebook.checks.model_state import ModuleState
+from graphpatch_notebook.errors import ExperimentError, UnknownPathError
+from graphpatch_notebook.execution import innermost
+from graphpatch_notebook.execution.replay import NEVER, all_modules, has_hooks, own_tensors
+from graphpatch_notebook.experiments.engine.batching import BatchPlan, RowsError, batch_plan
+from graphpatch_notebook.experiments.engine.clean_run import CleanRun, Mark, clean_run
+from graphpatch_notebook.experiments.engine.function_values import ReferredValues
+from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.measurements import Measurement, baseline_of, measurement
+from graphpatch_notebook.experiments.engine.random_draws import change_by
+from graphpatch_notebook.experiments.engine.trimming import last_position_value, trims
+from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
+from graphpatch_notebook.interrupts import afterwards
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.torch_compat import has_global_hooks
+
+_ONE_BY_ONE = "cells ran one by one, each as a whole"
+_MEMORY = "the metric, or the model, changes what the metric refers to when it is called"
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+@dataclass(frozen=True)
+class SweepSetup:
+    """How the cells of a sweep run. Where cells turn out not to share something, another setup is made, without it.
+
+    Attributes:
+        pg: The graph.
+        metric: From the output of the model to numbers.
+        backward: Whether gradients of the metric are accumulated.
+        full_inputs: What the model runs on.
+        inputs: The same, or more arguments with which the model leaves out what the metric does not read.
+        baseline: What the metric gives without patches.
+        clean: What a run without patches showed; `None` where cells run as in the loop.
+        batch: How cells share a forward; `None` where they do not.
+        replays: Whether recorded results are used.
+        keeps_last_logits: Whether `inputs` has the model compute the logits of the last position only.
+        remarks: What the user should know, in words.
+    """
+
+    pg: PatchableGraph
+    metric: Callable[[Any], Any]
+    backward: bool
+    full_inputs: Inputs
+    inputs: Inputs
+    baseline: Measurement
+    clean: CleanRun | None = None
+    batch: BatchPlan | None = None
+    replays: bool = False
+    keeps_last_logits: bool = False
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether cells that share a forward leave something out."""
+        return self.inputs is not self.full_inputs
+
+    def remarked(self, text: str) -> SweepSetup:
+        """Returns the same setup with a remark more."""
+        return self if text in self.remarks else replace(self, remarks=(*self.remarks, text))
+
+    def without_replay(self) -> SweepSetup:
+        """Returns the setup for a model that does not return the same with recorded results."""
+        remark = "every cell ran as a whole: with recorded results the model does not return the same"
+        return replace(self, replays=False).remarked(remark)
+
+    def without_batch(self, why: str) -> SweepSetup:
+        """Returns the setup in which no cells share a forward."""
+        if self.is_trimmed:
+            return self.plain(why)
+        return replace(self, batch=None).remarked(f"cells ran one by one: {why}")
+
+    def plain(self, why: str) -> SweepSetup:
+        """Returns the setup in which each cell runs as in the loop."""
+        # What was left out of the run may have mattered.
+        with self.pg.patch({}).quiet():
+            baseline = baseline_of(self.metric, self.full_inputs.run(self.pg))
+        plain = SweepSetup(
+            self.pg, self.metric, self.backward, self.full_inputs, self.full_inputs, baseline, remarks=self.remarks
+        )
+        return plain.remarked(f"{_ONE_BY_ONE}: {why}")
+
+    def with_batch_looked_up(self, most: int | str) -> SweepSetup:
+        """Returns the setup for batches whose rows are where `checks.dimensions` says, not where they were assumed."""
+        assert self.clean is not None
+        targets = [resolve(captured(self.pg).root, path) for path in self.clean.marks]
+        return replace(self, batch=batch_plan(self.pg, self.inputs, self.clean, targets, most, may_assume=False))
+
+
+def sweep_setup(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    metric: Callable[[Any], Any],
+    paths: Sequence[str],
+    *,
+    batch: int | str | None,
+    backward: bool,
+) -> SweepSetup:
+    """Runs the model a few times without patches, and returns how cells run. The model's state stays as it was.
+
+    Args:
+        pg: The graph.
+        inputs: What the model runs on.
+        metric: From the output of the model to numbers.
+        paths: All paths that pure cells patch.
+        batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
+        backward: Whether gradients of the metric are accumulated.
+    """
+    targets = _targets(pg, paths)
+    state = ModuleState(captured(pg).module)
+    with afterwards(state.restore):
+        setup = _looked_at(pg, inputs, metric, targets, state, batch, backward)
+    if backward and setup.baseline.values.size != 1:
+        raise ExperimentError("backward=True needs a metric that gives one number, as a tensor")
+    return setup
+
+
+def _targets(pg: PatchableGraph, paths: Sequence[str]) -> list[Target]:
+    targets: dict[str, Target] = {}
+    for path in paths:
+        try:
+            target = resolve(captured(pg).root, path)
+        except Unresolvable as problem:
+            raise UnknownPathError(problem.message) from None
+        targets[target.path] = target
+    return list(targets.values())
+
+
+def _looked_at(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    metric: Callable[[Any], Any],
+    targets: Sequence[Target],
+    state: ModuleState,
+    batch: int | str | None,
+    backward: bool,
+) -> SweepSetup:
+    def plain(baseline: Measurement) -> SweepSetup:
+        return SweepSetup(pg, metric, backward, inputs, inputs, baseline)
+
+    if not targets:
+        return plain(_baseline(pg, inputs, metric))
+    referred = ReferredValues(metric)
+    if (why := why_plain(pg)) is not None:
+        state.restore()
+        return plain(_baseline(pg, inputs, metric)).remarked(f"{_ONE_BY_ONE}: {why}")
+    setup = _trimmed(pg, inputs, metric, targets, state, batch, backward)
+    assert setup.clean is not None
+    reason: object = setup.clean.state_change or change_by(
+        lambda: _baseline(pg, inputs, metric), captured(pg).module, state
+    )
+    has_memory = reason is None and referred != ReferredValues(metric)
+    if reason is not None or has_memory:
+        state.restore()
+        is_asked_again = not has_memory or setup.is_trimmed
+        baseline = _baseline(pg, inputs, metric) if is_asked_again else setup.baseline
+        return plain(baseline).remarked(f"{_ONE_BY_ONE}: {reason or _MEMORY}")
+    if batch is None:
+        return setup
+    try:
+        return replace(setup, batch=batch_plan(pg, setup.inputs, setup.clean, targets, batch))
+    except RowsError as reason:
+        return _whole(setup, targets).remarked(f"cells ran one by one: {reason}")
+
+
+def _whole(setup: SweepSetup, targets: Sequence[Target]) -> SweepSetup:
+    """Returns the setup in which cells run on the whole inputs: alone, each has the very bits of the loop."""
+    if not setup.is_trimmed:
+        return setup
+    clean = clean_run(setup.pg, setup.full_inputs, targets)
+    baseline = baseline_of(setup.metric, clean.returned)
+    clean = replace(clean, returned=None)
+    return replace(setup, inputs=setup.full_inputs, keeps_last_logits=False, clean=clean, baseline=baseline)
+
+
+def _baseline(pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Measurement:
+    return baseline_of(metric, inputs.run(pg))
+
+
+def why_plain(pg: PatchableGraph) -> str | None:
+    """Returns why nothing may be shared whatever the cells patch, in words; `None` where something may."""
+    if has_global_hooks() or any(has_hooks(module) for module in all_modules(captured(pg).module)):
+        return "there are hooks on modules, which may keep what they see"
+    if captured(pg).runs_own_graphs:
+        return "graphs of their own run in place of modules"
+    if innermost(captured(pg)) is not None:
+        return "other patches are active"
+    if captured(pg).callers.has_compiled_parts:
+        return "parts of the model are compiled"
+    return None
+
+
+def _trimmed(
+    pg: PatchableGraph,
+    inputs: Inputs,
+    metric: Callable[[Any], Any],
+    targets: Sequence[Target],
+    state: ModuleState,
+    batch: int | str | None,
+    backward: bool,
+) -> SweepSetup:
+    """Returns the setup, still without batches, for a run that leaves out as much as can be."""
+    holds_fused = any(isinstance(module, _FUSED) for module in all_modules(captured(pg).module))
+    # Frames may have run by torch's fused kernels in one run and without them in another.
+    is_fused = holds_fused and any(target.node.kind == "op" for target in targets)
+    full = _baseline(pg, inputs, metric) if is_fused else None
+    # Torch's fused kernels are not used under a mode: their numbers would be others.
+    notes_reads = batch is not None and not holds_fused
+
+    def run(given: Inputs) -> CleanRun:
+        keeps_pairs = notes_reads and not backward
+        return clean_run(pg, given, targets, notes_reads=notes_reads, keeps_pairs=keeps_pairs, state=state)
+
+    for extra in trims(captured(pg).root, inputs, targets) if batch is not None else []:
+        given = replace(inputs, kwargs={**inputs.kwargs, **extra})
+        clean = run(given)
+        if not all(map(_is_far_from_inputs, clean.marks.values())):
+            continue
+        if keeps_last := "logits_to_keep" in extra:
+            value = last_position_value(metric, own_tensors(clean.output))
+            if value is None:
+                continue
+            baseline = full or measurement(value)
+        else:
+            baseline = full = full or _baseline(pg, inputs, metric)
+            if not _gives(metric, own_tensors(clean.output), full):
+                continue
+        clean = replace(clean, returned=None)
+        return SweepSetup(
+            pg, metric, backward, inputs, given, baseline, clean, replays=not is_fused, keeps_last_logits=keeps_last
+        )
+    clean = run(inputs)
+    baseline = full or baseline_of(metric, clean.returned)
+    clean = replace(clean, returned=None)
+    return SweepSetup(pg, metric, backward, inputs, inputs, baseline, clean, replays=not is_fused)
+
+
+def _is_far_from_inputs(mark: Mark) -> bool:
+    """Whether what is patched came up, and is no mask or position: without a cache, models look at those otherwise."""
+    return mark.came_up != NEVER and isinstance(mark.value, Tensor) and mark.value.is_floating_point()
+
+
+def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> bool:
+    try:
+        return measurement(metric(output)).is_close(expected)
+    except Exception:  # it looks at what was left out
+        return False

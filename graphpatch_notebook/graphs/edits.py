@@ -1,0 +1,368 @@
+"""Edited graphs: their records, whether they can run, and the calls that they hold for.
+
+A graph is a record of one run: flags, absent inputs, branches, and sizes that the code took for plain numbers
+(`range(n)`, a table cut to a length, `is_causal`) are in it as they were. So an edited graph refuses other structures
+and plain values than the example's. In calls of other sizes, dtypes, layouts or settings of torch the graph as it was
+before it was edited is compared with the module first: what Python made of a size cannot be seen in the graph. Where a
+signature does not say all (an object such as a cache is given, or the module looks at values to find its way), every
+call is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextvars import Context
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.nn import Module
+
+from graphpatch_notebook.capture.custom_graphs import (
+    MODULE_GETS_TENSOR,
+    RECORD,
+    custom_record,
+    map_arguments,
+    output_problem,
+    record_name,
+    reference_problem,
+)
+from graphpatch_notebook.capture.doubts import Reason
+from graphpatch_notebook.capture.forward_swap import invoke, original_forward
+from graphpatch_notebook.capture.records import Frame, Node
+from graphpatch_notebook.checks.call_signature import (
+    Aspect,
+    CallSignature,
+    Difference,
+    current_settings,
+    inputs_of_call,
+)
+from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared
+from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
+from graphpatch_notebook.errors import EditedGraphWarning, GraphError
+from graphpatch_notebook.graphs.build import AUXILIARY
+from graphpatch_notebook.graphs.running import unobserved
+from graphpatch_notebook.paths import format_path, unique_name
+from graphpatch_notebook.values import (
+    ABSENT,
+    ContainerSpec,
+    ScalarSpec,
+    TensorSpec,
+    UnknownSpec,
+    ValueSpec,
+    describe,
+    leaves,
+    rebuilt,
+)
+from graphpatch_notebook.warning_places import warn
+
+Recorded: TypeAlias = Callable[["tuple[Any, ...]", "dict[str, Any]"], Any]
+
+_MOST_SIGNATURES = 1000
+
+
+class EditedCalls:
+    """The calls that an edited graph holds for.
+
+    Args:
+        frame: The frame that the graph was a record of.
+        recorded: Runs the graph as it was on the arguments of a call; `None` if it is not known any more.
+    """
+
+    def __init__(self, frame: Frame, recorded: Recorded | None) -> None:
+        self._frame = frame
+        self._recorded = recorded
+        self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
+        self._unused: set[Any] = set()
+        doubts = {doubt.reason for doubt in frame.doubts}
+        # Numbers that a submodule returns are in the graph as they were, too.
+        self._goes_by_values = (
+            bool(doubts - {Reason.ROUNDS}) or bool(self._example.objects) or any(map(_returns_numbers, frame.calls()))
+        )
+        self._is_rounded = Reason.ROUNDS in doubts
+        # What code may look at beside its inputs: attributes, submodules and hooks, of the module and of what it calls.
+        self._looked_at = [frame.module, *(node.frame.module for node in frame.calls())]
+        self._look = ModuleState(frame.module, is_look=True)
+        self._is_as_captured = True
+        self._compared: dict[Hashable, Comparison] = {}
+        self._has_warned = False
+
+    def note_unused_inputs(self, graph: fx.Graph) -> None:
+        """Notes which inputs the graph has in it as they were in the example."""
+        records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
+        self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
+
+    def input_problem(self, node: Node) -> str | None:
+        """Returns why a patch on this input would not do in the graph what it does in the module, if so."""
+        if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
+            return f"was {node.spec} in the example, and is so in the edited graph, whatever it is given"
+        if node.target in {name for pair in self._frame.conditions.same_inputs for name, _ in pair}:
+            return "was one tensor with another input of the example, from which the edited graph cannot tell it"
+        return None
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Makes sure that the graph holds for this call.
+
+        Raises:
+            GraphError: It does not: the call has other flags or inputs than the example, or the graph, before it was
+                edited, did something else than the module.
+
+        Warns:
+            EditedGraphWarning: The two cannot be compared on these inputs.
+        """
+        frame = self._frame
+        if frame.module.training != frame.conditions.training:
+            was, now = ("train", "eval") if frame.conditions.training else ("eval", "train")
+            raise GraphError(
+                f"the edited graph of {self._who()} was captured in {was} mode, and the module is in {now} mode now; "
+                f"call pg.{was}(), or make the PatchableGraph in {now} mode"
+            )
+        values = inputs_of_call(frame, args, kwargs)
+        differences = self._example.differences(list(values.values()))
+        refused = next(filter(self._is_left_out, differences), None)
+        if refused is not None:
+            raise self._error(str(refused))
+        self._look_again()
+        if differences or self._goes_by_values or not self._is_as_captured:
+            self._judge(self._comparison(CallSignature.of(values), args, kwargs))
+
+    def _look_again(self) -> None:
+        """Forgets what was compared if the modules have changed, by more than writes and new hooks."""
+        changes = [
+            change for module in self._looked_at for change in self._look.changes_in(module, counts_writes=False)
+        ]
+        if changes:
+            self._look = ModuleState(self._frame.module, is_look=True)
+        if any(change.kind is not ChangeKind.HOOK or change.before is not ABSENT for change in changes):
+            self._is_as_captured = False
+            self._compared.clear()
+
+    def _is_left_out(self, difference: Difference) -> bool:
+        """Whether the graph has what differs in it as it was, however the call compares on these numbers."""
+        if difference.aspect is Aspect.SPLIT:
+            return True
+        if difference.aspect is not Aspect.VALUE or {difference.was, difference.now} <= {ABSENT, ScalarSpec(None)}:
+            return False
+        is_used = difference.name.partition("|")[0] not in self._unused
+        return not (is_used and _is_size(difference.was) and _is_size(difference.now))
+
+    def _comparison(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
+        if not self._goes_by_values and key in self._compared:
+            return self._compared[key]
+        if self._recorded is None:
+            return Comparison(Outcome.NOT_COMPARABLE, "what it was before it was edited is not known in a copy")
+        # Without context variables: libraries collect hidden states in some, which these runs are not to add to.
+        found = Context().run(self._run_both, self._recorded, args, kwargs)
+        if len(self._compared) >= _MOST_SIGNATURES:
+            self._compared.clear()
+        if found.outcome is not Outcome.RAISES:  # a lack of memory, say, is not a property of the call
+            self._compared[key] = found
+        return found
+
+    def _run_both(self, recorded: Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
+        module = self._frame.module
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return invoke(original_forward(module), args, kwargs)
+
+        def graph(*args: Any, **kwargs: Any) -> Any:
+            return recorded(args, kwargs)
+
+        with unobserved():
+            return compared(module, run, graph, args, kwargs, within_rounding=self._is_rounded)
+
+    def _judge(self, comparison: Comparison) -> None:
+        if comparison.is_difference:
+            raise self._error(
+                f"before it was edited, it did something else than the module ({comparison}), for it has sizes, flags "
+                "or branches of the example in it"
+            )
+        if comparison.outcome is Outcome.UNREPEATABLE:
+            raise self._error(f"it is unlike the example's, and cannot be compared with the module ({comparison})")
+        if not comparison.is_equal and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"the edited graph of {self._who()} cannot be compared with the module on inputs unlike the example's: "
+                f"{comparison}; sizes, flags and branches that it has in it are those of the example",
+                EditedGraphWarning,
+                stacklevel=2,
+            )
+
+    def _error(self, why: str) -> GraphError:
+        return GraphError(
+            f"the edited graph of {self._who()} does not hold for this call: {why}; make the PatchableGraph with "
+            "inputs like these, or edit the graph of a module below it that has none of these"
+        )
+
+    def _who(self) -> str:
+        return f"{format_path(self._frame.path) or '<root>'!r} ({type(self._frame.module).__name__})"
+
+
+def _is_size(spec: Any) -> bool:
+    return isinstance(spec, ScalarSpec) and type(spec.value) is int
+
+
+def _returns_numbers(call: Node) -> bool:
+    return any(isinstance(leaf, ScalarSpec) for _, leaf in leaves(call.spec))
+
+
+# -- whether it can run -----------------------------------------------------------------------------------------------
+
+_GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
+
+
+def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Callable[[str], str]) -> None:
+    """Makes sure that an edited graph can be written down as code, and that there is all that it refers to.
+
+    Args:
+        graph: The graph.
+        frame: Its frame.
+        owner: The graph module, which has what the graph refers to.
+        path_meant: Returns the attribute path of the user's module that the graph has as some other one.
+
+    Raises:
+        GraphError: It cannot; the message says which node it is, and how to put it right.
+    """
+    # Custom graphs are run with the user's module, which has to have what they refer to.
+    is_custom = frame.custom_graph is not None
+    owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
+    nodes = [node for node in graph.nodes if not _reads_as_recorded(node, path_meant)]
+    problems = [output_problem(graph, is_wrapped=is_custom)]
+    problems += [reference_problem(node, owner, frame.module, put) for node in nodes]
+    for problem in filter(None, problems):
+        where = format_path(frame.path) or "<root>"
+        raise GraphError(f"the graph of {where!r} ({type(frame.module).__name__}) {problem}")
+
+
+def _reads_as_recorded(node: fx.Node, path_meant: Callable[[str], str]) -> bool:
+    """Whether a node reads what the module read: that may be there during calls only."""
+    record = node.meta.get(RECORD)
+    return node.op == "get_attr" and isinstance(record, Node) and path_meant(str(node.target)) == record.target
+
+
+# -- records of edited graphs ------------------------------------------------------------------------------------------
+
+
+Fingerprint = list[tuple[Any, ...]]
+
+
+def fingerprint(graph: fx.Graph) -> Fingerprint:
+    """Returns what tells the graph from an edited one."""
+    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+
+
+def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any]) -> None:
+    """Makes the records of `frame` those of its edited graph: each node of it has one, under a name of its own.
+
+    What new nodes hold, and what may have changed behind them, is found out on tensors without data (of the device
+    `meta`); where that does not work, it is not known.
+
+    Args:
+        frame: The frame.
+        graph: Its graph as it is now.
+        attribute: Returns what `get_attr` nodes read, by its path.
+    """
+    output = frame.output_node
+    kept = {id(node) for node in frame.nodes}
+    specs = _Specs(attribute, is_wrapped=frame.custom_graph is not None)
+    nodes: list[Node] = []
+    taken = {record.name for node in graph.nodes if (record := _record_of(node, kept)) is not None}
+    for node in graph.nodes:
+        record = _record_of(node, kept)
+        if node.op == "output":
+            record = output
+        elif record is not None:
+            kept.discard(id(record))  # a copied node has the record of the one that it was copied from
+        elif not node.meta.get(AUXILIARY):
+            record = custom_record(node, frame.module)
+            record.name = unique_name(record_name(node), taken)
+            taken.add(record.name)
+        specs.infer(node, record, is_new=node.op != "output" and node.meta.get(RECORD) is not record)
+        if record is not None:
+            node.meta[RECORD] = record
+            nodes.append(record)
+    frame.nodes = nodes
+    frame.names = {record.name: record for record in nodes}
+    frame.output = None
+    frame.capture.findings.clear()
+
+
+def _record_of(node: fx.Node, kept: set[int]) -> Node | None:
+    record = node.meta.get(RECORD)
+    return record if isinstance(record, Node) and id(record) in kept else None
+
+
+class _Specs:
+    """What is known of the values of a graph, node by node.
+
+    Args:
+        attribute: Returns what `get_attr` nodes read, by its path.
+        is_wrapped: Whether the output is in a tuple of its own, as in custom graphs.
+    """
+
+    def __init__(self, attribute: Callable[[str], Any], *, is_wrapped: bool) -> None:
+        self._attribute = attribute
+        self._is_wrapped = is_wrapped
+        self._specs: dict[fx.Node, ValueSpec] = {}
+        self._changed: set[fx.Node] = set()
+
+    def infer(self, node: fx.Node, record: Node | None, *, is_new: bool) -> None:
+        """Notes the spec of `node`, in its record too; that of a node that is not new only where it has changed."""
+        is_changed = is_new or record is None or not self._changed.isdisjoint(node.all_input_nodes)
+        spec = self._computed(node) if is_changed else None
+        if spec is None:
+            spec = UnknownSpec() if record is None or is_new else record.spec
+        self._specs[node] = spec
+        if record is None:
+            if not self._changed.isdisjoint(node.all_input_nodes):
+                self._changed.add(node)
+        elif is_new or spec != record.spec:
+            record.spec = spec
+            self._changed.add(node)
+
+    def _computed(self, node: fx.Node) -> ValueSpec | None:
+        devices: list[torch.device] = []
+
+        def value(leaf: Any) -> Any:
+            return _without_data(self._specs[leaf], devices) if isinstance(leaf, fx.Node) else leaf
+
+        try:
+            if node.op == "output":
+                result = map_arguments(node.args[0], value)
+                return _on(describe(result[0] if self._is_wrapped else result), devices)
+            if node.op == "get_attr":
+                return describe(self._attribute(str(node.target)))
+            args, kwargs = map_arguments(node.args, value), map_arguments(node.kwargs, value)
+            if node.op == "call_method":
+                return _on(describe(getattr(args[0], str(node.target))(*args[1:], **kwargs)), devices)
+            if node.op == "call_function" and callable(node.target):
+                return _on(describe(node.target(*args, **kwargs)), devices)
+        except Exception:  # whatever the user's function says to tensors without data
+            return None
+        return None
+
+
+class _UnknownValueError(Exception):
+    """The value of a node cannot be made up (caught here)."""
+
+
+def _without_data(spec: ValueSpec, devices: list[torch.device]) -> Any:
+    if isinstance(spec, TensorSpec):
+        devices.append(spec.device)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    if isinstance(spec, ScalarSpec):
+        return spec.value
+    if isinstance(spec, ContainerSpec):
+        keys = [key for _, key, _ in spec.children]
+        return rebuilt(spec.type, keys, [_without_data(child, devices) for _, _, child in spec.children])
+    raise _UnknownValueError
+
+
+def _on(spec: ValueSpec, devices: list[torch.device]) -> ValueSpec:
+    """Returns `spec` with the device that the arguments were on in place of `meta`."""
+    if isinstance(spec, TensorSpec) and spec.device.type == "meta" and devices:
+        return TensorSpec(spec.shape, spec.dtype, devices[0], spec.type_name)
+    if isinstance(spec, ContainerSpec):
+        return ContainerSpec(spec.type, tuple((text, key, _on(child, devices)) for text, key, child in spec.children))
+    return spec

@@ -1,0 +1,162 @@
+"""Locations in a capture, and how to get from one to the next: what a `NodePath` refers to."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from graphpatch_notebook.capture.records import CallNode, Frame, Node
+from graphpatch_notebook.errors import UnknownChildError
+from graphpatch_notebook.inspection.resolution import Unresolvable, nearest_paths, parse
+from graphpatch_notebook.inspection.tree import LabelOf, TreeEntry, frame_entry, is_shown, spec_entry
+from graphpatch_notebook.paths import ParsedPath, format_path, format_segment, nearest, python_path
+from graphpatch_notebook.values import ContainerSpec, ValueSpec
+
+_MOST_MEANT = 3
+
+
+def is_child(node: Node) -> bool:
+    """Whether a node is among those that a graph is said to have: it is no plumbing and no constant."""
+    return is_shown(node) or (node.kind == "input" and not node.is_plumbing)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A graph, a node, or a value inside the container that a node holds.
+
+    Attributes:
+        root: The root frame of the capture.
+        names: The names that lead to the node.
+        dig: The keys, as paths write them, that lead into the node's value.
+        frame: The frame that the node is in; the root frame for the root.
+        node: The node; `None` for the root.
+        graph: The frame that this location *is*, if it is a graph.
+        spec: What was recorded of the value, if it is none.
+    """
+
+    root: Frame
+    names: tuple[str, ...]
+    dig: tuple[str, ...]
+    frame: Frame
+    node: Node | None
+    graph: Frame | None
+    spec: ValueSpec | None
+
+    @classmethod
+    def of_root(cls, root: Frame) -> Location:
+        """Returns the location of the root graph."""
+        return cls(root, (), (), root, None, root, None)
+
+    @property
+    def path(self) -> str:
+        """The text of the path that leads here; empty for the root."""
+        return format_path(self.names, self.dig)
+
+    @property
+    def last_name(self) -> str:
+        """The end of the path, as a path writes it."""
+        return format_segment((*self.names, *self.dig)[-1]) if self.names else "<root>"
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return repr(self.path) if self.names else "the root graph"
+
+    def child(self, name: str) -> Location | None:
+        """Returns the child called `name`, if there is one."""
+        if self.graph is not None:
+            if (node := self.graph.names.get(name)) is None:
+                return None
+            graph = node.frame if isinstance(node, CallNode) else None
+            spec = node.spec if graph is None else None
+            return Location(self.root, (*self.names, name), (), self.graph, node, graph, spec)
+        if isinstance(self.spec, ContainerSpec) and (found := self.spec.child(name)):
+            return Location(self.root, self.names, (*self.dig, name), self.frame, self.node, None, found[1])
+        return None
+
+    def children(self) -> list[str]:
+        """Returns the names of the children, without plumbing and constants.
+
+        Inputs that the example did not have are there, though the tree leaves them out: they can be patched.
+        """
+        if self.graph is not None:
+            return [node.name for node in self.graph.nodes if is_child(node)]
+        return [text for text, _, _ in self.spec.children] if isinstance(self.spec, ContainerSpec) else []
+
+    def below(self, *names: str) -> Location:
+        """Returns the location to which `names` lead from here, one child after the other.
+
+        Raises:
+            UnknownChildError: There is no such child; the message names the nearest paths.
+        """
+        __tracebackhide__ = True
+        here = self
+        for position, name in enumerate(names):
+            if (child := here.child(name)) is None:
+                raise here._unknown(names[position:])
+            here = child
+        return here
+
+    def descendant(self, *names: str) -> Location | None:
+        """Returns the location to which `names` lead from here, if they lead anywhere."""
+        here: Location | None = self
+        for name in names:
+            here = here.child(name) if here is not None else None
+        return here
+
+    def at(self, key: str | int) -> Location:
+        """Returns the location that `key` names: a child, a path from here on, or a position in a sequence.
+
+        Raises:
+            UnknownChildError: There is none.
+        """
+        __tracebackhide__ = True
+        if isinstance(key, int):
+            return self._at_position(key)
+        if not isinstance(key, str):
+            raise TypeError(f"a child is named by a text or a position, not by {key!r}")
+        if (child := self.child(key)) is not None:
+            return child
+        try:
+            parsed = parse(key)
+        except Unresolvable as problem:
+            raise UnknownChildError(problem.message) from None
+        here = self.below(*parsed.names)
+        if parsed.dig and here.graph is not None:
+            raise UnknownChildError(f"{here.title} is a graph, not a container: its children follow a dot, not '|'")
+        return here.below(*parsed.dig)
+
+    def _at_position(self, position: int) -> Location:
+        if not isinstance(self.spec, ContainerSpec):
+            raise UnknownChildError(f"{self.title} is no container: it has no position {position}")
+        wanted = position + len(self.spec.children) if position < 0 else position
+        found = (text for text, key, _ in self.spec.children if type(key) is int and key == wanted)
+        return self.below(next(found, f"sub_{position}"))
+
+    def _unknown(self, names: tuple[str, ...]) -> UnknownChildError:
+        message = f"{self.title} has no child {names[0]!r}"
+        if isinstance(self.spec, ContainerSpec):
+            return UnknownChildError(f"{message}; it has {', '.join(map(repr, self.children())) or 'none'}")
+        if self.graph is None:
+            return UnknownChildError(f"{message}: it is a value, {self.spec}")
+        close = [*self._like(names), *nearest_paths(self.root, ParsedPath((*self.names, *names)))]
+        listed = ", ".join(map(repr, list(dict.fromkeys(close))[:_MOST_MEANT]))
+        return UnknownChildError(f"{message}; nearest: {listed}" if listed else message)
+
+    def _like(self, names: tuple[str, ...]) -> list[str]:
+        """Returns where `names` lead if their first is a slip for a child of this graph: graphs, too, unlike paths."""
+        alike = difflib.get_close_matches(names[0], self.children(), n=50)
+        meant = [child for name in nearest(names[0], alike, _MOST_MEANT) if (child := self.child(name)) is not None]
+        whole = [location.path for child in meant if (location := child.descendant(*names[1:])) is not None]
+        return whole or [child.path for child in meant]
+
+    def python(self) -> str:
+        """Returns the Python expression that leads here from a `PatchableGraph` called `pg`."""
+        return python_path("pg.graph", (*self.names, *self.dig))
+
+    def entry(self, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
+        """Returns the entry of this location in the tree."""
+        if self.graph is not None:
+            return frame_entry(self.graph, self.last_name, show_plumbing=show_plumbing, label_of=label_of)
+        assert self.spec is not None  # what is no graph has a value
+        return spec_entry(self.spec, self.last_name, show_all=show_plumbing, label_of=label_of)

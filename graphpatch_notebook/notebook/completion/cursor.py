@@ -1,0 +1,434 @@
+"""What the cursor is in: text is parsed, and never evaluated.
+
+`pg.patch({"h_0.mlp`            -> `Cursor`: a key of the dict that `pg.patch` takes; `h_0.mlp` is typed so far
+`%graphpatch zero h_0.mlp`      -> `Argument`: the path of the command `zero`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, PatchKind
+
+_LONGEST = 50_000
+_TOKEN = re.compile(
+    r"""
+      (?P<magic>^[ \t]*(?:[^\s%!?"'(\[{\#][^%!?"'(\[{\#\n]*=[ \t]*)?(?P<head>[%!?]+\w*)[^\n]*)
+    | (?P<comment>\#[^\n]*)
+    | (?P<string>(?P<prefix>[A-Za-z]{0,2})(?P<quote>\"{3}|'{3}|"|'))
+    | (?P<word>\w+)
+    | (?P<open>[(\[{])
+    | (?P<close>[)\]}])
+    | (?P<comma>,)
+    | (?P<space>\n|[^\S\n]+)
+    | (?P<other>.)
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_BODY = {
+    quote: re.compile(rf"(?:[^\\{quote[0]}{'' if len(quote) == 3 else chr(10)}]|\\.|{inner})*", re.DOTALL)
+    for quote, inner in (('"', "(?!)"), ("'", "(?!)"), ('"""', '"(?!"")'), ("'''", "'(?!'')"))
+}
+_NAME = r"[^\W\d]\w*"
+_ITEM = r"""\[\s*(?:"[^"\\\n]*"|'[^'\\\n]*')\s*\]"""
+_CHAIN = re.compile(rf"(?<![\w.])(?<!\.\s)({_NAME})((?:\s*\.\s*{_NAME}|{_ITEM})*)\s*$")
+_LINK = re.compile(rf"""\.\s*({_NAME})|\[\s*("[^"\\\n]*"|'[^'\\\n]*')\s*\]""")
+_ATTRIBUTE = re.compile(rf"\.\s*((?:{_NAME})?)$")
+_PATCH_MAP = re.compile(r"\s*(?:patch_map\s*=\s*)?")
+
+Link: TypeAlias = "tuple[Literal['attribute', 'item'], str]"
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A variable, and the attributes and text items that lead on from it: `pg.graph["h_0"].mlp`."""
+
+    variable: str
+    links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """What the cursor stands in.
+
+    Attributes:
+        role: A key of the dict that the called expression is given, an item of it, or an attribute.
+        of: The expression that is called, subscripted, or whose attribute it is.
+        typed: What is there of the key, item or attribute.
+        quote: The quote that the text began with; empty for attributes.
+        offsets: Where in the text each character of `typed` begins, and where it ends.
+    """
+
+    role: Literal["key", "item", "attribute"]
+    of: Expression
+    typed: str
+    quote: str
+    offsets: tuple[int, ...]
+
+    def escaped(self, text: str) -> str:
+        """Returns `text` as it stands in such a string."""
+        if not self.quote:
+            return text
+        return text.replace("\\", "\\\\").replace(self.quote[0], f"\\{self.quote[0]}")
+
+
+@dataclass(slots=True)
+class _Bracket:
+    position: int
+    text: str
+    is_fresh: bool = True
+    commas: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """The brackets that are open at the end of a text, and the string that is: prefix, quote, where it begins."""
+
+    brackets: list[_Bracket]
+    string: tuple[str, str, int] | None
+    is_comment: bool
+
+
+def cursor_at_end(text: str) -> Cursor | None:
+    """Returns what the cursor at the end of `text` stands in, if it is something that paths have a part in.
+
+    Example:
+        >>> cursor_at_end('pg.patch({"a": ZeroPatch(), "h_0.m').typed
+        'h_0.m'
+        >>> cursor_at_end("pg.graph.h_0.m").of
+        Expression(variable='pg', links=(('attribute', 'graph'), ('attribute', 'h_0')))
+    """
+    if len(text) > _LONGEST:
+        return None
+    scan = _scanned(text)
+    if scan.is_comment:
+        return None
+    if scan.string is None:
+        return _attribute(text)
+    prefix, quote, start = scan.string
+    if prefix.lower() not in ("", "r", "u") or not scan.brackets or not scan.brackets[-1].is_fresh:
+        return None
+    found = _owner(text, scan.brackets)
+    content = _content(text, start, prefix)
+    return None if found is None or content is None else Cursor(found[0], found[1], content[0], quote, content[1])
+
+
+def _scanned(text: str) -> _Scan:
+    brackets: list[_Bracket] = []
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        assert token is not None  # the last alternative is any character
+        position = token.end()
+        kind = token.lastgroup
+        if kind == "magic" and (brackets or position == len(text)):
+            # Inside brackets `%` is an operator; behind `%timeit`, where somebody types, stands Python.
+            position = token.end("head")
+            _touch(brackets)
+        elif kind == "string":
+            end = _string_end(text, position, token["quote"])
+            if end is None:
+                return _Scan(brackets, (token["prefix"], token["quote"], position), False)
+            position = end
+            _touch(brackets)
+        elif kind == "comment" and position == len(text):
+            return _Scan(brackets, None, True)
+        elif kind == "open":
+            _touch(brackets)
+            brackets.append(_Bracket(token.start(), token[0]))
+        elif kind == "close":
+            if brackets:
+                brackets.pop()
+        elif kind == "comma" and brackets:
+            brackets[-1].is_fresh = True
+            brackets[-1].commas += 1
+        elif kind in ("word", "other"):
+            _touch(brackets)
+    return _Scan(brackets, None, False)
+
+
+def _touch(brackets: list[_Bracket]) -> None:
+    if brackets:
+        brackets[-1].is_fresh = False
+
+
+def _string_end(text: str, position: int, quote: str) -> int | None:
+    """Returns the position behind a string; `None` where it goes on at the end of the text."""
+    body = _BODY[quote].match(text, position)
+    end = body.end() if body else position
+    if text.startswith(quote, end):
+        return end + len(quote)
+    return None if len(quote) == 3 or "\n" not in text[end:] else end  # a line break ends what nobody closed
+
+
+def _owner(text: str, brackets: list[_Bracket]) -> tuple[Literal["key", "item"], Expression] | None:
+    """Returns whose key or item stands in the innermost bracket."""
+    inner = brackets[-1]
+    if inner.text == "[" and inner.commas == 0:
+        expression = expression_at_end(text[: inner.position])
+        return None if expression is None else ("item", expression)
+    if inner.text != "{" or len(brackets) < 2 or brackets[-2].text != "(":
+        return None
+    outer = brackets[-2]
+    if not _PATCH_MAP.fullmatch(text, outer.position + 1, inner.position):
+        return None
+    expression = expression_at_end(text[: outer.position])
+    return None if expression is None else ("key", expression)
+
+
+def expression_at_end(text: str) -> Expression | None:
+    """Returns the variable with attributes and text items at the end of `text`; `None` where there is something else.
+
+    Example:
+        >>> expression_at_end("x = pg.graph['h_0']").links
+        (('attribute', 'graph'), ('item', 'h_0'))
+    """
+    match = _CHAIN.search(text[-400:])
+    if match is None:
+        return None
+    return Expression(match[1], tuple(map(_link, _LINK.finditer(match[2]))))
+
+
+def _link(match: re.Match[str]) -> Link:
+    return ("item", match[2][1:-1]) if match[1] is None else ("attribute", match[1])
+
+
+def _attribute(text: str) -> Cursor | None:
+    match = _ATTRIBUTE.search(text[-200:])
+    if match is None:
+        return None
+    length = len(match[1])
+    expression = expression_at_end(text[: len(text) - len(match[0])])
+    if expression is None:
+        return None
+    offsets = tuple(range(len(text) - length, len(text) + 1))
+    return Cursor("attribute", expression, match[1], "", offsets)
+
+
+def _content(text: str, start: int, prefix: str) -> tuple[str, tuple[int, ...]] | None:
+    """Returns what an open string holds, and where each character begins; `None` where an escape is not simple."""
+    if prefix.lower() == "r" and "\\" in text[start:]:
+        return None
+    characters: list[str] = []
+    offsets: list[int] = []
+    position = start
+    while position < len(text):
+        offsets.append(position)
+        if text[position] == "\\":
+            position += 1
+            if text[position : position + 1] not in ("\\", '"', "'"):
+                return None
+        elif text[position] == "\n":
+            return None
+        characters.append(text[position])
+        position += 1
+    return "".join(characters), (*offsets, len(text))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Behind %graphpatch
+
+
+ArgumentKind: TypeAlias = Literal[
+    "node",  # `PATH[slice]`, of something that can be patched
+    "place",  # `PATH`, also of a graph
+    "chosen",  # `#n`, or the path of a chosen patch
+    "graph",  # a variable that holds a PatchableGraph
+    "model",  # `NAME = MODEL(ARGS)`
+    "value",  # a Python expression
+    "query",  # terms of a search
+    "steps",  # `prefill`, `decoding`, or numbers
+    "file",
+    "command",
+    "name",  # the variable of a probe
+    "slice",  # behind the bracket that closes a slice
+    "new",  # whatever the user likes
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a command takes.
+
+    Attributes:
+        positional: The kinds of its arguments, in order; the last one may come any number of times.
+        options: Its options, each with the kind of its argument; `None` for those that take none.
+    """
+
+    positional: tuple[ArgumentKind, ...] = ()
+    options: Mapping[str, ArgumentKind | None] = field(default_factory=dict)
+
+    def kind(self, words: list[str]) -> ArgumentKind | None:
+        """Returns the kind of the argument behind these words; `None` where there is none any more."""
+        if words and (kind := self.options.get(words[-1])) is not None:
+            return kind
+        count = len(self.given(words))
+        return self.positional[min(count, len(self.positional) - 1)] if self.positional else None
+
+    def given(self, words: list[str]) -> list[str]:
+        """Returns those of the words that are neither options nor arguments of options."""
+        found = []
+        is_argument = False
+        for word in words:
+            if not is_argument and word not in self.options:
+                found.append(word)
+            is_argument = self.options.get(word) is not None
+        return found
+
+
+_WHEN: dict[str, ArgumentKind | None] = {
+    "--steps": "steps",
+    "--positions": "new",
+    "--position-dim": "new",
+    "--any-shape": None,
+    "--allow-empty": None,
+}
+_CHOSEN = Arguments(("chosen",))
+_COMMANDS: dict[str, Arguments] = {
+    "wrap": Arguments(("model",)),
+    "use": Arguments(("graph",)),
+    "show": Arguments(("place", "new"), {"--tokenizer": "value", "--inputs": "value"}),
+    "ls": Arguments(("place", "new")),
+    "find": Arguments(("query",)),
+    "code": Arguments(("place", "new")),
+    "shape": Arguments(("place", "new")),
+    "rm": _CHOSEN,
+    "enable": _CHOSEN,
+    "disable": _CHOSEN,
+    "clear": Arguments(),
+    "undo": Arguments(),
+    "redo": Arguments(),
+    "list": Arguments(),
+    "export": Arguments((), {"-o": "file", "--cell": None, "--hooks": None, "--force": None}),
+    "save": Arguments(("file", "new"), {"--force": None}),
+    "load": Arguments(("file", "new"), {"--trust": None}),
+    "help": Arguments(("command",)),
+}
+CELL = Arguments(("graph", "chosen"), {"--only": "chosen"})
+
+
+def arguments_by_command() -> dict[str, Arguments]:
+    """Returns what each command takes; one for each kind of patch is among them."""
+    return _COMMANDS | {kind.name: _of_kind(kind) for kind in PATCH_KINDS.values()}
+
+
+def _of_kind(kind: PatchKind) -> Arguments:
+    if kind.keeps is not None:
+        return Arguments(("node", "name", "new"), _WHEN)
+    return Arguments(("node", "new" if kind.value is None else "value"), _WHEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The argument that the cursor stands in.
+
+    Attributes:
+        kind: What it is; `option` for the name of an option.
+        typed: What is there of it.
+        start: Where in the line it begins.
+        options: The options that may stand here.
+        path: The path that the command is about, with its slice, where that stands before.
+    """
+
+    kind: ArgumentKind | Literal["option"]
+    typed: str
+    start: int
+    options: tuple[str, ...] = ()
+    path: str = field(default="", repr=False)
+
+
+_MAGIC = re.compile(r"\s*(?P<assigned>[^\s%!?\"'(\[{#][^%!?\"'(\[{#]*=\s*)?(?P<mark>%{0,2})graphpatch(?=\s)")
+_IDENTIFIER = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
+_LAST_TERM = re.compile(r"\S*$")
+
+
+def argument_at_end(line: str, *, is_first: bool, may_lack_mark: bool = False) -> Argument | None:
+    """Returns the argument in which the cursor at the end of `line` stands; `None` where it is in none.
+
+    Args:
+        line: The line, up to the cursor.
+        is_first: Whether it is the first of its cell, where `%%graphpatch` may stand.
+        may_lack_mark: Whether `graphpatch` alone means the magic, too.
+
+    Example:
+        >>> argument_at_end("x = %graphpatch ls h_0.ml", is_first=True)
+        Argument(kind='place', typed='h_0.ml', start=19, options=())
+    """
+    match = _MAGIC.match(line)
+    if match is None or (match["mark"] == "%%" and not is_first):
+        return None
+    if not match["mark"] and (match["assigned"] or not may_lack_mark):
+        return None
+    words = list(_words(line, match.end()))
+    start, typed = words.pop()
+    texts = [text for _, text in words]
+    if match["mark"] == "%%":
+        return _argument(CELL, texts, typed, start, line)
+    if not texts:
+        return Argument("command", typed, start)
+    command = arguments_by_command().get(texts[0])
+    return None if command is None else _argument(command, texts[1:], typed, start, line)
+
+
+def _argument(command: Arguments, words: list[str], typed: str, start: int, line: str) -> Argument | None:
+    options = tuple(option for option in command.options if option not in words)
+    kind = command.kind(words)
+    is_behind_option = bool(words) and command.options.get(words[-1]) is not None
+    if typed.startswith("-") and not is_behind_option and any(option.startswith(typed) for option in options):
+        return Argument("option", typed, start, options)
+    if kind is None or (kind == "new" and not typed and options and not is_behind_option):
+        return Argument("option", typed, start, options) if not typed and options else None
+    if kind == "node" and (bracket := _bracket(typed)) is not None:
+        if typed.endswith("]") and typed.count("[") == typed.count("]"):
+            return Argument("slice", typed, start)
+        kind, start = "value", start + bracket + 1
+    if kind == "model" and "=" not in line[: start + len(typed)].partition("wrap")[2]:
+        return None
+    if kind in ("value", "model"):
+        identifier = _IDENTIFIER.search(line, start)
+        return None if identifier is None else Argument(kind, identifier.group(), identifier.start(), options)
+    if kind == "query":
+        term = _LAST_TERM.search(line)
+        assert term is not None  # it may be empty
+        excluded = term.group().startswith("-")
+        return Argument(kind, term.group()[excluded:], term.start() + excluded)
+    return Argument(kind, typed, start, options, path=next(iter(command.given(words)), ""))
+
+
+def _words(line: str, position: int) -> Iterator[tuple[int, str]]:
+    """Yields the words behind `position` with where they begin; the last one, maybe empty, ends at the cursor."""
+    while True:
+        while position < len(line) and line[position].isspace():
+            position += 1
+        start = position
+        position = _word_end(line, start)
+        yield start, line[start:position]
+        if position == len(line):
+            return
+
+
+def _word_end(line: str, position: int) -> int:
+    quote, depth = "", 0
+    while position < len(line):
+        character = line[position]
+        if quote:
+            position += character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character.isspace() and depth <= 0:
+            return position
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        position += 1
+    return len(line)
+
+
+def _bracket(typed: str) -> int | None:
+    """Returns where the slice behind a path begins, outside of quotes."""
+    match = re.match(r'(?:"(?:[^"\\]|\\.)*"|[^"\[])*', typed)
+    end = match.end() if match else 0
+    return end if typed.startswith("[", end) else None

@@ -1,0 +1,344 @@
+"""The heatmap of a result: the widget, the cells that the front end draws, and static HTML.
+
+front end  -- cell ------>  checked; sets `selected`
+`selected` -- cell ------>  front end
+
+The front end is js/src/result_heatmap.ts. The static HTML is what a saved notebook, nbconvert or GitHub shows. It is a
+plain table without script, style sheet or style attribute; the live widget hides it by its classes.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import traitlets
+
+from graphpatch_notebook.experiments.plotting.grids import IN_FULL, Grid, Numbers, Scale, Side
+from graphpatch_notebook.experiments.plotting.labels import shown_labels, tick_text
+from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
+from graphpatch_notebook.notebook.display.labels import escaped
+
+
+class ResultHeatmap(DisplayedWidget):
+    """A heatmap of a result to point at and to click: what `show_heatmap` returns.
+
+    In a notebook it shows the widget, and beside it a table that lives without a kernel. Elsewhere it is one line.
+
+    Args:
+        grid: The result.
+        title: What is written over it.
+        is_upward: Whether the first row is the lowest.
+
+    Attributes:
+        selected: The coordinates of the cell that was clicked, in the order of the heatmap's rows and columns, such
+            as `("transformer.h_3.mlp.output", 5)`; `None`: none is selected. Set it to select a cell; `observe` it to
+            hear of clicks.
+
+    Example:
+        >>> import xarray
+        >>> from graphpatch_notebook.experiments import show_heatmap
+        >>> result = xarray.DataArray([[1.0, 2.0]], {"path": ["h_0"]}, ["path", "position"], name="effect")
+        >>> heatmap = show_heatmap(result)
+        >>> heatmap
+        <Heatmap of effect, 1 x 2 (path x position), from 1 to 2>
+        >>> heatmap.selected = ("h_0", 1)
+        >>> result.sel(path="h_0").isel(position=heatmap.selected[1]).item()
+        2.0
+        >>> heatmap.close()
+    """
+
+    heatmap = traitlets.Dict(read_only=True).tag(sync=True, echo_update=False)
+    values = traitlets.Bytes(read_only=True).tag(sync=True, echo_update=False)
+    cell: Any = traitlets.List(traitlets.Int(), default_value=None, allow_none=True).tag(sync=True)
+    selected: Any = traitlets.Tuple(traitlets.Any(), traitlets.Any(), default_value=None, allow_none=True)
+
+    def __init__(self, grid: Grid, title: str | None = None, *, is_upward: bool = True) -> None:
+        self._cells = ResultCells.of_grid(grid, is_upward=is_upward)
+        self._title = title
+        self._own_id = uuid.uuid4().hex
+        self.set_trait("heatmap", self._cells.state(title, self._own_id))
+        self.set_trait("values", self._cells.packed())
+        super().__init__(self._static_html, self._own_id)
+
+    @property
+    def grid(self) -> Grid:
+        """What is shown."""
+        return self._cells.grid
+
+    # -- the selected cell ---------------------------------------------------------------------------------------------
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Takes over the cell that the front end has set, if there is such a one; it may set nothing else."""
+        accepted = {name: value for name, value in sync_data.items() if name == "cell" and self._is_cell(value)}
+        super().set_state(accepted)
+        self.put_right(sync_data.keys() - accepted.keys())
+
+    def _is_cell(self, value: Any) -> bool:
+        if value is None:
+            return True
+        if not isinstance(value, list) or [type(index) for index in value] != [int, int]:
+            return False
+        rows, columns = self._cells.values.shape
+        return bool(0 <= value[0] < rows and 0 <= value[1] < columns)
+
+    @traitlets.validate("cell")
+    def _checked_cell(self, proposal: Any) -> Any:
+        if not self._is_cell(proposal["value"]):
+            rows, columns = self._cells.values.shape
+            raise traitlets.TraitError(f"a cell is [row, column] of {rows} x {columns}, not {proposal['value']!r}")
+        return proposal["value"]
+
+    @traitlets.validate("selected")
+    def _checked_selection(self, proposal: Any) -> Any:
+        if proposal["value"] is not None:
+            self._place(proposal["value"])
+        return proposal["value"]
+
+    @traitlets.observe("cell")
+    def _follow_cell(self, change: Any) -> None:
+        cell = change["new"]
+        if cell is None:
+            self.selected = None
+        elif self.selected is None or self._cells.cell_of(*self._place(self.selected)) != cell:
+            row, column = self._cells.places[cell[0], cell[1]]
+            self.selected = (self.grid.rows.values[row], self.grid.columns.values[column])
+
+    @traitlets.observe("selected")
+    def _follow_selection(self, change: Any) -> None:
+        chosen = change["new"]
+        self.cell = None if chosen is None else self._cells.cell_of(*self._place(chosen))
+
+    def _place(self, chosen: tuple[Any, Any]) -> tuple[int, int]:
+        """Returns the row and the column of the grid that coordinates mean.
+
+        Raises:
+            TraitError: There are none such.
+        """
+        row, column = (_index(side, value) for side, value in zip(self._sides, chosen, strict=True))
+        return row, column
+
+    @property
+    def _sides(self) -> tuple[Side, Side]:
+        return self.grid.rows, self.grid.columns
+
+    # -- where it is shown ---------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Heatmap of {summary(self.grid)}>"
+
+    def _static_html(self) -> str:
+        return static_heatmap(self.grid, self._title, self._own_id, is_upward=self._cells.is_upward)
+
+
+def _index(side: Side, value: Any) -> int:
+    try:
+        return side.values.index(str(value) if isinstance(side.values[0], str) else value)
+    except ValueError:
+        known = ", ".join(repr(one) for one in side.values[:3])
+        message = f"{value!r} is no {side.name} of this heatmap, whose {len(side.values)} are {known}..."
+        raise traitlets.TraitError(message) from None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The cells, as the front end draws them
+
+
+SIDE = 256
+"""The most rows and columns that are sent."""
+_LARGEST = 1e30
+"""From here on the front end takes a number for the fill value of a mask."""
+
+
+@dataclass(frozen=True)
+class ResultCells:
+    """What is drawn of a grid.
+
+    Attributes:
+        grid: The grid.
+        values: The number of each cell, of shape (rows, columns); of a block, the one farthest from the centre.
+        places: Where in the grid each of these stands, of shape (rows, columns, 2).
+        block: How many rows and columns of the grid are one cell.
+        is_upward: Whether the first row of the grid is the lowest.
+    """
+
+    grid: Grid
+    values: Numbers
+    places: np.ndarray[Any, np.dtype[np.intp]]
+    block: tuple[int, int]
+    is_upward: bool
+
+    @classmethod
+    def of_grid(cls, grid: Grid, *, is_upward: bool) -> ResultCells:
+        """Returns the cells of a grid."""
+        rows, columns = grid.values.shape
+        block = math.ceil(rows / SIDE), math.ceil(columns / SIDE)
+        order = np.arange(rows)[:: -1 if is_upward else 1]
+        values = np.where(np.abs(grid.values) < _LARGEST, grid.values, np.nan)[order]
+        center = 0.0 if grid.scale.center is None else grid.scale.center.value
+        strength = np.where(np.isnan(values), -1.0, np.abs(values - center))
+        found = _strongest(strength, block)
+        shown = values[found[..., 0], found[..., 1]]
+        found[..., 0] = order[found[..., 0]]
+        return cls(grid, shown, found, block, is_upward)
+
+    def cell_of(self, row: int, column: int) -> list[int]:
+        """Returns the cell in which a value of the grid is."""
+        seen = len(self.grid.values) - 1 - row if self.is_upward else row
+        return [seen // self.block[0], column // self.block[1]]
+
+    def packed(self) -> bytes:
+        """Returns the numbers as little-endian float32, row by row."""
+        return self.values.astype("<f4").tobytes()
+
+    def state(self, title: str | None, model_id: str) -> dict[str, Any]:
+        """Returns the `ResultHeatmap` of the front end."""
+        scale = self.grid.scale
+        return {
+            "title": title,
+            "name": scale.name,
+            "rows": self._side(self.grid.rows, self.block[0], is_reversed=self.is_upward),
+            "columns": self._side(self.grid.columns, self.block[1], is_reversed=False),
+            "full": list(self.grid.values.shape),
+            "map": "sequential" if scale.center is None else "diverging",
+            "low": scale.limits[0],
+            "high": scale.limits[1],
+            "center": str(scale.center) if scale.center is not None and scale.center.name else None,
+            "missing": self._missing(scale),
+            "reduced": self._reduced(scale),
+            "model_id": model_id,
+        }
+
+    def _side(self, side: Side, block: int, *, is_reversed: bool) -> dict[str, Any]:
+        step = -1 if is_reversed else 1
+        values = [str(value) for value in side.values[::step]]
+        state: dict[str, Any] = {"name": side.name, "title": side.title}
+        if block > 1:
+            parts = [values[start : start + block] for start in range(0, len(values), block)]
+            values = [" to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts]
+            title = side.title.removesuffix(IN_FULL)
+            return state | {"title": title, "values": values, "labels": None, "tokens": None}
+        tokens = [tick_text(label, is_token=True) for label in side.labels[::step]] if side.is_tokens else None
+        return state | {"values": values, "labels": shown_labels(side)[::step], "tokens": tokens}
+
+    def _missing(self, scale: Scale) -> str | None:
+        if (np.abs(self.grid.values) >= _LARGEST).any():
+            return f"no finite value, or one beyond {_LARGEST:g}"
+        return scale.missing
+
+    def _reduced(self, scale: Scale) -> str | None:
+        if self.block == (1, 1):
+            return None
+        rows, columns = self.grid.values.shape
+        what = f"number farthest from {scale.center or 0}"
+        return f"each cell is the {what} of {self.block[0]} x {self.block[1]} of {rows} x {columns}"
+
+
+def _strongest(strength: Numbers, block: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Returns the place of the greatest number of each block, of shape (rows, columns, 2)."""
+    rows, columns = (math.ceil(size / length) for size, length in zip(strength.shape, block, strict=True))
+    padding = [(0, rows * block[0] - strength.shape[0]), (0, columns * block[1] - strength.shape[1])]
+    padded = np.pad(strength, padding, constant_values=-np.inf)
+    blocks = padded.reshape(rows, block[0], columns, block[1]).transpose(0, 2, 1, 3).reshape(rows, columns, -1)
+    place = np.stack(np.unravel_index(blocks.argmax(-1), block), axis=-1)
+    corners = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1) * np.array(block)
+    found: np.ndarray[Any, np.dtype[np.intp]] = corners + place
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The heatmap as HTML, without a kernel
+
+
+MOST_BYTES = 30_000
+_MOST_CELLS = 600
+_STRONGEST = 30
+_BOLD = 0.8
+
+
+def static_heatmap(grid: Grid, title: str | None, model_id: str, *, is_upward: bool) -> str:
+    """Returns the HTML, of at most about `MOST_BYTES`: all cells of a small result, the strongest of a large one.
+
+    Args:
+        grid: The result.
+        title: What is written over it.
+        model_id: The id of the widget that hides it.
+        is_upward: Whether the first row is the lowest.
+    """
+    table = "\n".join(_lines(grid, title, model_id, _table(grid, is_upward=is_upward)))
+    if grid.values.size <= _MOST_CELLS and len(table.encode()) <= MOST_BYTES:
+        return table
+    count = _STRONGEST
+    while True:
+        text = "\n".join(_lines(grid, title, model_id, _list(grid, count)))
+        if len(text.encode()) <= MOST_BYTES or count == 1:
+            return text
+        count = count * 2 // 3
+
+
+def summary(grid: Grid) -> str:
+    """Returns what a result is, in a line."""
+    rows, columns = grid.values.shape
+    size = f"{rows:,} x {columns:,} ({grid.rows.name} x {grid.columns.name})"
+    found = grid.values[~grid.is_missing]
+    if not len(found):
+        return f"{grid.scale.name}, {size}, no finite number"
+    return f"{grid.scale.name}, {size}, from {found.min():.4g} to {found.max():.4g}"
+
+
+def _lines(grid: Grid, title: str | None, model_id: str, body: Iterator[str]) -> Iterator[str]:
+    name = f"{title}: {summary(grid)}" if title else summary(grid)
+    yield f'<div class="gp-static gp-static-{html.escape(model_id)}">'
+    yield f"<p><strong>{escaped(name)}</strong> (a picture of the heatmap; for the live one, run the cell)</p>"
+    yield from body
+    yield "</div>"
+
+
+def _table(grid: Grid, *, is_upward: bool) -> Iterator[str]:
+    strength = _strength(grid)
+    least = _BOLD * strength.max(initial=0.0)
+    order = range(len(grid.values))
+    rows, columns = ([escaped(label) for label in shown_labels(side)] for side in (grid.rows, grid.columns))
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    yield "<table>"
+    yield f"<tr><th>{escaped(f'{grid.rows.title} / {grid.columns.title}')}</th>{head}</tr>"
+    for row in reversed(order) if is_upward else order:
+        is_bold = (strength[row] >= least) & (strength[row] > 0)
+        cells = (_cell(value, is_bold=bold) for value, bold in zip(grid.values[row], is_bold, strict=True))
+        yield f"<tr><th>{rows[row]}</th>{''.join(cells)}</tr>"
+    yield "</table>"
+
+
+def _cell(value: float, *, is_bold: bool) -> str:
+    if np.isnan(value):
+        return "<td>–</td>"
+    return f"<td><strong>{value:.3g}</strong></td>" if is_bold else f"<td>{value:.3g}</td>"
+
+
+def _list(grid: Grid, count: int) -> Iterator[str]:
+    strength = _strength(grid)
+    order = np.argsort(-strength, axis=None, kind="stable")[: min(count, int((strength >= 0).sum()))]
+    if not len(order):
+        return
+    yield f"<p>The {len(order)} cells farthest from {escaped(str(grid.scale.center or 0))}:</p>"
+    yield "<ol>"
+    for place in order:
+        row, column = np.unravel_index(place, grid.values.shape)
+        where = f"{_place(grid.rows, int(row))}, {_place(grid.columns, int(column))}"
+        yield f"<li><code>{escaped(where)}</code>: {grid.values[row, column]:.4g}</li>"
+    yield "</ol>"
+
+
+def _place(side: Side, index: int) -> str:
+    value = f"{side.name} {side.values[index]}"
+    return f"{value} ({tick_text(side.labels[index], is_token=True)})" if side.is_tokens else value
+
+
+def _strength(grid: Grid) -> np.ndarray:
+    center = 0.0 if grid.scale.center is None else grid.scale.center.value
+    return np.where(grid.is_missing, -1.0, np.abs(grid.values - center))

@@ -1,0 +1,565 @@
+"""`%%graphpatch`: a cell that runs like any other cell, but inside a patch context.
+
+%%graphpatch pg                              what the user runs
+hidden.norm()
+
+magic('%%graphpatch pg')                     after `mark_cell`, on the lines: the marker
+hidden.norm()
+
+with magic('%%patches pg'), magic('%%results'):
+    magic('%%display')(hidden.norm())        after `CellTransformer`, on the tree
+
+Here `magic(...)` is `get_ipython().run_line_magic('graphpatch', ...)`. The lines of the body keep their positions, so
+line numbers, tracebacks, history, `await`, `;` and magics work as IPython defines them. The marker raises an error when
+it runs, so a cell never runs silently without its patches.
+
+`CellRun` is one run of the cell. `CellResults` fills the variables of its probes and records:
+
+begin        results of an earlier run are put aside
+each call    new values go into the variables
+end          a value that was modified in place since is not a result: its variable is deleted, with an error;
+             one line for a graph that was not called, and for each variable that no call filled
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from IPython.core import inputtransformer2
+from IPython.core.error import UsageError
+from torch import Tensor
+
+from graphpatch_notebook.errors import PatchMapError, PatchValueError, SessionError, add_note
+from graphpatch_notebook.execution import PatchContext, innermost
+from graphpatch_notebook.interrupts import Block
+from graphpatch_notebook.notebook.magics.choosing import numbers_of
+from graphpatch_notebook.notebook.magics.command_line import arguments, one_line
+from graphpatch_notebook.notebook.magics.commands import commands
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches, names_used
+from graphpatch_notebook.notebook.session.session import ResolvedPatches
+from graphpatch_notebook.notebook.session.workspace import ActiveGraph, Workspace
+from graphpatch_notebook.patchable_graph import captured
+from graphpatch_notebook.patches.kinds import Patch, RecordPatch
+from graphpatch_notebook.torch_compat import version_of
+
+MARKER = "%%graphpatch"
+PATCHES, RESULTS, DISPLAY, EMPTY = "%%patches", "%%results", "%%display", "%%empty"
+_ipython: Any = inputtransformer2  # functions without types
+_FIRST_LINE = re.compile(r"%%graphpatch(?:[ \t](.*))?$")
+
+
+def mark_cell(lines: list[str]) -> list[str]:
+    """Returns the lines of a cell, with a marker in place of a first line `%%graphpatch ...`."""
+    first = _FIRST_LINE.match(lines[0].rstrip()) if lines else None
+    if first is None or not any(line.strip() for line in lines[1:]):
+        return lines  # IPython says that the body is empty
+    call = _call_text(f"{MARKER} {first.group(1) or ''}".rstrip())
+    begun = _ipython.leading_empty_lines(lines[1:])
+    empty = lines[1 : len(lines) - len(begun)]
+    return [f"{call}\n", *empty, *_ipython.cell_magic(_ipython.leading_indent(begun))]
+
+
+# Terminals ask whether a cell is complete: those that begin with `%%` are, after an empty line.
+mark_cell.has_side_effects = True  # type: ignore[attr-defined]
+
+
+def _call_text(line: str) -> str:
+    return f"get_ipython().run_line_magic('graphpatch', {line!r})"
+
+
+class CellTransformer(ast.NodeTransformer):
+    """Puts a marked cell into `with` statements that apply its patches and put the results in their variables.
+
+    Args:
+        interactivity: Returns which values IPython shows, as `InteractiveShell.ast_node_interactivity`.
+    """
+
+    def __init__(self, interactivity: Callable[[], str]) -> None:
+        self._interactivity = interactivity
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Returns the tree of a cell; one that is not marked as it is. Never raises: IPython would drop it."""
+        if not isinstance(node, ast.Module) or not node.body:
+            return node
+        try:
+            line = _marked(node.body[0])
+            return node if line is None else _patched(node, line.removeprefix(MARKER), self._interactivity())
+        except Exception:  # a cell too deep to be looked through, say: its marker raises when it is run
+            return node
+
+
+def _marked(statement: ast.stmt) -> str | None:
+    """Returns what the marker says, if a statement is one."""
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return None
+    arguments = statement.value.args
+    if len(arguments) != 2 or not all(isinstance(argument, ast.Constant) for argument in arguments):
+        return None
+    line = arguments[1].value  # type: ignore[attr-defined]
+    is_marker = isinstance(line, str) and ast.unparse(statement.value) == ast.unparse(ast.parse(_call_text(line)))
+    return line if is_marker and line.split(" ")[0] == MARKER else None
+
+
+def _patched(tree: ast.Module, line: str, interactivity: str) -> ast.Module:
+    marker, *body = tree.body
+    # Python wants them in front, and IPython lets them stand anywhere.
+    futures = [node for node in body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    body = [node for node in body if node not in futures]
+    if futures and not body:
+        body = [ast.copy_location(ast.Pass(), futures[-1])]
+    if not body:  # comments only
+        tree.body = [_at(marker, ast.Expr(_call(EMPTY)))]
+        return tree
+    body = _displayed(body, interactivity)
+    items = [ast.withitem(_call(PATCHES + line)), ast.withitem(_call(RESULTS))]
+    block = ast.With(items, body)
+    tree.body = [*futures, _at(marker, block)]
+    if interactivity == "last":  # IPython shows all that stands by itself in the last statement
+        tree.body.append(_at(marker, ast.Pass()))
+    return tree
+
+
+def _displayed(body: list[ast.stmt], interactivity: str) -> list[ast.stmt]:
+    """Returns the statements, with those whose values are shown turned into calls that show them."""
+    last = body[-1]
+    if interactivity == "last_expr_or_assign" and (name := _assigned(last)) is not None:
+        shown = ast.Expr(_display(ast.copy_location(ast.Name(name, ast.Load()), last)))
+        return [*body, ast.copy_location(shown, last)]
+    if interactivity in ("last_expr", "last_expr_or_assign", "last") and isinstance(last, ast.Expr):
+        return [*body[:-1], ast.copy_location(ast.Expr(_display(last.value)), last)]
+    if interactivity == "last":
+        return [*body[:-1], _DisplayInside().visit(last)]
+    return body  # "all": IPython shows whatever stands by itself, also inside of a `with` statement; or "none"
+
+
+class _DisplayInside(ast.NodeTransformer):
+    """Shows what stands by itself inside of a loop or an `if`, but not in functions and classes."""
+
+    def visit_FunctionDef(self, node: ast.AST) -> ast.AST:
+        return node
+
+    visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = visit_FunctionDef  # noqa: N815
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        return ast.copy_location(ast.Expr(_display(node.value)), node)
+
+
+def _assigned(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target: ast.expr = statement.targets[0]
+    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
+        target = statement.target
+    else:
+        return None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _display(value: ast.expr) -> ast.expr:
+    call = ast.Call(_call(DISPLAY), [value], [])
+    for node in (call, *ast.walk(call.func)):
+        ast.copy_location(node, value)
+    return call
+
+
+def _call(line: str) -> ast.expr:
+    return ast.parse(_call_text(line), mode="eval").body
+
+
+def _at(place: ast.stmt, statement: ast.stmt) -> ast.stmt:
+    """Returns a statement that stands where another one stands, without the places of what is new in it."""
+    ast.copy_location(statement, place)
+    return ast.fix_missing_locations(statement)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The variables that a cell fills
+
+
+class CellResults:
+    """Fills the variables of one run of a cell.
+
+    Args:
+        workspace: The user's variables.
+        active: The graph.
+        chosen: The patches of the cell.
+        resolved: The same, with their values.
+    """
+
+    def __init__(
+        self, workspace: Workspace, active: ActiveGraph, chosen: ChosenPatches, resolved: ResolvedPatches
+    ) -> None:
+        self._results = workspace.results
+        self._namespace = workspace.namespace
+        self._active = active
+        self._patches = chosen.enabled
+        # The variables in slices mean what they meant when the cell began, as those of all other patches do.
+        names = {name for one, _ in resolved.observing if one.index for name in one.index.names}
+        in_slices = {name: self._namespace[name] for name in names}
+        self._observed = [_Observed(one, patch, in_slices) for one, patch in resolved.observing]
+        fixed = [one for one in self._patches if not one.is_function or str(one.value).isidentifier()]
+        own = {one.name for one in self._observed}
+        used = {name for name in names_used(fixed) if name in self._namespace and name not in own}
+        self._used = {name: self._namespace[name] for name in sorted(used)}
+        self._aside: dict[str, Any] = {}
+        self._is_told = False
+        self._lock = threading.Lock()
+
+    def put_aside(self) -> None:
+        """Removes what an earlier run left, except for what values and slices of the patches use."""
+        used = names_used(self._patches)
+        own = [o.name for o in self._observed if o.name not in used and self._results.is_own(o.name)]
+        self._aside = {name: self._namespace[name] for name in own}
+        self._results.remove(own)
+
+    def put(self) -> None:
+        """Fills the variables after a call of the graph.
+
+        Raises:
+            PatchValueError: There is no such part of a value as a slice says; all other variables are filled.
+        """
+        __tracebackhide__ = True
+        with self._lock:
+            self._is_told = True
+            self._aside.clear()
+            problems = [problem for one in self._observed if (problem := self._put(one))]
+        if problems:
+            raise PatchValueError("; ".join(problems))
+
+    def _put(self, one: _Observed) -> str | None:
+        """Fills one variable; returns what is wrong with its slice."""
+        problem = one.take()
+        if one.problem is not None:
+            self._results.remove([one.name])
+        elif one.has_value:
+            self._results.put({one.name: one.value})
+            one.is_filled = True
+        return problem
+
+    def settle(self, error: BaseException | None) -> None:
+        """Called at the end of the cell, in its patch context, with the error that ends it.
+
+        Raises:
+            PatchValueError: A value was written into after it was kept; its variable is removed.
+        """
+        __tracebackhide__ = True
+        is_called = self._is_called()
+        if not is_called:
+            self._results.put({name: old for name, old in self._aside.items() if name not in self._namespace})
+        self._aside.clear()
+        if error is not None:
+            self._put_what_is_missing()
+        for one in self._observed:
+            if self._results.is_own(one.name) and one.is_filled:
+                one.check(self._namespace[one.name])
+            if one.problem is not None:
+                self._results.remove([one.name])
+        problems = "; ".join(one.problem for one in self._observed if one.problem is not None)
+        if error is None:
+            self._tell(is_called)
+            if problems:
+                raise PatchValueError(problems)
+        elif problems and problems not in str(error):
+            add_note(error, problems)
+
+    def _is_called(self) -> bool:
+        context = innermost(captured(self._active.graph))
+        return self._is_told or (context is not None and context.calls.has_runs)
+
+    def _put_what_is_missing(self) -> None:
+        """After a call that did not return: what had fired before helps to see why."""
+        for one in self._observed:
+            is_old = self._results.is_own(one.name) and not one.is_filled
+            if one.name not in self._namespace or is_old:
+                self._put(one)
+
+    def _tell(self, is_called: bool) -> None:
+        name = self._active.name
+        if self._patches and not is_called:
+            why = "calls of the model itself, of other graphs and in other threads are not patched"
+            if self._namespace.get(name) is not self._active.graph:
+                why = f"the variable {name} does not hold that graph any more; {why}"
+            print(f"{name} was not called under the patches in this cell ({why}): no patch was applied")
+        changed = [used for used, value in self._used.items() if self._namespace.get(used, value) is not value]
+        if changed and is_called:
+            print(
+                f"{', '.join(changed)} got another value in this cell: patches have the one that it had when the cell "
+                f"began; for one value after the other, write `with {name}.patch(...)` in the loop (%graphpatch export)"
+            )
+        for one in self._observed:
+            if one.is_filled or one.problem is not None or one.name not in self._namespace:
+                continue
+            what = "what an earlier run left" if self._results.is_own(one.name) else "not what that keeps"
+            print(f"no call in this cell filled {one.name} for {one.title}: the variable is {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value that went into a variable, whole or in part, and how often it had been written into."""
+
+    part: Any
+    whole: Any
+    version: int | None
+
+    @classmethod
+    def of(cls, part: Any, whole: Any) -> _Given:
+        is_shared = part is whole or (isinstance(part, Tensor) and part._is_view())
+        return cls(part, whole, version_of(whole) if is_shared else None)
+
+    def is_changed(self) -> bool:
+        # A parameter is the model's state: an optimizer's step is no news.
+        is_parameter = self.version is not None and self.whole.is_leaf and self.whole.requires_grad
+        return self.version is not None and not is_parameter and self.whole._version != self.version
+
+
+class _Observed:
+    """A probe or record of a cell, and what it has given so far.
+
+    Attributes:
+        is_filled: Whether the variable has received something in this cell.
+        problem: Why what was kept is no result.
+        value: What the variable receives, if `has_value`.
+    """
+
+    def __init__(self, chosen: ChosenPatch, patch: Patch[Any], names: dict[str, Any]) -> None:
+        self._chosen = chosen
+        self._patch = patch
+        self._names = names
+        self._given: list[_Given] = []
+        self._count = 0
+        self.name = str(chosen.name)
+        self.is_filled = False
+        self.problem: str | None = None
+        self.value: Any = [] if isinstance(patch, RecordPatch) else None
+
+    @property
+    def title(self) -> str:
+        """The patch, as it is listed."""
+        return f"#{self._chosen.number} ({self._chosen})"
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is something for the variable; a list may be empty."""
+        return self.value is not None
+
+    def take(self) -> str | None:
+        """Takes what is new; returns what is wrong with the slice.
+
+        What else is wrong is only told at the end of the cell: the user may be done with the value.
+        """
+        try:
+            values = self._new()
+        except PatchValueError as error:
+            self._spoil(f"{self.title}: {error}")
+            return None
+        try:
+            given = [_Given.of(self._chosen.part(value, self._names), value) for value in values]
+        except PatchValueError as error:
+            self._spoil(str(error))
+            return str(error)
+        if isinstance(self._patch, RecordPatch):
+            if self.problem is None:
+                self.value += [one.part for one in given]
+                self._given += given
+        elif given:
+            self.problem, self.value, self._given = None, given[0].part, given
+        return None
+
+    def _new(self) -> list[Any]:
+        if isinstance(self._patch, RecordPatch):
+            before, self._count = self._count, len(self._patch._kept)
+            return self._patch._since(before)
+        value = self._patch.activation  # type: ignore[attr-defined]  # a probe
+        return [] if value is None else [value]
+
+    def _spoil(self, problem: str) -> None:
+        self.problem, self.value, self._given = problem, None, []
+
+    def check(self, held: Any) -> None:
+        """Finds out whether what the variable still holds was written into."""
+        parts = {id(part) for part in (held if isinstance(self._patch, RecordPatch) else [held])}
+        changed = next((one for one in self._given if id(one.part) in parts and one.is_changed()), None)
+        if changed is None:
+            return
+        repair = "write into a copy of what the call returned (clone)"
+        if not isinstance(self._patch, RecordPatch):
+            repair += f", or keep one: {self.name} = {self.name}.clone() directly after the call"
+        self._spoil(
+            f"{self.title}: the tensor of shape {tuple(changed.part.shape)} in {self.name} was written into after the "
+            f"call, so it is not what came up at {self._chosen.path!r} any more, and the variable is removed; {repair}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# One run of a cell
+
+
+_current: ContextVar[CellRun | None] = ContextVar("graphpatch_cell_run", default=None)
+
+
+class CellRun:
+    """One run of one cell, made when its first line is reached.
+
+    Args:
+        workspace: The user's variables.
+        line: What follows `%%graphpatch`.
+        frame: The frame of the cell.
+        is_silent: Whether whoever runs the cell wants to see no values.
+
+    Raises:
+        SessionError: The line, or a value of a patch, is wrong; nothing of the cell has run.
+    """
+
+    def __init__(self, workspace: Workspace, line: str, frame: FrameType, is_silent: bool) -> None:
+        leave_what_is_left()
+        outer = _current.get()
+        if outer is not None and outer.is_running():
+            raise SessionError("%%graphpatch cannot stand inside another: one cell runs under the patches of one graph")
+        workspace.notice_new_graphs()
+        active, chosen = chosen_for(workspace, line)
+        self._is_silent = is_silent
+        self._block: Block | None = Block(frame)
+        self._has_begun = False
+        resolved = active.session.resolve(workspace.namespace, chosen)
+        context = active.graph.patch(dict(resolved.patch_map.items()))
+        self._context = weakref.ref(context)  # it holds what its probes hold
+        self._results: _Results | None = _Results(self, CellResults(workspace, active, chosen, resolved))
+        context.after_call = self._results.put
+        self._entry: _Entry | None = _Entry(self, context)
+        if not chosen.enabled:
+            which = "none of these patches is switched on" if chosen.patches else "no patch is chosen"
+            print(f"{which}: the cell runs with {active.name} as it is")
+        _current.set(self)
+
+    @staticmethod
+    def current() -> CellRun:
+        """Returns the run that has begun, or is about to.
+
+        Raises:
+            SessionError: There is none.
+        """
+        run = _current.get()
+        if run is None or run._block is None:
+            raise SessionError("no %%graphpatch cell is running")
+        return run
+
+    def begin(self) -> None:
+        """Called when the patches are in place."""
+        self._has_begun = True
+
+    def end(self) -> None:
+        """Called before they are taken away. This object keeps nothing alive then."""
+        self._has_begun = False
+        self._block = self._entry = self._results = None
+
+    def is_running(self) -> bool:
+        """Whether the cell is being run; not after an interrupt so untimely that `end` was not reached."""
+        return self._has_begun and self._block is not None and not self._block.is_over()
+
+    def leave(self) -> None:
+        """Takes the patches away, if they are still there although the cell has ended."""
+        self.end()
+        context = self._context()
+        if context is not None:
+            context.__exit__(KeyboardInterrupt, None, None)  # has no effect if it was left
+
+    def patches(self) -> _Entry:
+        """Returns the context manager in which the patches are active. It is given once."""
+        assert self._entry is not None
+        entry, self._entry = self._entry, None
+        return entry
+
+    def results(self) -> _Results:
+        """Returns the context manager, inside of that one, which fills the variables. It is given once."""
+        if self._results is None:
+            raise SessionError("no %%graphpatch cell is about to begin")
+        results, self._results = self._results, None
+        return results
+
+    def display(self, value: object) -> None:
+        """Shows a value as IPython shows that of the last line."""
+        if not self._is_silent:
+            sys.displayhook(value)
+
+
+def leave_what_is_left() -> None:
+    """Takes away the patches of an earlier cell, which an interrupt kept from doing that itself."""
+    run = _current.get()
+    if run is not None and not run.is_running():
+        run.leave()
+        _current.set(None)
+
+
+def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
+    """Returns the graph and the patches that the first line of a cell means: `[NAME] [--only SPEC ...]`.
+
+    Raises:
+        SessionError: It means none.
+    """
+    words = arguments(line)
+    names = words[: words.index("--only")] if "--only" in words else words
+    specs = words[len(names) + 1 :]
+    name = names[0] if names else ""
+    if name.startswith("-"):
+        raise SessionError(f"there is no option {name}; a cell takes --only PATH|#n ...")
+    if name in commands() and name not in workspace.graphs():
+        raise SessionError(f"{name!r} is a command for a line of its own: %graphpatch {' '.join(words)}")
+    if len(names) > 1:
+        raise SessionError(f"{' '.join(names[1:])!r} is too much; write %%graphpatch [NAME] [--only PATH|#n ...]")
+    active = workspace.named(name) if name else workspace.current()
+    chosen = active.session.chosen
+    if "--only" not in words:
+        return active, chosen
+    if not specs:
+        raise SessionError("--only needs to know which patches: #1, a path, or a pattern such as 'h_*.output'")
+    return active, chosen.only(numbers_of(chosen, [word.rstrip(",") for word in specs]))
+
+
+class _Entry:
+    """Enters a patch context; what the user did wrong is told in one line."""
+
+    def __init__(self, run: CellRun, context: PatchContext) -> None:
+        self._run = run
+        self._context = context
+
+    def __enter__(self) -> None:
+        try:
+            self._context.__enter__()
+        except PatchMapError as error:
+            self._run.end()
+            raise UsageError(one_line(error)) from None
+        except BaseException:
+            self._run.end()
+            raise
+
+    @property
+    def __exit__(self) -> Callable[..., None]:  # noqa: PLE0302  # a property, which gives what takes them
+        # Its own: warnings that it gives point to whoever ends the block, which must be the user's cell.
+        return self._context.__exit__
+
+
+class _Results:
+    """Puts what probes and records hold in their variables; begins and ends the run."""
+
+    def __init__(self, run: CellRun, results: CellResults) -> None:
+        self._run = run
+        self._results = results
+        self.put = results.put
+
+    def __enter__(self) -> None:
+        # Now that the patches are in place nothing is lost: what an earlier run left must not be taken for this one's.
+        self._results.put_aside()
+        self._run.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        __tracebackhide__ = True
+        self._run.end()
+        self._results.settle(error)

@@ -1,0 +1,286 @@
+/** What a node's value is, on request: statistics, a plot of a 2-D slice of it, and steps through the other slices. */
+import { Poller, type Reported } from "../kernel/polling";
+import type { ActivationStatus, ActivationView } from "../kernel/protocol";
+import { element } from "../page/dom";
+import { makePlot } from "../plots/plots";
+import { makeStatistics } from "../plots/statistics";
+import { choiceOf, describeInputs, inputsOf } from "../runs/inputs";
+import { Progress } from "../runs/progress";
+import { type Part, RequestFailed, type View } from "../view";
+
+export interface ActivationPart extends Part {
+  /** Nobody looks at it any more: what runs is let go, and so is what the kernel keeps. */
+  close(): void;
+}
+
+let fields = 0;
+
+class Activation implements ActivationPart {
+  readonly element: HTMLElement;
+  private readonly button: HTMLButtonElement;
+  private readonly isPatched = element("input", { type: "checkbox", checked: true });
+  private readonly inputs = element("p", { class: "gp-note" });
+  private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
+  private readonly error = element("p", { class: "gp-message gp-error", role: "alert", hidden: true });
+  private readonly progress: Progress;
+  private readonly slice = element("input", { type: "text", class: "gp-field gp-typed", spellcheck: "false" });
+  private readonly sliceError = element("p", { class: "gp-small-error gp-error", role: "alert", hidden: true });
+  private readonly steppers = element("div", { class: "gp-steppers" });
+  private readonly sliceRow: HTMLElement;
+  private readonly result = element("div", { class: "gp-activation-result" });
+  private readonly poller: Poller<ActivationStatus>;
+  /** What the kernel keeps for us. */
+  private readonly ids = new Set<number>();
+  private current: number | null = null;
+  private shape: number[] = [];
+  /** The patches that the shown value was made with; `null`: none is shown, or it is without patches. */
+  private choice: string | null = null;
+  private isClosed = false;
+
+  constructor(
+    private readonly view: View,
+    private readonly row: number,
+  ) {
+    const label = { type: "button", class: "gp-button", onclick: () => this.show(this.plane) };
+    this.button = element("button", label, "Show activation");
+    this.progress = new Progress("Progress of the activation", view.kernel, () => this.interrupt());
+    this.sliceRow = this.makeSliceRow();
+    const ask = (id: number) => this.hear(view.kernel.ask("activation_status", { id }));
+    this.poller = new Poller<ActivationStatus>(ask, {
+      onStatus: (answer) => this.onStatus(answer),
+      onError: (reason) => this.onError(reason),
+    });
+    const patched = element("label", { class: "gp-check" }, this.isPatched, "With the chosen patches");
+    const head = element("div", { class: "gp-activation-head" }, this.button, patched);
+    const title = element("h3", { class: "gp-heading" }, "Activation");
+    const parts = [title, head, this.inputs, this.progress.element, this.error, this.sliceRow, this.stale, this.result];
+    this.element = element("section", { class: "gp-activation", "aria-label": "Activation" }, ...parts);
+    this.listen();
+  }
+
+  close(): void {
+    if (this.isClosed) return;
+    this.isClosed = true;
+    this.poller.stop();
+    this.progress.hide();
+    this.view.model.off("change:session", this.onSession);
+    for (const id of this.ids) this.letGo(id);
+  }
+
+  private makeSliceRow(): HTMLElement {
+    const id = `gp-activation-slice-${fields++}`;
+    this.slice.id = id;
+    this.sliceError.id = `${id}-error`;
+    const field = element(
+      "div",
+      { class: "gp-labelled" },
+      element("label", { for: id }, "Activation slice"),
+      this.slice,
+      this.sliceError,
+    );
+    return element("div", { class: "gp-activation-slice", hidden: true }, field, this.steppers);
+  }
+
+  private listen(): void {
+    this.slice.addEventListener("change", () => this.show(this.plane));
+    this.isPatched.addEventListener("change", () => {
+      if (this.current !== null) this.show(this.plane);
+    });
+    this.view.model.on("change:session", this.onSession);
+    this.view.onRemove(() => this.close());
+  }
+
+  private readonly onSession = (): void => {
+    const isStale = this.choice !== null && this.choice !== choiceOf(this.view.model.get("session"));
+    this.stale.hidden = !isStale;
+    this.stale.textContent = isStale ? "The chosen patches have changed since: press “Show again”." : "";
+  };
+
+  private get plane(): string | null {
+    return this.slice.value.trim() || null;
+  }
+
+  private show(plane: string | null): void {
+    const { view, row } = this;
+    this.clearErrors();
+    this.result.classList.add("gp-dimmed");
+    this.progress.showWaiting();
+    this.inputs.replaceChildren("Inputs: ", element("code", {}, describeInputs(view)));
+    const isPatched = this.isPatched.checked;
+    this.choice = isPatched ? choiceOf(view.model.get("session")) : null;
+    const payload = { row, plane, is_patched: isPatched, inputs: inputsOf(view) };
+    this.poller.follow(this.hear(view.kernel.ask("activation", payload)));
+  }
+
+  /** Remembers which job an answer is about, even if nobody waits for it any more. */
+  private async hear(asked: Promise<Reported<ActivationStatus>>): Promise<Reported<ActivationStatus>> {
+    const answer = await asked;
+    const { id } = answer.result;
+    if (this.isClosed) this.letGo(id);
+    else this.ids.add(id);
+    return answer;
+  }
+
+  /** Says to the kernel that a job is of no use any more; if it is lost, there is nothing to let go of. */
+  private letGo(id: number): void {
+    this.ids.delete(id);
+    this.view.kernel.ask("activation_close", { id }).catch(() => undefined);
+  }
+
+  private interrupt(): void {
+    if (this.current === null) return;
+    this.progress.showInterrupting();
+    this.poller.follow(this.hear(this.view.kernel.ask("activation_interrupt", { id: this.current })));
+  }
+
+  private onStatus({ result, buffers }: Reported<ActivationStatus>): void {
+    this.current = result.id;
+    if (result.state === "running") {
+      this.progress.show(result);
+      return;
+    }
+    this.finish();
+    for (const id of this.ids) if (id !== result.id) this.letGo(id);
+    if (result.state === "done" && result.view !== null) this.fill(result.view, buffers);
+    else if (result.state === "interrupted") this.fail("Interrupted. Press “Show again” to start anew.");
+    else this.fail(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Show again”.`);
+  }
+
+  private onError(reason: Error): void {
+    this.finish();
+    const field = reason instanceof RequestFailed ? reason.error.field : null;
+    if (field === "plane") {
+      this.slice.setAttribute("aria-invalid", "true");
+      this.slice.setAttribute("aria-describedby", this.sliceError.id);
+      this.sliceError.textContent = reason.message;
+      this.sliceError.hidden = false;
+      this.result.classList.remove("gp-dimmed");
+    } else this.fail(field === "inputs" ? `The inputs, as typed under “Run”: ${reason.message}` : reason.message);
+  }
+
+  private finish(): void {
+    if (this.progress.hasFocus) this.button.focus();
+    this.progress.hide();
+    this.button.textContent = "Show again";
+  }
+
+  private fail(message: string): void {
+    this.error.textContent = message;
+    this.error.hidden = false;
+  }
+
+  private clearErrors(): void {
+    this.error.hidden = true;
+    this.sliceError.hidden = true;
+    this.slice.removeAttribute("aria-invalid");
+    this.slice.removeAttribute("aria-describedby");
+  }
+
+  private fill(shown: ActivationView, buffers: DataView[]): void {
+    const { statistics, plot, path } = shown;
+    this.shape = statistics.shape;
+    const slice = plot.type === "none" ? null : plot.slice;
+    if (slice !== null && !this.slice.matches(":focus")) this.slice.value = slice;
+    this.sliceRow.hidden = this.shape.length < 2;
+    this.fillSteppers(leadingOf(slice, this.shape));
+    const options = { title: `Activation of ${path}`, rowTokens: shown.row_labels, columnTokens: shown.column_labels };
+    this.result.replaceChildren(makeStatistics(statistics), makePlot(plot, buffers, options));
+    this.result.classList.remove("gp-dimmed");
+    this.onSession();
+  }
+
+  /** Makes the buttons anew, and keeps the focus on the same one. */
+  private fillSteppers(leading: Leading[]): void {
+    const name = this.steppers.querySelector(":focus")?.getAttribute("aria-label");
+    this.steppers.replaceChildren(...leading.map((one) => this.stepper(one)));
+    for (const button of this.steppers.querySelectorAll("button")) {
+      if (button.getAttribute("aria-label") === name) button.focus();
+    }
+  }
+
+  private stepper({ dimension, index, size }: Leading): HTMLElement {
+    const name = `Dimension ${dimension}`;
+    const step = (by: number, text: string, word: string) =>
+      element(
+        "button",
+        {
+          type: "button",
+          class: "gp-step",
+          "aria-label": `${name}: ${word}`,
+          "aria-disabled": index + by < 0 || index + by >= size,
+          onclick: () => this.step(dimension, by),
+        },
+        text,
+      );
+    const place = element(
+      "span",
+      { class: "gp-number" },
+      `${index}`,
+      element("span", { class: "gp-muted" }, ` of 0–${size - 1}`),
+    );
+    return element(
+      "div",
+      { class: "gp-stepper", role: "group", "aria-label": name },
+      element("span", { class: "gp-muted" }, `dim ${dimension}`),
+      step(-1, "‹", "previous"),
+      place,
+      step(1, "›", "next"),
+    );
+  }
+
+  /** From what is asked for, not from what is shown: so that quick clicks add up. */
+  private step(dimension: number, by: number): void {
+    const asked = leadingOf(this.plane, this.shape).find((one) => one.dimension === dimension);
+    const moved = asked && moveAlong(this.slice.value, this.shape, dimension, asked.index + by);
+    if (!moved) return;
+    this.slice.value = moved;
+    this.show(moved);
+  }
+}
+
+/** Shown in a node's popup; asks the kernel for nothing before somebody presses its button. */
+export function makeActivation(view: View, row: number): ActivationPart {
+  return new Activation(view, row);
+}
+
+/** A dimension that one can walk along. */
+export interface Leading {
+  dimension: number;
+  index: number;
+  size: number;
+}
+
+function expand(slice: string, dimensions: number): string[] | null {
+  const parts = slice.split(",").map((part) => part.trim());
+  if (parts[parts.length - 1] === "") parts.pop();
+  const ellipsis = parts.indexOf("...");
+  if (ellipsis >= 0) {
+    const missing = dimensions - (parts.length - 1);
+    if (missing < 0 || parts.indexOf("...", ellipsis + 1) >= 0) return null;
+    parts.splice(ellipsis, 1, ...Array<string>(missing).fill(":"));
+  }
+  while (parts.length < dimensions) parts.push(":");
+  const isPlain = parts.every((part) => /^-?\d+$/.test(part) || part.includes(":"));
+  return parts.length === dimensions && isPlain ? parts : null;
+}
+
+/** Empty for a slice that takes no single positions, or in which they cannot be told (`None`, names). */
+export function leadingOf(slice: string | null, shape: readonly number[]): Leading[] {
+  const parts = slice === null ? null : expand(slice, shape.length);
+  return (parts ?? []).flatMap((part, dimension) => {
+    const size = shape[dimension] ?? 1;
+    if (part.includes(":") || size < 2) return [];
+    const typed = Number(part);
+    const index = typed < 0 ? typed + size : typed;
+    return index >= 0 && index < size ? [{ dimension, index, size }] : [];
+  });
+}
+
+/** The slice with one dimension at another index; `null` if that cannot be written. */
+export function moveAlong(slice: string, shape: readonly number[], dimension: number, index: number): string | null {
+  const parts = expand(slice, shape.length);
+  const size = shape[dimension] ?? 0;
+  if (parts === null || index < 0 || index >= size) return null;
+  parts[dimension] = String(index);
+  return parts.join(", ");
+}

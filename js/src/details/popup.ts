@@ -1,0 +1,282 @@
+/** The popup: what there is to know of a node. */
+
+import { wordsOf } from "../kernel/kernel";
+import type { Details, Kind, Link, Source } from "../kernel/protocol";
+import { copyText, element, icon, replaceChildren } from "../page/dom";
+import { type Floating, focusedElement, makeFloating } from "../page/floating";
+import { visible, visibleLines } from "../page/visible";
+import { shapeText } from "../patches/edits";
+import { whyUnpatchable } from "../patches/patchable";
+import type { Part, View } from "../view";
+import { colouredPython } from "./python_code";
+
+export interface Popup extends Part {
+  show(row: number, anchor: Element): void;
+  close(): void;
+}
+
+/** What is shown below the facts of a value, by who knows how to show it. */
+export type Section = (view: View, row: number) => SectionPart;
+export interface SectionPart extends Part {
+  /** It is shown no more. */
+  close?(): void;
+}
+
+/** What the torch function, or the class, of a row is called. */
+const FACT_OF_KIND: Partial<Record<Kind, string>> = { graph: "module", unused: "module", op: "operation" };
+/** More links than this are behind a button. */
+const MOST_LINKS = 12;
+
+export function makePopup(view: View, sections: Section[] = []): Popup {
+  return new NodePopup(view, sections);
+}
+
+class NodePopup implements Popup {
+  readonly element: HTMLElement;
+  private readonly floating: Floating;
+  private row = -1;
+  private anchor: Element | null = null;
+  private parts: SectionPart[] = [];
+
+  constructor(
+    private readonly view: View,
+    private readonly sections: Section[],
+  ) {
+    this.floating = makeFloating(view, {
+      class: "gp-popup",
+      height: 460,
+      isLight: true,
+      onEscape: () => this.close(),
+      onClose: () => this.closeParts(),
+    });
+    this.element = this.floating.element;
+  }
+
+  show(row: number, anchor: Element): void {
+    this.closeParts();
+    this.row = row;
+    this.anchor = anchor;
+    const path = this.view.skeleton.path(row);
+    this.fill(path, this.waiting());
+    this.floating.open(anchor, path || this.nameOfModel());
+    this.element.focus({ preventScroll: true });
+    void this.load(row, path);
+  }
+
+  close(): void {
+    this.row = -1;
+    this.floating.close();
+  }
+
+  private closeParts(): void {
+    for (const part of this.parts.splice(0)) part.close?.();
+  }
+
+  private async load(row: number, path: string): Promise<void> {
+    const stop = this.view.kernel.onState(() => {
+      if (this.row === row) this.fill(path, this.waiting());
+    });
+    try {
+      const { result } = await this.view.kernel.ask("details", { row });
+      stop();
+      if (this.row === row && this.floating.isOpen) this.fill(path, this.body(result));
+    } catch (reason) {
+      stop();
+      if (this.row === row && this.floating.isOpen) this.fill(path, this.failure(row, path, wordsOf(reason).message));
+    }
+  }
+
+  /** Puts the content in place, keeping the keyboard's focus inside. */
+  private fill(path: string, body: HTMLElement): void {
+    const hadFocus = this.element.contains(focusedElement(this.element));
+    replaceChildren(this.element, this.header(path), body);
+    if (hadFocus) this.element.focus({ preventScroll: true });
+  }
+
+  private nameOfModel(): string {
+    return this.view.model.get("about").module;
+  }
+
+  private header(path: string): HTMLElement {
+    const copy = async () => {
+      const isCopied = await copyText(path, this.element);
+      if (isCopied) this.view.notices.say("path copied");
+      else this.view.notices.error(`The browser lets nothing be copied from here. The path is: ${path}`);
+      label.textContent = isCopied ? "Copied" : "Copy";
+    };
+    const label = element("span", {}, "Copy");
+    return element(
+      "div",
+      { class: "gp-floating-header" },
+      element("div", { class: "gp-floating-title" }, visible(path || this.nameOfModel())),
+      path ? element("button", { type: "button", class: "gp-button", onclick: copy }, icon("copy"), label) : null,
+      closeButton(() => this.close()),
+    );
+  }
+
+  private waiting(): HTMLElement {
+    const isBusy = this.view.kernel.state === "busy";
+    return element(
+      "div",
+      { class: "gp-floating-body gp-waiting", role: "status" },
+      element("span", { class: "gp-spinner", "aria-hidden": true }),
+      isBusy ? "The kernel is busy: this is answered when it is free." : "Asking the kernel …",
+    );
+  }
+
+  private failure(row: number, path: string, message: string): HTMLElement {
+    const again = () => {
+      this.fill(path, this.waiting());
+      void this.load(row, path);
+    };
+    return element(
+      "div",
+      { class: "gp-floating-body" },
+      element("p", { class: "gp-error gp-message", role: "alert" }, message),
+      this.facts(row, null),
+      this.view.kernel.state === "lost"
+        ? null
+        : element("div", {}, element("button", { type: "button", class: "gp-button", onclick: again }, "Ask again")),
+    );
+  }
+
+  private body(details: Details): HTMLElement {
+    const { row } = details;
+    const hasValue = whyUnpatchable(this.view.skeleton, row) === null;
+    this.parts = hasValue ? this.sections.map((section) => section(this.view, row)) : [];
+    return element(
+      "div",
+      { class: "gp-floating-body", tabindex: -1 },
+      this.facts(row, details),
+      details.notes.length > 0
+        ? element("ul", { class: "gp-notes" }, ...details.notes.map((note) => element("li", {}, visibleLines(note))))
+        : null,
+      this.patching(row),
+      ...this.parts.map((part) => part.element),
+      ...codeSection(details),
+      ...this.links("Inputs", details.inputs),
+      ...this.links("Used by", details.users),
+      ...sourceSection(details.source),
+    );
+  }
+
+  private facts(row: number, details: Details | null): HTMLElement {
+    const { skeleton } = this.view;
+    const [kind, op] = [skeleton.kindOf(row), skeleton.opOf(row)];
+    const facts: [string, string | null][] = [
+      [FACT_OF_KIND[kind] ?? "kind", op || kind],
+      ["shape", details?.shape ? shapeText(details.shape) : null],
+      ["dtype", details?.dtype ?? null],
+      ["device", details?.device ?? null],
+    ];
+    if (!details?.shape && skeleton.labelOf(row)) facts.push(["value", skeleton.labelOf(row)]);
+    return element(
+      "dl",
+      { class: "gp-facts" },
+      ...facts.map(([name, fact]) =>
+        fact === null ? null : element("div", {}, element("dt", {}, name), element("dd", {}, visible(fact))),
+      ),
+    );
+  }
+
+  private patching(row: number): HTMLElement {
+    const unpatchable = whyUnpatchable(this.view.skeleton, row);
+    const edit = (target: number) => (event: MouseEvent) => {
+      const anchor = this.anchor?.isConnected ? this.anchor : (event.currentTarget as Element);
+      this.view.editPatch({ row: target }, anchor);
+      this.close();
+    };
+    if (unpatchable === null) {
+      const button = element("button", { type: "button", class: "gp-button gp-primary", onclick: edit(row) }, "Patch");
+      return element("div", { class: "gp-popup-actions" }, button);
+    }
+    const { why, instead } = unpatchable;
+    return element(
+      "div",
+      { class: "gp-popup-actions" },
+      element("p", { class: "gp-muted" }, why),
+      instead === null
+        ? null
+        : element(
+            "button",
+            { type: "button", class: "gp-button gp-primary", onclick: edit(instead) },
+            `Patch ${visible(shortened(this.view.skeleton.path(instead), this.view.skeleton.path(row)))}`,
+          ),
+    );
+  }
+
+  private links(title: string, links: Link[]): HTMLElement[] {
+    if (links.length === 0) return [];
+    const list = element("ul", { class: "gp-links" }, ...links.slice(0, MOST_LINKS).map((link) => this.link(link)));
+    if (links.length > MOST_LINKS) {
+      const more = element("button", { type: "button", class: "gp-node-link" }, `${links.length - MOST_LINKS} more`);
+      const item = element("li", {}, more);
+      more.addEventListener("click", () => {
+        const rest = links.slice(MOST_LINKS).map((link) => this.link(link));
+        item.replaceWith(...rest);
+        rest[0]?.querySelector("button")?.focus();
+      });
+      list.append(item);
+    }
+    return [element("section", {}, heading(title), list)];
+  }
+
+  private link({ row, text }: Link): HTMLElement {
+    const go = () => {
+      this.view.reveal(row);
+      this.close();
+      this.view.focusTree();
+    };
+    return element("li", {}, element("button", { type: "button", class: "gp-node-link", onclick: go }, visible(text)));
+  }
+}
+
+export function closeButton(onclick: () => void): HTMLElement {
+  return element(
+    "button",
+    { type: "button", class: "gp-button gp-quiet gp-close", "aria-label": "Close", title: "Close (Esc)", onclick },
+    icon("close"),
+  );
+}
+
+/** A path as seen from what it is in. */
+function shortened(path: string, above: string): string {
+  return above !== "" && path.startsWith(above) ? path.slice(above.length + 1) : path;
+}
+
+function heading(text: string): HTMLElement {
+  return element("h3", { class: "gp-heading" }, text);
+}
+
+function codeSection(details: Details): HTMLElement[] {
+  if (details.code === "") return [];
+  const title = details.kind === "graph" ? "Code of the graph" : "Code";
+  return [element("section", {}, heading(title), codeBlock(details.code, title))];
+}
+
+function codeBlock(code: string, name: string): HTMLElement {
+  const block = element("pre", { class: "gp-code", tabindex: 0, role: "group", "aria-label": name });
+  block.append(colouredPython(code));
+  return block;
+}
+
+function sourceSection(source: Source[]): HTMLElement[] {
+  if (source.length === 0) return [];
+  const lines = source.map(({ file, line, function: name, text }) => {
+    const code = element("code", { class: "gp-source-line" });
+    code.append(colouredPython(text.trim()));
+    return element(
+      "li",
+      {},
+      element("div", { class: "gp-source-place", title: file }, `${baseName(file)}:${line}`, name ? ` in ${name}` : ""),
+      code,
+    );
+  });
+  return [
+    element("section", {}, heading("Source lines, outermost first"), element("ol", { class: "gp-source" }, ...lines)),
+  ];
+}
+
+function baseName(file: string): string {
+  return file.split(/[\\/]/).at(-1) || file;
+}

@@ -1,0 +1,167 @@
+/** Requests to the kernel, and what is known of it: idle, busy, or lost. */
+
+import { type Answer, type Kernel, type KernelState, type Model, RequestFailed } from "../view";
+import { GONE, UNCONNECTED, watchLife } from "./kernel_life";
+import type { Reply, RequestError, RequestName, Requests } from "./protocol";
+
+/** How long an answer may take before the kernel counts as busy. */
+export const PATIENCE_MS = 500;
+/** After the kernel says that a message was dealt with, how long its reply may still be under way. */
+const GRACE_MS = 2000;
+const UNANSWERED = "The kernel has no answer, perhaps it was restarted: run the cell again.";
+
+interface Open {
+  resolve(answer: Answer<RequestName>): void;
+  reject(error: RequestFailed): void;
+}
+
+/** Returns the kernel of a model; everything it listens to is undone through `onRemove`. */
+export function connect(model: Model, onRemove: (undo: () => void) => void): Kernel {
+  const connection = new Connection(model);
+  const listener = (content: unknown, buffers: unknown) => connection.receive(content, buffers);
+  model.on("msg:custom", listener);
+  onRemove(() => model.off("msg:custom", listener));
+  onRemove(() => connection.close());
+  watchLife(model, model.get("about")?.model_id, connection, onRemove);
+  return connection;
+}
+
+class Connection implements Kernel {
+  state: KernelState = "idle";
+  why = "";
+  // Replies reach every view of the model, also those in other windows: numbers that no other one has.
+  private last = Math.floor(Math.random() * 2 ** 52);
+  private readonly open = new Map<number, Open>();
+  private readonly listeners = new Set<(state: KernelState) => void>();
+  private readonly graces = new Set<ReturnType<typeof setTimeout>>();
+  private patience: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(private readonly model: Model) {}
+
+  ask<N extends RequestName>(request: N, payload: Requests[N]["payload"]): Promise<Answer<N>> {
+    return new Promise((resolve, reject) => {
+      if (this.state === "lost") {
+        reject(failed(this.why));
+        return;
+      }
+      this.last += 1;
+      const id = this.last;
+      this.open.set(id, { resolve: resolve as Open["resolve"], reject });
+      try {
+        this.model.send({ id, request, payload }, { iopub: { status: (message: unknown) => this.heard(id, message) } });
+      } catch {
+        this.lost(GONE);
+        return;
+      }
+      if (this.patience === undefined) this.wait();
+    });
+  }
+
+  onState(listener: (state: KernelState) => void): () => void {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  }
+
+  receive(content: unknown, buffers: unknown): void {
+    if (!isReply(content)) return;
+    const request = this.open.get(content.id);
+    if (request === undefined) return;
+    this.open.delete(content.id);
+    if ("error" in content) request.reject(new RequestFailed(errorOf(content.error)));
+    else request.resolve({ result: content.result, buffers: views(buffers) });
+    this.wait();
+  }
+
+  lost(why: string): void {
+    // Whoever is gone is disconnected, too: a new connection then is to another.
+    if (this.state === "lost" && why === UNCONNECTED) return;
+    const isNews = this.state === "lost" && this.why !== why;
+    this.why = why;
+    clearTimeout(this.patience);
+    this.patience = undefined;
+    const requests = [...this.open.values()];
+    this.open.clear();
+    if (isNews) this.tell();
+    else this.become("lost");
+    for (const request of requests) request.reject(failed(why));
+  }
+
+  found(): void {
+    if (this.state === "lost" && this.why === UNCONNECTED) this.become("idle");
+  }
+
+  close(): void {
+    clearTimeout(this.patience);
+    for (const grace of this.graces) clearTimeout(grace);
+    this.listeners.clear();
+  }
+
+  /** The kernel is idle until half a second has passed without any answer. */
+  private wait(): void {
+    clearTimeout(this.patience);
+    this.patience = undefined;
+    if (this.state === "lost") return;
+    this.become("idle");
+    if (this.open.size === 0) return;
+    this.patience = setTimeout(() => this.become("busy"), PATIENCE_MS);
+  }
+
+  /** Hosts of ipywidgets say when the kernel has dealt with a message: without a reply then, nobody was there. */
+  private heard(id: number, message: unknown): void {
+    const content = (message as { content?: { execution_state?: unknown } } | undefined)?.content;
+    if (content?.execution_state !== "idle" || !this.open.has(id)) return;
+    const grace = setTimeout(() => {
+      this.graces.delete(grace);
+      const request = this.open.get(id);
+      if (request === undefined) return;
+      this.open.delete(id);
+      this.wait();
+      request.reject(failed(UNANSWERED));
+    }, GRACE_MS);
+    this.graces.add(grace);
+  }
+
+  private become(state: KernelState): void {
+    if (this.state === state) return;
+    this.state = state;
+    this.tell();
+  }
+
+  private tell(): void {
+    for (const listener of [...this.listeners]) listener(this.state);
+  }
+}
+
+function failed(message: string): RequestFailed {
+  return new RequestFailed({ message, field: null });
+}
+
+function isReply(content: unknown): content is Reply {
+  if (typeof content !== "object" || content === null) return false;
+  const reply = content as Record<string, unknown>;
+  return typeof reply.id === "number" && ("result" in reply || "error" in reply);
+}
+
+function errorOf(error: unknown): RequestError {
+  const { message, field } = (error ?? {}) as Partial<Record<keyof RequestError, unknown>>;
+  return {
+    message: String(message ?? "the kernel failed without saying why"),
+    field: field == null ? null : String(field),
+  };
+}
+
+/** Hosts hand over binary parts as views, as arrays of bytes or as bare buffers. */
+function views(buffers: unknown): DataView[] {
+  if (!Array.isArray(buffers)) return [];
+  return buffers.map((buffer: ArrayBuffer | ArrayBufferView) =>
+    ArrayBuffer.isView(buffer)
+      ? new DataView(buffer.buffer, buffer.byteOffset, buffer.byteLength)
+      : new DataView(buffer),
+  );
+}
+
+/** What a promise was rejected with, for whoever shows it. */
+export function wordsOf(reason: unknown): RequestError {
+  if (reason instanceof RequestFailed) return reason.error;
+  return { message: reason instanceof Error ? reason.message : String(reason), field: null };
+}

@@ -1,0 +1,40 @@
+/** The last resort: what goes wrong in the front end is said in the widget, in words, with what to do. */
+
+import { BrokenSkeleton } from "../tree/skeleton";
+import { element } from "./dom";
+
+const AGAIN = "Run the cell again; if that does not help, save the notebook and reload the page.";
+
+/** An error in place of the view that it kept from coming. */
+export function showFailure(root: HTMLElement, error: unknown): void {
+  const why = error instanceof Error ? error.message : String(error);
+  const cause = error instanceof BrokenSkeleton ? "The tree cannot be shown" : "This widget failed";
+  root.replaceChildren(
+    element("div", { class: "gp-failure", role: "alert" }, element("strong", {}, `${cause}: ${why}. `), AGAIN),
+  );
+  console.error(error);
+}
+
+/**
+ * Tells of errors in event handlers and promises that nobody caught, if they come from this code. Returns what stops that.
+ *
+ * @param source The address that this code has in stack traces.
+ */
+export function watchErrors(source: string, tell: (message: string) => void): () => void {
+  const report = (error: unknown) => {
+    const why = error instanceof Error ? error.message : String(error);
+    tell(`Something in this widget failed: ${why}. What is shown may be out of date. ${AGAIN}`);
+  };
+  const onError = (event: ErrorEvent) => {
+    if (event.filename === source) report(event.error ?? event.message);
+  };
+  const onRejection = (event: PromiseRejectionEvent) => {
+    if (event.reason instanceof Error && event.reason.stack?.includes(source)) report(event.reason);
+  };
+  window.addEventListener("error", onError);
+  window.addEventListener("unhandledrejection", onRejection);
+  return () => {
+    window.removeEventListener("error", onError);
+    window.removeEventListener("unhandledrejection", onRejection);
+  };
+}

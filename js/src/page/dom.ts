@@ -1,0 +1,116 @@
+/** How elements are made: everything that comes from the user's model is text, and nothing is ever parsed as HTML. */
+
+/** A string, number or boolean becomes an attribute (`true`: an empty one), a function a listener; `null`, `false`: left out. */
+export type AttributeValue = string | number | boolean | null | undefined | ((event: never) => void);
+export type Child = Node | string | null | undefined | false;
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/**
+ * An element.
+ *
+ *     element("button", { class: "gp-button", onclick: () => run(), disabled: !canRun }, icon("play"), "Run")
+ */
+export function element<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  attributes: Record<string, AttributeValue> = {},
+  ...children: Child[]
+): HTMLElementTagNameMap[K] {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") made.addEventListener(name.replace(/^on/, ""), value as EventListener);
+    else setAttribute(made, name, value);
+  }
+  append(made, children);
+  return made;
+}
+
+/** Sets an attribute, or takes it away for `null`, `undefined` and `false`. `aria-...`: `true` and `false` are written out. */
+export function setAttribute(target: Element, name: string, value: string | number | boolean | null | undefined): void {
+  if (typeof value === "boolean" && name.startsWith("aria-")) target.setAttribute(name, String(value));
+  else if (value === null || value === undefined || value === false) target.removeAttribute(name);
+  else target.setAttribute(name, value === true ? "" : String(value));
+}
+
+/** Puts `children` in place of what an element holds. */
+export function replaceChildren(target: Element, ...children: Child[]): void {
+  target.replaceChildren();
+  append(target, children);
+}
+
+function append(target: Element, children: Child[]): void {
+  for (const child of children) {
+    if (child !== null && child !== undefined && child !== false) target.append(child);
+  }
+}
+
+/** Outlines of 16 by 16, drawn with a line of 1.4. */
+export const ICONS = {
+  add: "M8 3.5v9M3.5 8h9",
+  arrow: "M3 8h10M9 4l4 4-4 4",
+  check: "M3 8.5l3.5 3.5L13 4.5",
+  chevron: "M6 4l4 4-4 4",
+  close: "M4 4l8 8M12 4l-8 8",
+  collapse: "M4 13l4-4 4 4M4 3l4 4 4-4",
+  copy: "M6 6V3h7v8h-3M3 6h7v8H3z",
+  down: "M8 3v10M4 9l4 4 4-4",
+  edit: "M3 13l.6-3L10.5 3 13 5.5 6 12.4z",
+  expand: "M4 6l4-4 4 4M4 10l4 4 4-4",
+  fold: "M3 3h10M3 13h10M5 6.5l3 2.5 3-2.5",
+  info: "M8 2.5a5.5 5.5 0 1 0 0 11 5.5 5.5 0 1 0 0-11M8 7.3v3.7M8 5v.3",
+  insert: "M2.5 3h11v4h-11zM8 9.5v4M6 11.5h4",
+  play: "M5 3.5v9l7-4.5z",
+  redo: "M13 6H6.5a3.5 3.5 0 0 0 0 7H9M10 3l3 3-3 3",
+  remove: "M3 4.5h10M6 4.5V3h4v1.5M4.5 4.5l.5 8.5h6l.5-8.5",
+  search: "M7 2.5a4.5 4.5 0 1 0 0 9 4.5 4.5 0 1 0 0-9M10.3 10.3l3.2 3.2",
+  stop: "M4 4h8v8H4z",
+  undo: "M3 6h6.5a3.5 3.5 0 0 1 0 7H7M6 3L3 6l3 3",
+  up: "M8 13V3M4 7l4-4 4 4",
+  warning: "M8 2.5l6 11H2zM8 6.5v3.5M8 11.7v.3",
+} as const;
+
+/** A picture without a name of its own: the button around it has one. */
+export function icon(name: keyof typeof ICONS): SVGSVGElement {
+  const picture = document.createElementNS(SVG, "svg");
+  for (const [key, value] of Object.entries({ class: "gp-icon", viewBox: "0 0 16 16", "aria-hidden": "true" })) {
+    picture.setAttribute(key, value);
+  }
+  const outline = document.createElementNS(SVG, "path");
+  outline.setAttribute("d", ICONS[name]);
+  picture.append(outline);
+  return picture;
+}
+
+/** Resolves to whether the text is in the clipboard now. */
+export async function copyText(text: string, near: HTMLElement): Promise<boolean> {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copySelected(text, near);
+  }
+}
+
+/** The old way: needs a selection, and gives the keyboard's focus back. */
+function copySelected(text: string, near: HTMLElement): boolean {
+  const scope = near.getRootNode() as Document | ShadowRoot;
+  const focused = scope.activeElement;
+  const area = document.createElement("textarea");
+  area.className = "gp-unseen";
+  area.readOnly = true;
+  area.tabIndex = -1;
+  area.setAttribute("aria-hidden", "true");
+  area.value = text;
+  // Inside what has the focus now: an open dialog keeps it.
+  near.append(area);
+  area.select();
+  let isCopied = false;
+  try {
+    isCopied = document.execCommand("copy");
+  } catch {
+    isCopied = false;
+  }
+  area.remove();
+  if (focused instanceof HTMLElement) focused.focus({ preventScroll: true });
+  return isCopied;
+}

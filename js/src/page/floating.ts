@@ -1,0 +1,189 @@
+/** A dialog beside what it is about: a popover, or a panel below the tree in browsers that have none. */
+
+import type { View } from "../view";
+import { element } from "./dom";
+
+const MARGIN = 8;
+const GAP = 4;
+/** Where there is less room than this, a dialog goes to the other side of its anchor. */
+const LEAST_HEIGHT = 220;
+
+export interface Floating {
+  /** `role=dialog`; what it shows is put in by whoever made it. */
+  readonly element: HTMLElement;
+  readonly isOpen: boolean;
+  /** Shows it beside `anchor`, under the name that screen readers say. */
+  open(anchor: Element, name: string): void;
+  /** Closes it; the keyboard's focus, if it is inside, goes back to where it came from. */
+  close(): void;
+}
+
+interface Options {
+  class: string;
+  /** How high it becomes when all is in it, roughly: with less room below its anchor than that, it may go above. */
+  height: number;
+  /** Closes at a click anywhere else. Not for what one types in. */
+  isLight: boolean;
+  /** Escape was pressed; `close` is up to this. */
+  onEscape(): void;
+  /** It was open and is closed, by whatever way. */
+  onClose?(): void;
+}
+
+export function makeFloating(view: View, options: Options): Floating {
+  const floating = new Dialog(view, options);
+  view.onRemove(() => floating.forget());
+  return floating;
+}
+
+function hasPopovers(): boolean {
+  return typeof HTMLElement.prototype.showPopover === "function";
+}
+
+class Dialog implements Floating {
+  readonly element: HTMLElement;
+  isOpen = false;
+  private readonly isPopover = hasPopovers();
+  /** Where the anchor is within the view: rows are made anew while one scrolls, so the element itself says nothing. */
+  private place = { top: 0, bottom: 0, left: 0 };
+  private side: "below" | "above" = "below";
+  private opener: Element | null = null;
+  private undos: (() => void)[] = [];
+
+  constructor(
+    private readonly view: View,
+    private readonly options: Options,
+  ) {
+    this.element = element("div", {
+      class: `gp-floating ${options.class}`,
+      role: "dialog",
+      tabindex: -1,
+      popover: this.isPopover ? "manual" : null,
+      hidden: !this.isPopover,
+      onkeydown: (event: KeyboardEvent) => this.onKey(event),
+    });
+    this.element.classList.toggle("gp-inline", !this.isPopover);
+  }
+
+  open(anchor: Element, name: string): void {
+    this.element.setAttribute("aria-label", name);
+    this.measure(anchor);
+    if (!this.isOpen) {
+      this.opener = focusedElement(this.view.root);
+      this.isOpen = true;
+      if (this.isPopover) this.element.showPopover();
+      else this.element.hidden = false;
+      this.listen();
+    }
+    this.position();
+  }
+
+  close(): void {
+    if (!this.isOpen) return;
+    const hadFocus = this.element.contains(focusedElement(this.view.root));
+    this.forget();
+    if (this.isPopover) this.element.hidePopover();
+    else this.element.hidden = true;
+    if (hadFocus) this.giveFocusBack();
+    this.opener = null;
+    this.options.onClose?.();
+    // Nobody finds fields of a dialog that is closed.
+    this.element.replaceChildren();
+  }
+
+  /** Stops listening, without touching what is shown. */
+  forget(): void {
+    this.isOpen = false;
+    for (const undo of this.undos.splice(0)) undo();
+  }
+
+  private giveFocusBack(): void {
+    const { opener, view } = this;
+    const isOutsideOfTree = opener instanceof HTMLElement && opener.isConnected && !opener.closest("[role=tree]");
+    if (isOutsideOfTree && view.root.contains(opener) && opener.offsetParent !== null) opener.focus();
+    else view.focusTree();
+  }
+
+  private listen(): void {
+    const on = (target: EventTarget, event: string, listener: (event: never) => void) => {
+      target.addEventListener(event, listener as EventListener, { capture: true, passive: true });
+      this.undos.push(() => target.removeEventListener(event, listener as EventListener, { capture: true }));
+    };
+    if (this.options.isLight) on(document, "pointerdown", (event: Event) => this.onPointer(event));
+    if (!this.isPopover) return;
+    const position = () => this.position();
+    on(window, "resize", position);
+    on(window, "scroll", (event: Event) => {
+      if (!(event.target instanceof Node && this.element.contains(event.target))) position();
+    });
+    const observer = new ResizeObserver(position);
+    observer.observe(this.element);
+    observer.observe(this.view.root);
+    this.undos.push(() => observer.disconnect());
+  }
+
+  private onPointer(event: Event): void {
+    if (!event.composedPath().includes(this.element)) this.close();
+  }
+
+  private onKey(event: KeyboardEvent): void {
+    if (event.key !== "Escape" || event.isComposing) return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.options.onEscape();
+  }
+
+  private measure(anchor: Element): void {
+    const root = this.view.root.getBoundingClientRect();
+    const box = anchor.isConnected ? anchor.getBoundingClientRect() : root;
+    const below = document.documentElement.clientHeight - MARGIN - GAP - box.bottom;
+    const isBelow = below >= this.options.height || below >= box.top - GAP - MARGIN;
+    this.side = isBelow ? "below" : "above";
+    this.place = { top: box.top - root.top, bottom: box.bottom - root.top, left: box.left - root.left };
+  }
+
+  /** Puts it below or above its anchor, in the viewport as a whole. */
+  private position(): void {
+    if (!this.isOpen || !this.isPopover || !this.element.isConnected) return;
+    const root = this.view.root.getBoundingClientRect();
+    const { style } = this.element;
+    const width = document.documentElement.clientWidth;
+    const height = document.documentElement.clientHeight;
+    const top = clamp(root.top + this.place.top, 0, height);
+    const bottom = clamp(root.top + this.place.bottom, 0, height);
+    style.maxWidth = `${width - 2 * MARGIN}px`;
+    style.maxHeight = "";
+    const wanted = Math.min(this.element.scrollHeight + 2, height - 2 * MARGIN);
+    const below = height - MARGIN - bottom - GAP;
+    const above = top - GAP - MARGIN;
+    // On the side where it was, unless that becomes too narrow: what comes in or scrolls does not make it jump.
+    const rooms = { below, above };
+    const isNarrow = rooms[this.side] < LEAST_HEIGHT && rooms[this.side] < Math.max(below, above);
+    if (isNarrow) this.side = below >= above ? "below" : "above";
+    const isBelow = this.side === "below";
+    let room = isBelow ? below : above;
+    // Beside neither edge of the anchor: over it rather than a slit.
+    if (room < Math.min(wanted, LEAST_HEIGHT)) room = Math.min(wanted, height - 2 * MARGIN);
+    const limit = Math.min(room, this.highest(height));
+    style.maxHeight = `${Math.round(limit)}px`;
+    const size = this.element.getBoundingClientRect();
+    const y = isBelow ? bottom + GAP : top - GAP - size.height;
+    style.top = `${Math.round(clamp(y, MARGIN, Math.max(MARGIN, height - MARGIN - size.height)))}px`;
+    const x = root.left + this.place.left;
+    style.left = `${Math.round(clamp(x, MARGIN, Math.max(MARGIN, width - MARGIN - size.width)))}px`;
+  }
+
+  private highest(height: number): number {
+    return Math.max(LEAST_HEIGHT, Math.min(height - 2 * MARGIN, 640));
+  }
+}
+
+/** What has the keyboard's focus, also inside of a shadow root. */
+export function focusedElement(inside: Element): Element | null {
+  const scope = inside.getRootNode() as Partial<DocumentOrShadowRoot>;
+  return scope.activeElement ?? null;
+}
+
+function clamp(value: number, least: number, most: number): number {
+  return Math.min(Math.max(value, least), most);
+}

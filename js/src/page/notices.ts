@@ -1,0 +1,56 @@
+/** What the view has to say: to screen readers, in an error bar, and of a kernel that is busy or lost. */
+
+import type { Kernel, KernelState, Notices, Part } from "../view";
+import { element, icon } from "./dom";
+
+const BUSY = "The kernel is busy: this is answered when it is free.";
+const LOST_TOO = "The tree can still be looked through.";
+
+/** Returns the notices, with their element, which goes above the tree. */
+export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void): Notices & Part {
+  const spoken = element("div", { class: "gp-unseen", role: "status", "aria-live": "polite" });
+  const words = element("div", { class: "gp-notice-text" });
+  const close = element(
+    "button",
+    { type: "button", class: "gp-button gp-quiet", "aria-label": "Close the message" },
+    icon("close"),
+  );
+  const bar = element("div", { class: "gp-notice gp-notice-error", hidden: true }, icon("warning"), words, close);
+  // The alert is there before it says anything: one that comes with its text is not read out everywhere.
+  const alert = element("div", { role: "alert" }, bar);
+  const banner = element("div", { role: "status" });
+  const clear = () => {
+    bar.hidden = true;
+    words.textContent = "";
+  };
+  close.addEventListener("click", clear);
+  const show = (state: KernelState) => banner.replaceChildren(...kernelNotice(state, kernel.why));
+  onRemove(kernel.onState(show));
+  show(kernel.state);
+  return {
+    element: element("div", { class: "gp-notices" }, spoken, alert, banner),
+    say: (text) => {
+      // The same words twice are read twice only if the text changes.
+      spoken.textContent = spoken.textContent === text ? `${text}\u00a0` : text;
+    },
+    error: (message) => {
+      bar.hidden = false;
+      words.textContent = message;
+    },
+    clear,
+  };
+}
+
+function kernelNotice(state: KernelState, why: string | undefined): HTMLElement[] {
+  if (state === "idle") return [];
+  const isBusy = state === "busy";
+  const text = isBusy ? BUSY : `${why ?? "The kernel is gone."} ${LOST_TOO}`;
+  return [
+    element(
+      "div",
+      { class: isBusy ? "gp-notice gp-notice-busy" : "gp-notice gp-notice-lost" },
+      isBusy ? element("span", { class: "gp-spinner", "aria-hidden": true }) : icon("warning"),
+      element("div", { class: "gp-notice-text" }, text),
+    ),
+  ];
+}

@@ -1,0 +1,94 @@
+/** A patch while it is being typed: texts as they stand in the fields, kept also while another kind hides them. */
+import type { PatchFields, PatchKind } from "../kernel/protocol";
+
+/** The fields that are on or off. */
+export const FLAGS = ["any_shape", "allow_empty"] as const;
+
+export type Flag = (typeof FLAGS)[number];
+export type FieldName = "kind" | "slice" | "value" | "name" | "steps" | "positions" | "position_dim" | Flag;
+
+export interface Draft {
+  path: string;
+  kind: PatchKind;
+  slice: string;
+  value: string;
+  name: string;
+  steps: string;
+  positions: string;
+  position_dim: string;
+  any_shape: boolean;
+  allow_empty: boolean;
+}
+
+export interface FieldError {
+  field: FieldName | null;
+  message: string;
+}
+
+/** @param kinds All kinds; a new patch is of the first one. */
+export function newDraft(path: string, kinds: readonly PatchKind[]): Draft {
+  const kind = kinds[0];
+  if (kind === undefined) throw new Error("the kernel has sent no kinds of patches");
+  const texts = { slice: "", value: "", name: "", steps: "", positions: "", position_dim: "" };
+  return { path, kind, ...texts, any_shape: false, allow_empty: false };
+}
+
+export function draftOf(patch: PatchFields, kinds: readonly PatchKind[]): Draft {
+  return {
+    path: patch.path,
+    kind: kindNamed(patch.kind, kinds),
+    slice: patch.slice ?? "",
+    value: patch.value ?? "",
+    name: patch.name ?? "",
+    steps: patch.steps ?? "",
+    positions: patch.positions ?? "",
+    position_dim: patch.position_dim === null ? "" : String(patch.position_dim),
+    any_shape: patch.any_shape,
+    allow_empty: patch.allow_empty,
+  };
+}
+
+export function kindNamed(name: string, kinds: readonly PatchKind[]): PatchKind {
+  const kind = kinds.find((one) => one.name === name);
+  if (kind === undefined) throw new Error(`the kernel has sent no kind of patch ${name}`);
+  return kind;
+}
+
+export function hasField(kind: PatchKind, field: FieldName): boolean {
+  return field === "kind" || kind.fields.includes(field);
+}
+
+/** The patch as the kernel reads it: only the fields of its kind; nothing typed is `null`. */
+export function fields(draft: Draft): PatchFields {
+  const text = (field: "slice" | "value" | "name" | "steps" | "positions") =>
+    hasField(draft.kind, field) && draft[field].trim() !== "" ? draft[field].trim() : null;
+  return {
+    path: draft.path,
+    kind: draft.kind.name,
+    slice: text("slice"),
+    value: text("value"),
+    name: text("name"),
+    steps: text("steps"),
+    positions: text("positions"),
+    position_dim: draft.position_dim.trim() === "" ? null : Number(draft.position_dim),
+    any_shape: draft.any_shape,
+    allow_empty: draft.allow_empty,
+  };
+}
+
+/** What is wrong with a text without asking the kernel; `null`: nothing. */
+export function mistake(draft: Draft): FieldError | null {
+  if (/^\s*([+-]?\d+)?\s*$/.test(draft.position_dim)) return null;
+  return { field: "position_dim", message: "a whole number: 1, or -2 counted from the end" };
+}
+
+/** What is still to be typed, in words; `null`: nothing. */
+export function missing(draft: Draft): string | null {
+  if (draft.kind.value === null || draft.value.trim() !== "") return null;
+  return `Type ${draft.kind.value.noun}: a variable or a Python expression.`;
+}
+
+/** Whether two patches say the same. */
+export function isSame(one: PatchFields, other: PatchFields): boolean {
+  return JSON.stringify(Object.entries(one).sort()) === JSON.stringify(Object.entries(other).sort());
+}

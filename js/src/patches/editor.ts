@@ -1,0 +1,313 @@
+/** The patch editor: a patch, being typed, with what the kernel says of it at every stroke. */
+
+import { closeButton } from "../details/popup";
+import { wordsOf } from "../kernel/kernel";
+import type { PatchKind, PatchState, RequestError } from "../kernel/protocol";
+import { element, replaceChildren, setAttribute } from "../page/dom";
+import { type Floating, makeFloating } from "../page/floating";
+import type { Part, View } from "../view";
+import { Checker } from "./checker";
+import {
+  type Draft,
+  draftOf,
+  type FieldError,
+  type FieldName,
+  fields,
+  hasField,
+  isSame,
+  missing,
+  mistake,
+  newDraft,
+} from "./draft";
+import { describe, describeAll, fieldsOf, makeEdit } from "./edits";
+import { Outcome } from "./outcome";
+import { PatchForm } from "./patch_form";
+import { whyUnpatchable } from "./patchable";
+
+export interface Editor extends Part {
+  open(target: { row: number } | { number: number }, anchor: Element): void;
+  /** What was typed is gone. */
+  close(): void;
+}
+
+let editors = 0;
+
+export function makeEditor(view: View): Editor {
+  return new PatchEditor(view);
+}
+
+class PatchEditor implements Editor {
+  readonly element: HTMLElement;
+  private readonly floating: Floating;
+  private readonly form = new PatchForm(() => this.typed());
+  private readonly outcome = new Outcome();
+  private readonly failure = element("div", { class: "gp-form-failure", role: "alert" });
+  private readonly reason = element("span", { class: "gp-reason" });
+  private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
+  private path = "";
+  private row = -1;
+  /** The patch that is being changed, as it was when last seen; `null`: a new one. */
+  private changing: PatchState | null = null;
+  private readonly checker: Checker;
+  private isApplying = false;
+  /** Counts what was opened and closed: what was applied before that is none of this patch's. */
+  private turn = 0;
+
+  constructor(private readonly view: View) {
+    this.checker = new Checker(view.kernel, () => this.show());
+    this.floating = makeFloating(view, {
+      class: "gp-editor",
+      height: 320,
+      isLight: false,
+      onEscape: () => this.close(),
+    });
+    this.element = this.floating.element;
+    this.form.showKinds(this.kinds());
+    const changed = () => this.sessionChanged();
+    view.model.on("change:session", changed);
+    view.onRemove(() => view.model.off("change:session", changed));
+    view.onRemove(view.kernel.onState(() => this.show()));
+    view.onRemove(() => this.checker.forget());
+    editors += 1;
+    this.reason.id = `gp-editor-${editors}-reason`;
+    setAttribute(this.apply, "aria-describedby", this.reason.id);
+  }
+
+  open(target: { row: number } | { number: number }, anchor: Element): void {
+    this.forget();
+    const chosen = "number" in target ? this.patch(target.number) : null;
+    if ("number" in target && chosen === null) {
+      this.view.notices.error(`There is no patch #${target.number} any more.`);
+      return;
+    }
+    this.changing = chosen;
+    this.row = "row" in target ? target.row : (chosen?.row ?? -1);
+    this.path = chosen?.path ?? this.view.skeleton.path(this.row);
+    const unpatchable = chosen === null ? whyUnpatchable(this.view.skeleton, this.row) : null;
+    if (unpatchable !== null) {
+      this.refuse(unpatchable.why, unpatchable.instead, anchor);
+      return;
+    }
+    this.form.lock(false);
+    this.outcome.clear();
+    this.form.showKinds(this.kinds());
+    this.form.write(chosen === null ? newDraft(this.path, this.kinds()) : draftOf(chosen, this.kinds()));
+    this.failure.textContent = "";
+    this.fill(this.content());
+    this.floating.open(anchor, this.title());
+    this.form.focus();
+    this.check();
+  }
+
+  close(): void {
+    this.forget();
+    this.floating.close();
+  }
+
+  private forget(): void {
+    this.checker.forget();
+    this.turn += 1;
+    this.isApplying = false;
+  }
+
+  private title(): string {
+    return this.changing === null ? `Patch ${this.path}` : `Change patch #${this.changing.number}: ${this.path}`;
+  }
+
+  private patch(number: number): PatchState | null {
+    return this.view.model.get("session").patches.find((patch) => patch.number === number) ?? null;
+  }
+
+  private kinds(): readonly PatchKind[] {
+    return this.view.model.get("about").patch_kinds;
+  }
+
+  private draft(): Draft {
+    return this.form.read(this.path);
+  }
+
+  // -- what is shown -------------------------------------------------------------------------------------------------
+
+  private fill(body: HTMLElement): void {
+    const heading = element("div", { class: "gp-floating-title" }, this.title());
+    const header = element(
+      "div",
+      { class: "gp-floating-header" },
+      heading,
+      closeButton(() => this.close()),
+    );
+    replaceChildren(this.element, header, body);
+  }
+
+  private refuse(why: string, instead: number | null, anchor: Element): void {
+    const go = () => {
+      this.close();
+      if (instead !== null) this.open({ row: instead }, anchor);
+    };
+    const other = instead === null ? "" : this.view.skeleton.path(instead);
+    const button = element("button", { type: "button", class: "gp-button gp-primary", onclick: go }, `Patch ${other}`);
+    this.fill(
+      element(
+        "div",
+        { class: "gp-floating-body" },
+        element("p", {}, why),
+        instead === null ? null : element("div", {}, button),
+      ),
+    );
+    this.floating.open(anchor, this.title());
+    (instead === null ? this.element : button).focus({ preventScroll: true });
+  }
+
+  private content(): HTMLElement {
+    const cancel = element("button", { type: "button", class: "gp-button", onclick: () => this.close() }, "Cancel");
+    const form = element(
+      "form",
+      { class: "gp-floating-body", novalidate: true },
+      this.form.element,
+      this.outcome.element,
+      this.failure,
+      element("div", { class: "gp-form-actions" }, this.reason, cancel, this.apply),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      void this.submit();
+    });
+    form.addEventListener("keydown", (event) => {
+      // Of the fields only a text submits its form by itself.
+      const isChoice =
+        event.target instanceof HTMLSelectElement || (event.target as HTMLInputElement).type === "checkbox";
+      if (event.key !== "Enter" || event.isComposing || !isChoice) return;
+      event.preventDefault();
+      void this.submit();
+    });
+    return form;
+  }
+
+  private show(): void {
+    const draft = this.draft();
+    this.showErrors(draft);
+    this.showOutcome(draft);
+    const reason = this.whyNotNow(draft);
+    this.reason.textContent = reason ?? this.hint();
+    setAttribute(this.apply, "aria-disabled", reason === null ? null : "true");
+    this.apply.textContent = this.isApplying ? "Applying …" : "Apply";
+  }
+
+  private showErrors(draft: Draft): void {
+    const local = mistake(draft);
+    // Of a lost kernel the reason beside Apply tells enough.
+    const { said } = this.checker;
+    const isHeard = said.state === "wrong" && this.view.kernel.state !== "lost";
+    const error = local ?? (isHeard ? (said.error as FieldError) : null);
+    const isBesideField = this.form.showError(error);
+    this.failure.hidden = this.failure.textContent === "";
+    if (error !== null && !isBesideField) {
+      this.failure.textContent = error.message;
+      this.failure.hidden = false;
+    }
+  }
+
+  private showOutcome(draft: Draft): void {
+    const { said } = this.checker;
+    if (said.state === "asked") this.outcome.wait();
+    if (said.state === "wrong") this.outcome.clear();
+    if (said.state !== "fine") return;
+    this.outcome.show(said.checked, hasField(draft.kind, "name"));
+    this.form.suggestName(said.checked.name);
+  }
+
+  /** Why it cannot be applied at this moment, in words; `null`: it can. */
+  private whyNotNow(draft: Draft): string | null {
+    if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
+    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "The kernel is gone.";
+    if (mistake(draft) !== null) return "Correct the marked field first.";
+    const toType = missing(draft);
+    if (toType !== null) return toType;
+    return this.checker.said.state === "wrong" ? "Correct what is said above first." : null;
+  }
+
+  private hint(): string {
+    const isWaiting = this.checker.said.state === "asked" && this.view.kernel.state === "busy";
+    return isWaiting ? "The kernel is busy: this is checked when it is free; Apply then waits in line." : "";
+  }
+
+  // -- what is asked -------------------------------------------------------------------------------------------------
+
+  private typed(): void {
+    this.failure.textContent = "";
+    this.checker.later(() => this.draft(), this.changing?.number ?? null);
+    this.show();
+  }
+
+  private check(): void {
+    void this.checker.ask(this.draft(), this.changing?.number ?? null);
+  }
+
+  private async submit(): Promise<void> {
+    const draft = this.draft();
+    if (this.isApplying) return;
+    if (this.whyNotNow(draft) !== null) {
+      this.focusMistake(draft);
+      return;
+    }
+    this.checker.forget();
+    const patch = fields(draft);
+    const number = this.changing?.number ?? null;
+    const { turn } = this;
+    this.isApplying = true;
+    this.failure.textContent = "";
+    this.apply.focus({ preventScroll: true });
+    this.form.lock(true);
+    this.show();
+    try {
+      await makeEdit(this.view, () =>
+        number === null ? { action: "add", patch } : { action: "change", number, patch },
+      );
+    } catch (reason) {
+      if (turn === this.turn) this.refused(wordsOf(reason));
+      else this.view.notices.error(wordsOf(reason).message);
+      return;
+    }
+    this.view.notices.say(`${number === null ? "added" : `changed #${number} to`} ${describe(patch)}`);
+    if (turn === this.turn) this.close();
+  }
+
+  private focusMistake(draft: Draft): void {
+    const local = mistake(draft);
+    const said = this.checker.said.state === "wrong" ? (this.checker.said.error.field as FieldName | null) : null;
+    const field = local?.field ?? (missing(draft) === null ? said : "value");
+    if (field !== null && field in draft) this.form.focusField(field);
+  }
+
+  private refused(error: RequestError): void {
+    this.isApplying = false;
+    this.form.lock(false);
+    if (error.field === "version") {
+      const now = describeAll(this.view.model.get("session").patches);
+      this.failure.textContent = `The patches were changed meanwhile. ${now} Apply again to add yours to that.`;
+      this.check();
+      return;
+    }
+    this.checker.refuse(error);
+    if (error.field !== null && error.field in this.draft()) this.form.focusField(error.field as FieldName);
+  }
+
+  /** Somebody changed the patches: what is typed stays, and what that means now is said. */
+  private sessionChanged(): void {
+    if (!this.floating.isOpen || this.changing === null || this.isApplying) return;
+    const now = this.patch(this.changing.number);
+    const before = this.changing;
+    if (now === null) {
+      this.changing = null;
+      this.failure.textContent = `Patch #${before.number} was removed meanwhile: Apply adds it as a new one.`;
+      this.check();
+      return;
+    }
+    this.changing = now;
+    if (!isSame(fieldsOf(now), fieldsOf(before))) {
+      const what = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}.`;
+      this.failure.textContent = `${what} Apply puts what is typed here in its place.`;
+    }
+    this.show();
+  }
+}

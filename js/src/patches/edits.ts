@@ -1,0 +1,87 @@
+/** Edits of the chosen patches, one after the other, each with the version that it is based on. */
+import { wordsOf } from "../kernel/kernel";
+import type { Edit, PatchFields, PatchState } from "../kernel/protocol";
+import type { View } from "../view";
+
+const CHANGED_MEANWHILE =
+  "The patches were changed meanwhile, and are shown as they are now: look at them, and do it again.";
+
+interface Queue {
+  last: Promise<unknown>;
+  /** The version that our own last edit made: known before the session arrives. */
+  version: number;
+}
+const queues = new WeakMap<object, Queue>();
+
+/**
+ * Makes an edit when those before it are answered; rejects with `RequestFailed`.
+ *
+ * @param edit What to do, asked at the moment when it is sent; `null`: nothing any more.
+ */
+export function makeEdit(view: View, edit: () => Edit | null): Promise<void> {
+  const queue = queues.get(view.model) ?? { last: Promise.resolve(), version: 0 };
+  queues.set(view.model, queue);
+  const made = queue.last.then(async () => {
+    const asked = edit();
+    if (asked === null) return;
+    const based_on = Math.max(view.model.get("session").version, queue.version);
+    try {
+      const { result } = await view.kernel.ask("edit", { based_on, edit: asked });
+      queue.version = result.version;
+    } catch (reason) {
+      queue.version = 0;
+      throw reason;
+    }
+  });
+  queue.last = made.catch(() => undefined);
+  return made;
+}
+
+/** Makes an edit; says in the notices why it failed. Resolves to whether it was made. */
+export async function tryEdit(view: View, edit: () => Edit | null, said?: string): Promise<boolean> {
+  try {
+    await makeEdit(view, edit);
+  } catch (reason) {
+    const { message, field } = wordsOf(reason);
+    view.notices.error(field === "version" ? CHANGED_MEANWHILE : message);
+    return false;
+  }
+  if (said !== undefined) view.notices.say(said);
+  return true;
+}
+
+/** `add h_0.output[:, -1] 0.5`, as it is written everywhere. */
+export function describe(patch: PatchFields): string {
+  return [patch.kind, place(patch), patch.value ?? patch.name ?? "", ...restrictions(patch)].filter(Boolean).join(" ");
+}
+
+/** What is chosen now, as a sentence. */
+export function describeAll(patches: readonly PatchState[]): string {
+  if (patches.length === 0) return "Now none is chosen.";
+  return `Now there are: ${patches.map((patch) => `#${patch.number} ${describe(patch)}`).join("; ")}.`;
+}
+
+/** `h_0.output[:, -1]` */
+export function place(patch: Pick<PatchFields, "path" | "slice">): string {
+  return patch.slice === null ? patch.path : `${patch.path}[${patch.slice}]`;
+}
+
+/** When and where it is applied, if that was said. */
+export function restrictions(patch: PatchFields): string[] {
+  return [
+    patch.steps === null ? "" : `steps ${patch.steps}`,
+    patch.positions === null ? "" : `positions ${patch.positions}`,
+    patch.position_dim === null ? "" : `position dimension ${patch.position_dim}`,
+    patch.any_shape ? "any shape" : "",
+    patch.allow_empty ? "may be empty" : "",
+  ].filter(Boolean);
+}
+
+export function shapeText(shape: readonly number[]): string {
+  return `[${shape.join(", ")}]`;
+}
+
+export function fieldsOf(patch: PatchState): PatchFields {
+  const { path, kind, slice, value, name, steps, positions, position_dim, any_shape, allow_empty } = patch;
+  return { path, kind, slice, value, name, steps, positions, position_dim, any_shape, allow_empty };
+}

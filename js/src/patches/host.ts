@@ -1,0 +1,64 @@
+/**
+ * What the host can do for a view: put code in a new cell. Nothing here assumes a host; each thing is looked for.
+ *
+ * JupyterLab and Notebook 7: the model's `widget_manager` has the `context` of the notebook, whose
+ * `model.sharedModel` has the cells. VS Code, Colab, marimo and Voila let no widget insert cells.
+ */
+import { property } from "../kernel/kernel_life";
+
+const VIEW = "application/vnd.jupyter.widget-view+json";
+
+/** The notebook as all of JupyterLab's views share it (`YNotebook`), as far as it is used. */
+interface SharedNotebook {
+  readonly cells: ArrayLike<unknown>;
+  insertCell(index: number, cell: { cell_type: "code"; source: string; metadata: Record<string, unknown> }): unknown;
+}
+
+export interface Place {
+  /** Inserts a code cell right behind that of the view. */
+  insert(source: string): void;
+}
+
+/** Returns where cells can be inserted; `null` in hosts that let no widget do so, and in notebooks that are read only. */
+export function findPlace(manager: unknown, modelId: string, root: Element): Place | null {
+  const notebookModel = property(property(manager, "context"), "model");
+  const shared = property(notebookModel, "sharedModel");
+  if (!isNotebook(shared) || property(notebookModel, "readOnly") === true) return null;
+  return {
+    insert: (source) => {
+      shared.insertCell(positionAfter(shared, modelId, root), {
+        cell_type: "code",
+        source,
+        // What the user just asked for may show its outputs.
+        metadata: { trusted: true },
+      });
+    },
+  };
+}
+
+function isNotebook(shared: unknown): shared is SharedNotebook {
+  const length = property(property(shared, "cells"), "length");
+  return typeof length === "number" && typeof property(shared, "insertCell") === "function";
+}
+
+/** Behind the cell that shows this very view; else behind the first that shows its model; else at the end. */
+function positionAfter(notebook: SharedNotebook, modelId: string, root: Element): number {
+  const here = cellOf(root, notebook.cells.length);
+  const showing = Array.from(notebook.cells).flatMap((cell, index) => (shows(cell, modelId) ? [index] : []));
+  if (here !== null && (showing.length === 0 || showing.includes(here))) return here + 1;
+  return showing[0] === undefined ? notebook.cells.length : showing[0] + 1;
+}
+
+/** The position of the cell that the view is in, where the page tells: JupyterLab 4 and Notebook 7 number their cells. */
+function cellOf(root: Element, count: number): number | null {
+  const numbered = root.closest<HTMLElement>("[data-windowed-list-index]");
+  const index = Number(numbered?.dataset.windowedListIndex ?? Number.NaN);
+  return Number.isInteger(index) && index >= 0 && index < count ? index : null;
+}
+
+function shows(cell: unknown, modelId: string): boolean {
+  const read = property(cell, "getOutputs");
+  const outputs = typeof read === "function" ? read.call(cell) : property(cell, "outputs");
+  if (!Array.isArray(outputs)) return false;
+  return outputs.some((output) => property(property(property(output, "data"), VIEW), "model_id") === modelId);
+}

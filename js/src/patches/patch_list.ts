@@ -1,0 +1,329 @@
+/** The chosen patches, in the order in which they are applied, and how they leave: as Python, as a cell. */
+
+import { wordsOf } from "../kernel/kernel";
+import type { Edit, PatchState, SessionState } from "../kernel/protocol";
+import { type AttributeValue, copyText, element, type ICONS, icon, replaceChildren, setAttribute } from "../page/dom";
+import { focusedElement } from "../page/floating";
+import { visible } from "../page/visible";
+import { inputsOf } from "../runs/inputs";
+import type { Part, View } from "../view";
+import { describe, place, restrictions, shapeText, tryEdit } from "./edits";
+import { findPlace } from "./host";
+
+const EMPTY = "No patches yet. Choose a node in the tree and press +, or its + button, to patch it.";
+const NO_CELLS =
+  "This notebook's editor lets no widget insert cells: the code is in the clipboard, paste it in a new cell.";
+const TO_COPY = "The browser lets nothing be copied from here: copy this by hand (it is selected).";
+
+export function makePatchList(view: View): Part {
+  return new PatchList(view);
+}
+
+class PatchList implements Part {
+  readonly element: HTMLElement;
+  private readonly list = element("ol", { class: "gp-patches" });
+  private readonly empty = element("p", { class: "gp-muted gp-patches-empty" }, EMPTY);
+  private readonly count = element("span", { class: "gp-count" });
+  private readonly undo = this.button("Undo", "undo", () => this.edit(() => ({ action: "undo" }), "undone"));
+  private readonly redo = this.button("Redo", "redo", () => this.edit(() => ({ action: "redo" }), "redone"));
+  private readonly clear = this.button("Clear", "remove", () => this.edit(() => ({ action: "clear" }), "all removed"));
+  private readonly copy = this.button("Copy as Python", "copy", () => this.leave((code) => this.copyCode(code)));
+  private readonly insert = this.button("Insert cell", "insert", () => this.leave((code) => this.insertCell(code)));
+  private readonly box = element("div", { class: "gp-code-box", hidden: true });
+
+  constructor(private readonly view: View) {
+    const group = (name: string, ...buttons: HTMLElement[]) =>
+      element("div", { class: "gp-button-group", role: "group", "aria-label": name }, ...buttons);
+    this.element = element(
+      "section",
+      { class: "gp-panel gp-patch-list", role: "region", "aria-label": "Patches" },
+      element(
+        "div",
+        { class: "gp-panel-header" },
+        element("h2", { class: "gp-panel-title" }, "Patches", this.count),
+        group("Changes of the patches", this.undo, this.redo, this.clear),
+        group("Take the patches along", this.copy, this.insert),
+      ),
+      this.empty,
+      this.list,
+      this.box,
+    );
+    const show = () => this.show(view.model.get("session"));
+    view.model.on("change:session", show);
+    view.onRemove(() => view.model.off("change:session", show));
+    show();
+  }
+
+  private show(session: SessionState): void {
+    const { patches } = session;
+    const focus = this.focusKey();
+    const context = { count: patches.length, act: this.act };
+    replaceChildren(this.list, ...patches.map((patch, position) => patchItem(patch, position, context)));
+    this.list.hidden = patches.length === 0;
+    this.empty.hidden = patches.length > 0;
+    const enabled = patches.filter((patch) => patch.is_enabled).length;
+    this.count.textContent =
+      enabled === patches.length ? `${enabled || ""}` : `${enabled} of ${patches.length} applied`;
+    enable(this.undo, session.can_undo);
+    enable(this.redo, session.can_redo);
+    enable(this.clear, patches.length > 0);
+    for (const button of [this.copy, this.insert]) enable(button, enabled > 0);
+    if (focus !== null) this.restoreFocus(focus, patches);
+  }
+
+  // -- the keyboard's focus, which every new session would else take away ---------------------------------------------
+
+  private focusKey(): { number: number; action: string; position: number } | null {
+    const focused = focusedElement(this.element);
+    if (!(focused instanceof HTMLElement) || !this.list.contains(focused)) return null;
+    const item = focused.closest<HTMLElement>("[data-number]");
+    const position = item === null ? 0 : [...this.list.children].indexOf(item);
+    return { number: Number(item?.dataset.number), action: focused.dataset.action ?? "", position };
+  }
+
+  private restoreFocus(focus: { number: number; action: string; position: number }, patches: PatchState[]): void {
+    const isThere = patches.some(({ number }) => number === focus.number);
+    const next = isThere ? focus.number : patches[Math.min(focus.position, patches.length - 1)]?.number;
+    if (next === undefined) this.undo.focus();
+    else {
+      const item = this.list.querySelector(`[data-number="${next}"]`);
+      const same = item?.querySelector<HTMLElement>(`[data-action="${focus.action}"]`);
+      (same ?? item?.querySelector<HTMLElement>("[data-action]"))?.focus();
+    }
+  }
+
+  // -- edits ---------------------------------------------------------------------------------------------------------
+
+  private edit(edit: () => Edit | null, said: string): void {
+    void tryEdit(this.view, edit, said).then((isMade) => {
+      // A box that is ticked, and was refused, goes back to what is true.
+      if (!isMade) this.show(this.view.model.get("session"));
+    });
+  }
+
+  private readonly act: PatchAction = (action, patch, anchor) => {
+    const { number } = patch;
+    const what = `#${number} ${describe(patch)}`;
+    if (action === "reveal") {
+      this.view.reveal(patch.row);
+      this.view.focusTree();
+    } else if (action === "edit") {
+      this.view.editPatch({ number }, anchor);
+    } else if (action === "remove") {
+      this.edit(() => ({ action: "remove", numbers: [number] }), `removed ${what}`);
+    } else if (action === "trust") {
+      this.edit(() => ({ action: "trust", number }), `trusted ${patch.untrusted}`);
+    } else if (action === "enable") {
+      const is_enabled = !patch.is_enabled;
+      this.edit(
+        () => ({ action: "change", number, patch: { is_enabled } }),
+        is_enabled ? `${what} is applied` : `${what} is not applied`,
+      );
+    } else {
+      this.move(number, action === "up" ? -1 : 1);
+    }
+  };
+
+  private move(number: number, by: number): void {
+    const to = (): number | null => {
+      const { patches } = this.view.model.get("session");
+      const position = patches.findIndex((patch) => patch.number === number) + by;
+      return position < 0 || position >= patches.length ? null : position;
+    };
+    this.edit(
+      () => {
+        const position = to();
+        return position === null ? null : { action: "move", number, position };
+      },
+      `moved #${number} ${by < 0 ? "up" : "down"}`,
+    );
+  }
+
+  // -- as Python -----------------------------------------------------------------------------------------------------
+
+  private async leave(take: (code: string) => Promise<void>): Promise<void> {
+    this.box.hidden = true;
+    try {
+      const { result } = await this.view.kernel.ask("export", { form: "graphpatch", inputs: inputsOf(this.view) });
+      await take(result.code);
+    } catch (reason) {
+      this.view.notices.error(wordsOf(reason).message);
+    }
+  }
+
+  private async copyCode(code: string): Promise<void> {
+    if (await copyText(code, this.element))
+      this.done(this.copy, "Copied", "the patches are in the clipboard, as Python");
+    else this.showCode(code, TO_COPY);
+  }
+
+  private async insertCell(code: string): Promise<void> {
+    const { model, root } = this.view;
+    const place = findPlace(model.widget_manager, model.get("about").model_id, root);
+    if (place !== null) {
+      place.insert(code.trimEnd());
+      this.done(this.insert, "Inserted", "a cell with the patches was inserted below");
+      return;
+    }
+    const isCopied = await copyText(code, this.element);
+    this.showCode(code, isCopied ? NO_CELLS : `${NO_CELLS.split(":")[0]}. ${TO_COPY}`);
+  }
+
+  private showCode(code: string, words: string): void {
+    const lines = Math.min(code.split("\n").length + 1, 14);
+    const area = element("textarea", {
+      class: "gp-field gp-code-field",
+      readonly: true,
+      rows: lines,
+      "aria-label": "Python code",
+    });
+    area.value = code;
+    const close = () => {
+      this.box.hidden = true;
+      this.copy.focus();
+    };
+    const button = element("button", { type: "button", class: "gp-button", onclick: close }, "Close");
+    replaceChildren(this.box, element("p", { role: "status" }, words), area, element("div", {}, button));
+    this.box.hidden = false;
+    area.focus();
+    area.select();
+    this.view.notices.say(words);
+  }
+
+  /** Says on the button itself, for a moment, that it did what it should. */
+  private done(button: HTMLButtonElement, word: string, said: string): void {
+    this.view.notices.say(said);
+    const mark = element("span", { class: "gp-done", "aria-hidden": true }, icon("check"), word);
+    button.append(mark);
+    const timer = setTimeout(() => mark.remove(), 1500);
+    this.view.onRemove(() => clearTimeout(timer));
+  }
+
+  private button(name: string, picture: keyof typeof ICONS, onclick: () => unknown): HTMLButtonElement {
+    const attributes: Record<string, AttributeValue> = { type: "button", class: "gp-button" };
+    const button = element("button", attributes, icon(picture), name);
+    button.addEventListener("click", () => {
+      if (button.getAttribute("aria-disabled") !== "true") onclick();
+    });
+    return button;
+  }
+}
+
+/** Not `disabled`, which would take the keyboard's focus away from the button that was just pressed. */
+function enable(button: HTMLButtonElement, isEnabled: boolean): void {
+  setAttribute(button, "aria-disabled", isEnabled ? null : "true");
+}
+
+export type Action = "enable" | "reveal" | "edit" | "up" | "down" | "remove" | "trust";
+export type PatchAction = (action: Action, patch: PatchState, anchor: Element) => void;
+
+interface Context {
+  readonly count: number;
+  readonly act: PatchAction;
+}
+
+/** Returns the line; each thing that can have the keyboard's focus has `data-action`. */
+export function patchItem(patch: PatchState, position: number, { count, act }: Context): HTMLLIElement {
+  const what = `#${patch.number} ${patch.kind} ${place(patch)}`;
+  const button = (action: Action, name: string, picture: keyof typeof ICONS, isOff = false, keys = "") =>
+    element(
+      "button",
+      {
+        type: "button",
+        class: "gp-button gp-quiet",
+        "data-action": action,
+        "aria-label": `${name} ${what}`,
+        "aria-disabled": isOff ? "true" : null,
+        title: keys ? `${name} (${keys})` : name,
+        onclick: (event: MouseEvent) => {
+          if (!isOff) act(action, patch, event.currentTarget as Element);
+        },
+      },
+      icon(picture),
+    );
+  const item = element(
+    "li",
+    { class: patch.is_enabled ? "gp-patch" : "gp-patch gp-patch-off", "data-number": patch.number },
+    checkbox(patch, what, act),
+    element("span", { class: "gp-patch-number" }, `#${patch.number}`),
+    element("span", { class: `gp-kind gp-kind-${patch.kind}` }, patch.kind),
+    element("div", { class: "gp-patch-what" }, placeButton(patch, act), ...facts(patch), ...trust(patch, act)),
+    element(
+      "div",
+      { class: "gp-patch-buttons" },
+      button("up", "Move up", "up", position === 0, "Alt+↑"),
+      button("down", "Move down", "down", position === count - 1, "Alt+↓"),
+      button("edit", "Edit", "edit"),
+      button("remove", "Remove", "remove", false, "Delete"),
+    ),
+  );
+  item.addEventListener("keydown", (event) => onKey(event, patch, act));
+  return item;
+}
+
+function checkbox(patch: PatchState, what: string, act: PatchAction): HTMLElement {
+  const box = element("input", {
+    type: "checkbox",
+    "data-action": "enable",
+    "aria-label": `Apply ${what}`,
+    title: "Apply it",
+  });
+  box.checked = patch.is_enabled;
+  box.addEventListener("change", () => act("enable", patch, box));
+  return box;
+}
+
+function placeButton(patch: PatchState, act: PatchAction): HTMLElement {
+  const path = element("span", { class: "gp-patch-path" }, visible(patch.path));
+  const slice = patch.slice === null ? null : element("span", { class: "gp-patch-slice" }, `[${patch.slice}]`);
+  if (patch.row < 0) return element("span", { class: "gp-patch-place" }, path, slice);
+  const attributes: Record<string, AttributeValue> = {
+    type: "button",
+    class: "gp-node-link gp-patch-place",
+    "data-action": "reveal",
+    title: "Show it in the tree",
+    onclick: (event: MouseEvent) => act("reveal", patch, event.currentTarget as Element),
+  };
+  return element("button", attributes, path, slice);
+}
+
+function facts(patch: PatchState): HTMLElement[] {
+  const fact = (name: string, text: string) => element("span", { class: `gp-patch-fact gp-patch-${name}` }, text);
+  const found: HTMLElement[] = [];
+  if (patch.value !== null) found.push(fact("value", visible(patch.value)));
+  if (patch.name !== null) found.push(fact("name", `→ ${patch.name}`));
+  const shape = patch.sliced ?? patch.shape;
+  if (shape !== null) found.push(fact("shape", shapeText(shape)));
+  for (const option of restrictions(patch)) found.push(fact("option", option));
+  if (patch.row < 0) found.push(fact("gone", "not in the graph any more"));
+  if (patch.warning !== null) found.push(element("span", { class: "gp-warning" }, icon("warning"), patch.warning));
+  return found;
+}
+
+/** What keeps a value from being evaluated, and the button that trusts it. */
+function trust(patch: PatchState, act: PatchAction): HTMLElement[] {
+  const { number, untrusted } = patch;
+  if (!untrusted) return [];
+  const file = visible(untrusted);
+  const why = `This value is code from ${file}, which you have not trusted: it is not run. Read it first.`;
+  const attributes: Record<string, AttributeValue> = {
+    type: "button",
+    class: "gp-button",
+    "data-action": "trust",
+    "aria-label": `Trust file ${file}, which #${number} is from`,
+    title: "All values of this file are run from now on, as long as the file stays as it is",
+    onclick: (event: MouseEvent) => act("trust", patch, event.currentTarget as Element),
+  };
+  const button = element("button", attributes, "Trust file");
+  return [element("div", { class: "gp-warning" }, icon("warning"), element("span", {}, why), button)];
+}
+
+function onKey(event: KeyboardEvent, patch: PatchState, act: PatchAction): void {
+  const anchor = event.currentTarget as Element;
+  const isArrow = event.key === "ArrowUp" || event.key === "ArrowDown";
+  if (event.altKey && isArrow) act(event.key === "ArrowUp" ? "up" : "down", patch, anchor);
+  else if (event.key === "Delete") act("remove", patch, anchor);
+  else return;
+  event.preventDefault();
+  event.stopPropagation();
+}

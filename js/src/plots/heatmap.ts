@@ -1,0 +1,393 @@
+/** A matrix as colours: on a canvas, with axes, a scale, and a cell cursor that follows the mouse and the arrow keys. */
+
+import type { Heatmap } from "../kernel/protocol";
+import { element } from "../page/dom";
+import { formatCount, formatNumber, sentence } from "../page/numbers";
+import { visibleToken } from "../page/visible";
+import { type AxisLabels, HeatmapFrame, makeZoom, widest, type Zoom } from "./heatmap_frame";
+import {
+  type CellSize,
+  cellSize,
+  colourOf,
+  cssColour,
+  cssGradient,
+  MISSING,
+  MISSING_STRIPE,
+  type Plane,
+  readPlane,
+  type Scale,
+  type Summary,
+  summarise,
+} from "./plane";
+
+export interface PlotOptions {
+  /** What is drawn, in words: `Activation of transformer.h_0.attn`. */
+  title: string;
+  /** For the positions, where they are tokens: their texts. */
+  rowTokens?: string[] | null;
+  columnTokens?: string[] | null;
+  /** One of many: in a list. */
+  isSmall?: boolean;
+  /** What a result brings along. */
+  result?: ResultOptions;
+}
+
+export interface ResultOptions {
+  /** Its colours: they follow from more than the values. */
+  scale: Scale;
+  /** What the numbers are, and which has no colour. */
+  name: string;
+  /** Why cells are hatched. */
+  missing: string | null;
+  rowTitle: string;
+  columnTitle: string;
+  rowLabels: AxisLabels | null;
+  columnLabels: AxisLabels | null;
+  /** Where a cell lies, in words. */
+  describe(row: number, column: number): string;
+  /** Somebody wants to go on with a cell. */
+  choose(row: number, column: number): void;
+}
+
+const BOX: CellSize = { width: 420, height: 320 };
+const SMALL_BOX: CellSize = { width: 240, height: 132 };
+const RESULT_BOX: CellSize = { width: 720, height: 480 };
+/** How large a cell gets, in CSS pixels, beside which labels are easy to read. */
+const LARGE_CELL = 36;
+/** The longest side of a canvas, in device pixels: browsers draw no larger ones. */
+const LONGEST = 8192;
+/** How wide cells of a result get for labels that then need not lie on their side, in CSS pixels. */
+const WIDE_CELL = 56;
+const LABEL_GAP = 6;
+const PAGE = 10;
+
+function drawMissing(context: CanvasRenderingContext2D, x: number, y: number, cell: CellSize): void {
+  context.fillStyle = cssColour(MISSING);
+  context.fillRect(x, y, cell.width, cell.height);
+  if (Math.min(cell.width, cell.height) < 4) return;
+  context.save();
+  context.beginPath();
+  context.rect(x, y, cell.width, cell.height);
+  context.clip();
+  context.strokeStyle = cssColour(MISSING_STRIPE);
+  context.beginPath();
+  for (let start = -cell.height; start < cell.width; start += 5) {
+    context.moveTo(x + start, y + cell.height);
+    context.lineTo(x + start + cell.height, y);
+  }
+  context.stroke();
+  context.restore();
+}
+
+/** Each value as a block of exactly `cell` device pixels. */
+export function drawPlane(canvas: HTMLCanvasElement, plane: Plane, scale: Scale, cell: CellSize): void {
+  canvas.width = plane.columns * cell.width;
+  canvas.height = plane.rows * cell.height;
+  const context = canvas.getContext("2d");
+  if (context === null) return;
+  const image = document.createElement("canvas");
+  image.width = plane.columns;
+  image.height = plane.rows;
+  const pixels = new ImageData(plane.columns, plane.rows);
+  const missing: number[] = [];
+  plane.values.forEach((value, index) => {
+    const rgb = colourOf(value, scale);
+    if (rgb === null) missing.push(index);
+    else pixels.data.set(rgb, 4 * index);
+    pixels.data[4 * index + 3] = 255;
+  });
+  image.getContext("2d")?.putImageData(pixels, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  for (const index of missing) {
+    const column = index % plane.columns;
+    drawMissing(context, column * cell.width, Math.floor((index - column) / plane.columns) * cell.height, cell);
+  }
+}
+
+/** What one knows of a heatmap without seeing it. */
+export function describeHeatmap(heatmap: Heatmap, summary: Summary, title: string): string {
+  const size = `${formatCount(heatmap.rows, "row")} by ${formatCount(heatmap.columns, "column")}`;
+  const parts = [`${title}: heatmap of ${size}`];
+  if (heatmap.reduced !== null) parts.push(heatmap.reduced);
+  if (summary.minimum === null) parts.push("no finite values");
+  else {
+    const [least, most, mean] = [summary.minimum, summary.maximum, summary.mean].map((value) => formatNumber(value));
+    parts.push(`from ${least} to ${most}, mean ${mean}`);
+  }
+  if (summary.missing > 0) parts.push(`${formatNumber(summary.missing)} not finite`);
+  return `${parts.join("; ")}. Arrow keys read single values.`;
+}
+
+/** `row 3 (␣the)`, or `rows 6 to 8` where a cell stands for several: blocks of equal size, but for the last one. */
+function describePosition(noun: string, index: number, count: number, full: number, labels: string[] | null): string {
+  if (count !== full) {
+    const block = Math.ceil(full / count);
+    const first = index * block;
+    const last = Math.min(first + block, full) - 1;
+    return last > first ? `${noun}s ${first} to ${last}` : `${noun} ${first}`;
+  }
+  const label = labels?.[index];
+  return label === undefined ? `${noun} ${index}` : `${noun} ${index} (${visibleToken(label)})`;
+}
+
+function tokenLabels(tokens: string[] | null | undefined, count: number): AxisLabels | null {
+  if (tokens?.length !== count) return null;
+  const texts = tokens.map(visibleToken);
+  return { texts, whole: (index) => texts[index] ?? "" };
+}
+
+export class HeatmapFigure {
+  readonly element: HTMLElement;
+  private readonly plane: Plane;
+  private readonly summary: Summary;
+  private readonly fitting: CellSize;
+  private readonly frame: HeatmapFrame;
+  private readonly zoom: Zoom | null;
+  private readonly ratio = globalThis.devicePixelRatio || 1;
+  private readonly canvas: HTMLCanvasElement;
+  private readonly cursor = element("div", { class: "gp-heatmap-cursor", hidden: true });
+  private readonly mark = element("div", { class: "gp-heatmap-mark", hidden: true });
+  private readonly readout = element("div", { class: "gp-readout" });
+  private readonly legend = element("div", { class: "gp-legend" });
+  private isCut: boolean;
+  private row = 0;
+  private column = 0;
+  private chosen: [row: number, column: number] | null = null;
+
+  constructor(
+    private readonly heatmap: Heatmap,
+    buffers: readonly DataView[],
+    private readonly options: PlotOptions,
+  ) {
+    this.plane = readPlane(heatmap, buffers);
+    this.summary = summarise(this.plane);
+    this.isCut = this.summary.cut !== null;
+    const { result } = options;
+    this.fitting = this.fittingCell();
+    const label = describeHeatmap(heatmap, this.summary, options.title);
+    const more = result ? " Enter selects one." : "";
+    this.canvas = element("canvas", { role: "img", tabindex: "0", "aria-label": label + more });
+    const cells = element("div", { class: "gp-heatmap-cells" }, this.canvas, this.mark, this.cursor);
+    this.frame = new HeatmapFrame(cells, () => this.cursor.hidden && this.rest());
+    this.zoom = result ? makeZoom(this.mostZoom(), () => this.layOut()) : null;
+    this.element = element("figure", { class: "gp-plot gp-heatmap" });
+    const legend = this.zoom ? element("div", { class: "gp-legend" }, this.legend, this.zoom.element) : this.legend;
+    this.element.append(...this.titled(), this.readout, legend, ...this.notes());
+    this.rest();
+    this.listen();
+    this.layOut();
+  }
+
+  /** Marks the cell that is selected; `null`: none is. */
+  show(chosen: [row: number, column: number] | null): void {
+    this.chosen = chosen;
+    this.mark.hidden = chosen === null;
+    if (chosen !== null) this.place(this.mark, ...chosen);
+  }
+
+  /** In whole device pixels. */
+  private get cell(): CellSize {
+    const factor = this.zoom?.factor ?? 1;
+    const most = LARGE_CELL * this.ratio;
+    const zoomed = (size: number) => Math.round(Math.min(size * factor, Math.max(size, most)));
+    return { width: zoomed(this.fitting.width), height: zoomed(this.fitting.height) };
+  }
+
+  private get cssCell(): CellSize {
+    const { width, height } = this.cell;
+    return { width: width / this.ratio, height: height / this.ratio };
+  }
+
+  private fittingCell(): CellSize {
+    const { isSmall, result } = this.options;
+    const fitting = cellSize(this.plane, result ? RESULT_BOX : isSmall ? SMALL_BOX : BOX, this.ratio);
+    if (!result?.columnLabels) return fitting;
+    const wide = widest(result.columnLabels) + LABEL_GAP;
+    const isRoom = wide <= WIDE_CELL && wide * this.plane.columns <= RESULT_BOX.width;
+    return isRoom ? { ...fitting, width: Math.max(fitting.width, Math.ceil(wide * this.ratio)) } : fitting;
+  }
+
+  private mostZoom(): number {
+    const { rows, columns } = this.plane;
+    const { width, height } = this.fitting;
+    const large = (LARGE_CELL * this.ratio) / Math.min(width, height);
+    return Math.min(large, LONGEST / (width * columns), LONGEST / (height * rows));
+  }
+
+  /** The frame, of a result with the titles of its axes, which stay where they are when it scrolls. */
+  private titled(): HTMLElement[] {
+    const { result } = this.options;
+    if (result === undefined) return [this.frame.element];
+    const rows = element("div", { class: "gp-heatmap-row-title" }, result.rowTitle);
+    const columns = element("div", { class: "gp-heatmap-column-title" }, result.columnTitle);
+    return [rows, element("div", { class: "gp-heatmap-titled" }, this.frame.element, columns)];
+  }
+
+  private layOut(): void {
+    const { cssCell, plane } = this;
+    const { columnTokens, result, rowTokens } = this.options;
+    const resize = () => {
+      this.canvas.style.width = `${plane.columns * cssCell.width}px`;
+      this.canvas.style.height = `${plane.rows * cssCell.height}px`;
+    };
+    const rows = result ? result.rowLabels : tokenLabels(rowTokens, plane.rows);
+    const columns = result ? result.columnLabels : tokenLabels(columnTokens, plane.columns);
+    this.frame.layOut(cssCell, resize, rows, columns);
+    this.draw();
+    this.show(this.chosen);
+    if (this.chosen !== null) this.frame.keepInSight(this.mark);
+  }
+
+  private notes(): HTMLElement[] {
+    const notes = this.heatmap.reduced === null ? [] : [sentence(this.heatmap.reduced)];
+    const { missing } = this.summary;
+    const why = this.options.result?.missing ?? "NaN, infinite, or the fill value of a mask";
+    if (missing > 0) notes.push(`${formatCount(missing, "value")} hatched: ${why}.`);
+    return notes.map((note) => element("p", { class: "gp-note" }, note));
+  }
+
+  private draw(): void {
+    const given = this.options.result?.scale;
+    const scale = given ?? (this.isCut ? this.summary.cut : null) ?? this.summary.whole;
+    drawPlane(this.canvas, this.plane, scale, this.cell);
+    this.legend.replaceChildren(...this.legendParts(scale));
+  }
+
+  private legendParts(scale: Scale): HTMLElement[] {
+    if (this.summary.minimum === null) return [];
+    const bar = element("span", { class: "gp-legend-bar", "aria-hidden": "true" });
+    bar.style.backgroundImage = cssGradient(scale.map);
+    const { whole, cut, beyond } = this.summary;
+    const end = (value: number, isCut: boolean, sign: string) =>
+      element("span", { class: "gp-number" }, `${isCut ? `${sign} ` : ""}${formatNumber(value, 3)}`);
+    const { result } = this.options;
+    if (result !== undefined) {
+      const { minimum, maximum } = this.summary; // of float32 numbers
+      const ends = [
+        end(scale.low, minimum < Math.fround(scale.low), "≤"),
+        bar,
+        end(scale.high, (maximum ?? 0) > Math.fround(scale.high), "≥"),
+      ];
+      return [element("span", {}, result.name), element("span", { class: "gp-range" }, ...ends)];
+    }
+    const parts = [
+      end(scale.low, this.isCut && scale.low > whole.low, "≤"),
+      bar,
+      end(scale.high, this.isCut && scale.high < whole.high, "≥"),
+    ];
+    if (cut === null) return parts;
+    const text = this.isCut ? `${formatCount(beyond, "value")} beyond the scale` : "Outliers included";
+    const toggle = element(
+      "button",
+      { type: "button", class: "gp-underlined", "aria-pressed": String(this.isCut) },
+      text,
+    );
+    toggle.title = this.isCut
+      ? `Values go from ${formatNumber(this.summary.minimum)} to ${formatNumber(this.summary.maximum)}. Click for colours over all of them.`
+      : "Click for colours over nearly all values, without the outliers.";
+    toggle.addEventListener("click", () => {
+      this.isCut = !this.isCut;
+      this.draw();
+      this.legend.querySelector("button")?.focus();
+    });
+    return [...parts, toggle];
+  }
+
+  private listen(): void {
+    const point = (event: PointerEvent | MouseEvent) => {
+      const { width, height } = this.canvas.getBoundingClientRect();
+      this.readout.removeAttribute("aria-live");
+      this.moveTo(
+        Math.floor((event.offsetY / height) * this.plane.rows),
+        Math.floor((event.offsetX / width) * this.plane.columns),
+      );
+    };
+    this.canvas.addEventListener("pointermove", point);
+    this.canvas.addEventListener("click", (event) => {
+      point(event);
+      this.options.result?.choose(this.row, this.column);
+    });
+    this.canvas.addEventListener("pointerleave", () => this.rest());
+    this.canvas.addEventListener("blur", () => this.rest());
+    this.canvas.addEventListener("keydown", (event) => this.onKey(event));
+  }
+
+  private onKey(event: KeyboardEvent): void {
+    const isWhole = event.ctrlKey || event.metaKey;
+    const { rows, columns } = this.plane;
+    const targets: Record<string, [row: number, column: number]> = {
+      ArrowUp: [this.row - 1, this.column],
+      ArrowDown: [this.row + 1, this.column],
+      ArrowLeft: [this.row, this.column - 1],
+      ArrowRight: [this.row, this.column + 1],
+      PageUp: [this.row - PAGE, this.column],
+      PageDown: [this.row + PAGE, this.column],
+      Home: [isWhole ? 0 : this.row, 0],
+      End: [isWhole ? rows - 1 : this.row, columns - 1],
+    };
+    const target = targets[event.key];
+    const chooses = this.options.result !== undefined && (event.key === "Enter" || event.key === " ");
+    if (!(target || chooses) || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    if (target === undefined) {
+      if (!this.cursor.hidden) this.options.result?.choose(this.row, this.column);
+      return;
+    }
+    this.readout.setAttribute("aria-live", "polite");
+    // The first key shows where the cursor is.
+    if (this.cursor.hidden) this.moveTo(this.row, this.column);
+    else this.moveTo(...target);
+    this.frame.keepInSight(this.cursor);
+  }
+
+  private place(box: HTMLElement, row: number, column: number): void {
+    const { width, height } = this.cssCell;
+    box.style.transform = `translate(${column * width}px, ${row * height}px)`;
+    box.style.width = `${width}px`;
+    box.style.height = `${height}px`;
+  }
+
+  private moveTo(row: number, column: number): void {
+    const { rows, columns, values } = this.plane;
+    if (rows === 0 || columns === 0) return;
+    this.row = Math.min(Math.max(row, 0), rows - 1);
+    this.column = Math.min(Math.max(column, 0), columns - 1);
+    this.cursor.hidden = false;
+    this.place(this.cursor, this.row, this.column);
+    const { full } = this.heatmap;
+    const where = this.describe(full);
+    const value = formatNumber(values[this.row * columns + this.column] ?? Number.NaN, 5);
+    this.readout.replaceChildren(
+      element("span", {}, `${where}: `),
+      element("strong", { class: "gp-number" }, value),
+      rows === full[0] && columns === full[1] ? "" : " (several values)",
+    );
+  }
+
+  private describe(full: readonly number[]): string {
+    const { rowTokens = null, columnTokens = null, result } = this.options;
+    if (result !== undefined) return result.describe(this.row, this.column);
+    const { rows, columns } = this.plane;
+    return [
+      describePosition("row", this.row, rows, full[0] ?? rows, rowTokens),
+      describePosition("column", this.column, columns, full[1] ?? columns, columnTokens),
+    ].join(", ");
+  }
+
+  /** What stands in place of a value while nobody points at one. */
+  private rest(): void {
+    this.cursor.hidden = true;
+    const { slice, full } = this.heatmap;
+    this.readout.removeAttribute("aria-live");
+    if (this.options.result) {
+      const more = this.frame.hasMore ? "; scroll to see the others" : "";
+      this.readout.replaceChildren(`${full[0]} × ${full[1]}: point at a cell, click to select it${more}`);
+    } else this.readout.replaceChildren(element("code", {}, `[${slice}]`), ` ${full[0]} × ${full[1]}`);
+  }
+}
+
+export function makeHeatmap(heatmap: Heatmap, buffers: readonly DataView[], options: PlotOptions): HTMLElement {
+  return new HeatmapFigure(heatmap, buffers, options).element;
+}

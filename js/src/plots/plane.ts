@@ -1,0 +1,186 @@
+/** The values of a heatmap, and how they become colours. */
+import type { Heatmap } from "../kernel/protocol";
+
+export type ColourMap = "sequential" | "diverging";
+export type Rgb = [red: number, green: number, blue: number];
+
+/** What stands for NaN, infinities and fill values: in neither map. */
+export const MISSING: Rgb = [134, 134, 134];
+export const MISSING_STRIPE: Rgb = [74, 74, 74];
+
+/**
+ * Evenly spaced stops. Sequential: viridis (van der Walt and Smith), every 32nd colour of it. Diverging: computed in
+ * OKLCH, hues 260 and 28, with the same lightness and chroma at the same distance from the middle.
+ */
+const STOPS: Record<ColourMap, readonly Rgb[]> = {
+  sequential: [
+    [68, 1, 84],
+    [71, 44, 122],
+    [59, 81, 139],
+    [44, 113, 142],
+    [33, 144, 141],
+    [39, 173, 129],
+    [92, 200, 99],
+    [170, 220, 50],
+    [253, 231, 37],
+  ],
+  diverging: [
+    [23, 63, 129],
+    [54, 105, 190],
+    [106, 152, 229],
+    [173, 201, 246],
+    [245, 245, 245],
+    [242, 183, 174],
+    [219, 120, 108],
+    [176, 67, 57],
+    [117, 32, 26],
+  ],
+};
+
+/** The colour of a value between 0 and 1; what lies outside gets the colour of the end. */
+export function colour(value: number, map: ColourMap): Rgb {
+  if (Number.isNaN(value)) return [...MISSING];
+  const stops = STOPS[map];
+  const position = Math.min(Math.max(value, 0), 1) * (stops.length - 1);
+  const below = Math.min(Math.floor(position), stops.length - 2);
+  const from = stops[below] ?? MISSING;
+  const to = stops[below + 1] ?? MISSING;
+  const part = position - below;
+  const mix = (channel: 0 | 1 | 2) => Math.round(from[channel] + (to[channel] - from[channel]) * part);
+  return [mix(0), mix(1), mix(2)];
+}
+
+export function cssColour([red, green, blue]: Rgb): string {
+  return `rgb(${red}, ${green}, ${blue})`;
+}
+
+/** The whole map as a CSS image, from left to right. */
+export function cssGradient(map: ColourMap): string {
+  return `linear-gradient(to right, ${STOPS[map].map(cssColour).join(", ")})`;
+}
+
+/** Fill values of masks (the least float32, bfloat16) are no amounts. */
+const LARGEST_AMOUNT = 1e30;
+/** Outliers lie so many times farther out than nearly all values. */
+const OUTLIER_FACTOR = 5;
+const NEARLY_ALL = 0.99;
+const FEWEST_WITH_OUTLIERS = 64;
+
+export interface Plane {
+  rows: number;
+  columns: number;
+  /** Row by row. */
+  values: Float32Array;
+}
+
+/** A copy of the values. Buffers may start anywhere, so that a typed array over them is no option. */
+export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane {
+  const { rows, columns, buffer } = heatmap;
+  const view = buffers[buffer];
+  const count = rows * columns;
+  if (view === undefined || view.byteLength < 4 * count) {
+    throw new Error(`The kernel sent ${view?.byteLength ?? 0} bytes for a heatmap of ${rows} x ${columns} values.`);
+  }
+  const values = new Float32Array(count);
+  for (let index = 0; index < count; index++) values[index] = view.getFloat32(4 * index, true);
+  return { rows, columns, values };
+}
+
+/** Whether a value has a place on the scale of colours. */
+export function isAmount(value: number): boolean {
+  return Math.abs(value) < LARGEST_AMOUNT;
+}
+
+/** Which values get the colours at both ends. */
+export interface Scale {
+  map: ColourMap;
+  low: number;
+  high: number;
+}
+
+export interface Summary {
+  /** Of the amounts; `null`: there are none. */
+  minimum: number | null;
+  maximum: number | null;
+  mean: number | null;
+  /** How many are NaN, infinite or a fill value. */
+  missing: number;
+  /** From the least to the greatest amount. */
+  whole: Scale;
+  /** The same with outliers cut off; `null`: there are none. */
+  cut: Scale | null;
+  /** How many amounts lie beyond `cut`. */
+  beyond: number;
+}
+
+function scaleOf(minimum: number, maximum: number): Scale {
+  if (minimum < 0 && maximum > 0) {
+    const limit = Math.max(-minimum, maximum);
+    return { map: "diverging", low: -limit, high: limit };
+  }
+  return { map: "sequential", low: minimum, high: maximum };
+}
+
+/**
+ * The scale that nearly all values fill; `null`: the whole one does for all. Zeros do not count (masked attention, dead
+ * units), else few true amounts among them would pass for outliers. `sorted`: in ascending order.
+ */
+function cutScale(sorted: Float32Array, whole: Scale): Scale | null {
+  const amounts = sorted.filter((value) => value !== 0);
+  if (amounts.length < FEWEST_WITH_OUTLIERS) return null;
+  const few = Math.ceil((amounts.length * (1 - NEARLY_ALL)) / 2);
+  const low = amounts[few] ?? 0;
+  const high = amounts[amounts.length - 1 - few] ?? 0;
+  if (whole.map === "diverging") {
+    const limit = Math.max(-low, high);
+    return whole.high > OUTLIER_FACTOR * limit ? { ...whole, low: -limit, high: limit } : null;
+  }
+  const far = OUTLIER_FACTOR * (high - low);
+  const isLowFar = low - whole.low > far;
+  const isHighFar = whole.high - high > far;
+  if (far === 0 || !(isLowFar || isHighFar)) return null;
+  return { ...whole, low: isLowFar ? low : whole.low, high: isHighFar ? high : whole.high };
+}
+
+/** What is to be known of a plane before it is drawn. */
+export function summarise(plane: Plane): Summary {
+  const amounts = plane.values.filter(isAmount).sort();
+  const missing = plane.values.length - amounts.length;
+  const minimum = amounts[0];
+  const maximum = amounts[amounts.length - 1];
+  if (minimum === undefined || maximum === undefined) {
+    const whole: Scale = { map: "sequential", low: 0, high: 0 };
+    return { minimum: null, maximum: null, mean: null, missing, whole, cut: null, beyond: 0 };
+  }
+  const mean = amounts.reduce((sum, value) => sum + value, 0) / amounts.length;
+  const whole = scaleOf(minimum, maximum);
+  const cut = cutScale(amounts, whole);
+  const beyond = cut === null ? 0 : amounts.filter((value) => value < cut.low || value > cut.high).length;
+  return { minimum, maximum, mean, missing, whole, cut, beyond };
+}
+
+/** `null`: the value has no place on any scale. */
+export function colourOf(value: number, { map, low, high }: Scale): Rgb | null {
+  if (!isAmount(value)) return null;
+  return colour(high > low ? (value - low) / (high - low) : 0.5, map);
+}
+
+export interface CellSize {
+  width: number;
+  height: number;
+}
+
+/** The size of a cell in whole device pixels (so that all cells look alike), for a plot of about `box` CSS pixels. */
+export function cellSize(plane: { rows: number; columns: number }, box: CellSize, ratio: number): CellSize {
+  const fit = (length: number, count: number) =>
+    Math.max(Math.ceil(ratio), Math.min(Math.floor((length * ratio) / Math.max(count, 1)), Math.round(26 * ratio)));
+  const width = fit(box.width, plane.columns);
+  const height = fit(box.height, plane.rows);
+  if (plane.rows === plane.columns) {
+    const side = Math.min(width, height);
+    return { width: side, height: side };
+  }
+  // Bars rather than squares where one side is long, but not very thin ones.
+  const thick = Math.round(14 * ratio);
+  return { width: Math.min(width, Math.max(height, thick)), height: Math.min(height, Math.max(width, thick)) };
+}

@@ -1,0 +1,70 @@
+/** How far a job is: a bar, the module that runs now, the time so far, and a button that stops it. */
+
+import type { JobStatus } from "../kernel/protocol";
+import { element } from "../page/dom";
+import { formatSeconds } from "../page/numbers";
+import { visible } from "../page/visible";
+import type { Kernel } from "../view";
+
+export class Progress {
+  private readonly bar: HTMLProgressElement;
+  private readonly text = element("span", { class: "gp-progress-text" });
+  private readonly button: HTMLButtonElement;
+  private stopWaiting: (() => void) | null = null;
+  readonly element: HTMLElement;
+
+  /** `name`: of the bar, for those who do not see it: `Progress of the run`. */
+  constructor(
+    name: string,
+    private readonly kernel: Kernel,
+    interrupt: () => void,
+  ) {
+    this.bar = element("progress", { class: "gp-progress-bar", max: 1, "aria-label": name });
+    this.button = element("button", { type: "button", class: "gp-button", onclick: interrupt }, "Interrupt");
+    this.element = element("div", { class: "gp-progress", hidden: true }, this.bar, this.text, this.button);
+  }
+
+  get hasFocus(): boolean {
+    return this.button.matches(":focus");
+  }
+
+  /** The kernel was asked, and has not answered: it does when it is free. */
+  showWaiting(): void {
+    const isBusy = this.kernel.state === "busy";
+    this.bar.removeAttribute("value");
+    this.text.textContent = isBusy ? "The kernel is busy: this starts when it is free." : "Asking the kernel …";
+    this.button.hidden = true;
+    this.element.hidden = false;
+    this.stopWaiting ??= this.kernel.onState(() => this.showWaiting());
+  }
+
+  private answered(): void {
+    this.stopWaiting?.();
+    this.stopWaiting = null;
+    this.button.hidden = false;
+  }
+
+  show({ fraction, at, seconds }: Pick<JobStatus, "fraction" | "at" | "seconds">): void {
+    this.answered();
+    if (fraction === null) this.bar.removeAttribute("value");
+    else this.bar.value = fraction;
+    const parts = [formatSeconds(seconds)];
+    if (fraction !== null) parts.unshift(`${Math.floor(100 * fraction)}%`);
+    this.text.replaceChildren(parts.join(" · "));
+    if (at) this.text.append(" · ", element("code", { title: visible(at) }, visible(at)));
+    this.element.hidden = false;
+  }
+
+  /** The kernel stops a run between two modules: that can take a moment. */
+  showInterrupting(): void {
+    this.button.textContent = "Interrupting …";
+    this.button.setAttribute("aria-disabled", "true");
+  }
+
+  hide(): void {
+    this.answered();
+    this.element.hidden = true;
+    this.button.textContent = "Interrupt";
+    this.button.removeAttribute("aria-disabled");
+  }
+}

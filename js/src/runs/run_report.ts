@@ -1,0 +1,242 @@
+/** What a run has shown: the next tokens, what changed at the output, what the probes saw. */
+import type { Change, ProbeChange, ProbeReport, RunReport, Token } from "../kernel/protocol";
+import { element } from "../page/dom";
+import { formatCount, formatNumber, formatPercent, formatSeconds, formatShape, sentence } from "../page/numbers";
+import { visible, visibleLines, visibleToken } from "../page/visible";
+import { makePlot } from "../plots/plots";
+import { makeStatistics } from "../plots/statistics";
+
+export interface ReportContext {
+  buffers: readonly DataView[];
+  /** Shows the node of a chosen patch in the tree; `null` if it is not chosen any more. */
+  revealPatch(number: number): (() => void) | null;
+}
+
+const numbered = (numbers: readonly number[]) => numbers.map((number) => `#${number}`).join(", ");
+
+/** `pg(ids)`, how long it took, and with which patches. */
+function head({ call, seconds, patches }: RunReport): HTMLElement {
+  const what =
+    patches.length === 0
+      ? "without patches"
+      : `with ${patches.length === 1 ? "patch" : "patches"} ${numbered(patches)}`;
+  return element(
+    "p",
+    { class: "gp-report-head" },
+    element("code", {}, visible(call)),
+    ` ran ${what} in ${formatSeconds(seconds)}.`,
+  );
+}
+
+function warnings(texts: readonly string[]): HTMLElement | null {
+  if (texts.length === 0) return null;
+  const items = texts.map((text) => element("li", {}, sentence(visibleLines(text))));
+  return element(
+    "div",
+    { class: "gp-warnings" },
+    element("strong", {}, formatCount(texts.length, "warning")),
+    element("ul", {}, ...items),
+  );
+}
+
+export function relativeChange({ norm_before, norm_difference }: Change): string {
+  if (norm_difference === 0) return "none";
+  return norm_before === 0 ? "from zero" : formatPercent(norm_difference / norm_before);
+}
+
+function largest(change: Change): HTMLElement | null {
+  if (change.largest.length === 0 || change.norm_difference === 0) return null;
+  const items = change.largest.map(({ index, before, after }) =>
+    element(
+      "li",
+      { class: "gp-number" },
+      element("code", {}, `[${index.join(", ")}]`),
+      ` ${formatNumber(before)} → ${formatNumber(after)}`,
+    ),
+  );
+  return element(
+    "details",
+    { class: "gp-largest" },
+    element("summary", {}, "Entries of ", element("code", {}, visible(change.path)), " that changed most"),
+    element("ol", {}, ...items),
+  );
+}
+
+const CHANGE_HEADS = ["Output", "Shape", "Norm before", "Norm after", "Norm of difference", "Change"];
+
+/** A row, and one below it for what is to be said. Where two outputs were not compared there is no difference to show. */
+function changeRows(change: Change): HTMLElement[] {
+  const { shape, dtype, norm_before, norm_after, norm_difference, note } = change;
+  const path = visible(change.path);
+  const isCompared = note === null || norm_difference > 0 || change.largest.length > 0;
+  const known = (norm: number) => (isCompared || norm > 0 ? formatNumber(norm) : "–");
+  const difference = isCompared ? [formatNumber(norm_difference), relativeChange(change)] : ["–", "–"];
+  const numbers = [known(norm_before), known(norm_after), ...difference];
+  const row = element(
+    "tr",
+    {},
+    element("th", { scope: "row" }, element("code", { title: path }, path)),
+    element("td", { class: "gp-number" }, `${formatShape(shape)} ${dtype}`),
+    ...numbers.map((text) => element("td", { class: "gp-number" }, text)),
+  );
+  if (note === null) return [row];
+  return [
+    row,
+    element("tr", {}, element("td", { class: "gp-muted", colspan: CHANGE_HEADS.length }, sentence(visible(note)))),
+  ];
+}
+
+function changes(report: RunReport): HTMLElement | null {
+  if (report.changes.length === 0) return null;
+  const heads = CHANGE_HEADS.map((text) => element("th", { scope: "col" }, text));
+  const rows = report.changes.flatMap(changeRows);
+  const table = element(
+    "table",
+    { class: "gp-changes" },
+    element("thead", {}, element("tr", {}, ...heads)),
+    element("tbody", {}, ...rows),
+  );
+  const isSame = report.changes.every((change) => change.note === null && change.norm_difference === 0);
+  const same = element("p", { class: "gp-note" }, "The patches change nothing at the output.");
+  return element(
+    "section",
+    { class: "gp-report-part" },
+    element("h4", {}, "At the output"),
+    isSame && report.patches.length > 0 ? same : null,
+    // What is wider than the panel is scrolled to; with the keyboard, too.
+    element("div", { class: "gp-scroll", tabindex: 0, role: "group", "aria-label": "Changes at the output" }, table),
+    ...report.changes.map(largest),
+  );
+}
+
+function probe(report: ProbeReport, { buffers, revealPatch }: ReportContext): HTMLElement {
+  const { number, statistics, plot, note } = report;
+  const [name, path] = [visible(report.name), visible(report.path)];
+  const reveal = revealPatch(number);
+  const place = element("code", {}, path);
+  const link =
+    reveal === null
+      ? place
+      : element(
+          "button",
+          { type: "button", class: "gp-underlined", onclick: reveal, title: "Show in the tree" },
+          place,
+        );
+  const options = {
+    title: `${name}, ${path}`,
+    rowTokens: report.row_labels,
+    columnTokens: report.column_labels,
+    isSmall: true,
+  };
+  return element(
+    "li",
+    { class: "gp-probe" },
+    element("div", { class: "gp-probe-head" }, element("code", { class: "gp-probe-name" }, name), ` #${number} `, link),
+    note === null ? null : element("p", { class: "gp-note" }, sentence(visibleLines(note))),
+    report.change ? makeProbeChange(report.change) : null,
+    statistics === null ? null : makeStatistics(statistics),
+    statistics === null ? null : makePlot(plot, buffers, options),
+  );
+}
+
+function probes(report: RunReport, context: ReportContext): HTMLElement | null {
+  if (report.probes.length === 0) return null;
+  return element(
+    "section",
+    { class: "gp-report-part" },
+    element("h4", {}, "Probes"),
+    element("ul", { class: "gp-probes" }, ...report.probes.map((one) => probe(one, context))),
+  );
+}
+
+export function makeRunReport(report: RunReport, context: ReportContext): HTMLElement {
+  const isPatched = report.patches.length > 0;
+  return element(
+    "div",
+    { class: "gp-report" },
+    head(report),
+    warnings(report.warnings),
+    report.tokens === null ? null : makeNextTokens(report.tokens, isPatched),
+    changes(report),
+    probes(report, context),
+  );
+}
+
+type Tokens = NonNullable<RunReport["tokens"]>;
+
+/** How many places a token went up; `null`: it was not among the first ones. */
+export function rise(token: Token, rank: number, before: readonly Token[]): number | null {
+  const old = before.findIndex(([text]) => text === token[0]);
+  return old < 0 ? null : old - rank;
+}
+
+function mark(token: Token, rank: number, before: readonly Token[]): HTMLElement {
+  const places = rise(token, rank, before);
+  const [text, name, words] =
+    places === null
+      ? ["new", "up", "not among the first before"]
+      : places === 0
+        ? ["", "same", ""]
+        : places > 0
+          ? [`▲${places}`, "up", `up ${places}`]
+          : [`▼${-places}`, "down", `down ${-places}`];
+  const made = element("td", { class: `gp-rank gp-rank-${name}` });
+  if (text !== "")
+    made.append(element("span", { "aria-hidden": "true" }, text), element("span", { class: "gp-unseen" }, words));
+  return made;
+}
+
+function bar(probability: number, most: number): HTMLElement {
+  const filled = element("span", { class: "gp-token-bar", "aria-hidden": "true" });
+  filled.style.setProperty("--gp-part", String(most > 0 ? probability / most : 0));
+  return element("td", { class: "gp-number gp-probability" }, filled, element("span", {}, formatPercent(probability)));
+}
+
+function table(caption: string, tokens: readonly Token[], before: readonly Token[] | null, most: number): HTMLElement {
+  const rows = tokens.map((token, rank) =>
+    element(
+      "tr",
+      {},
+      element("td", { class: "gp-number gp-muted" }, String(rank + 1)),
+      element("th", { scope: "row" }, element("code", { class: "gp-token" }, visibleToken(token[0]))),
+      bar(token[1], most),
+      before === null ? null : mark(token, rank, before),
+    ),
+  );
+  return element("table", { class: "gp-tokens" }, element("caption", {}, caption), element("tbody", {}, ...rows));
+}
+
+/** `isPatched`: whether any patch was applied; without one there is nothing to compare. */
+export function makeNextTokens({ position, before, after }: Tokens, isPatched: boolean): HTMLElement {
+  const most = Math.max(...[...before, ...after].map(([, probability]) => probability), 0);
+  const tables = isPatched
+    ? [table("Without patches", before, null, most), table("With patches", after, before, most)]
+    : [table("Without patches", before, null, most)];
+  return element(
+    "section",
+    { class: "gp-report-part" },
+    element("h4", {}, `Next token after position ${position}`),
+    element("div", { class: "gp-token-tables" }, ...tables),
+  );
+}
+
+/** `norm 3.2 → 2.9, changed by 0.7 (22%)`; empty where no norm is known. */
+export function changeText({ norm_before, norm_after, norm_difference }: ProbeChange): string {
+  if (norm_before === null || norm_after === null) return "";
+  const norms = `norm ${formatNumber(norm_before)} → ${formatNumber(norm_after)}`;
+  if (norm_difference === null) return norms;
+  if (norm_difference === 0) return `norm ${formatNumber(norm_after)}, unchanged`;
+  const part = norm_before === 0 ? "" : ` (${formatPercent(norm_difference / norm_before)})`;
+  return `${norms}, changed by ${formatNumber(norm_difference)}${part}`;
+}
+
+export function makeProbeChange(change: ProbeChange): HTMLElement {
+  const text = changeText(change);
+  const { note } = change;
+  return element(
+    "div",
+    { class: "gp-probe-change" },
+    text === "" ? null : element("div", { class: "gp-number" }, text),
+    note === null ? null : element("p", { class: "gp-note" }, sentence(visibleLines(note))),
+  );
+}

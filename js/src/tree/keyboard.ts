@@ -1,0 +1,261 @@
+/**
+ * The keys of the tree (WAI-ARIA tree view), and those of the whole widget.
+ *
+ * | key | what it does |
+ * | --- | --- |
+ * | ↑ ↓ Home End PageUp PageDown | go to another row; the row that has the focus is the selected one |
+ * | → ← | open, then go in; close, then go out |
+ * | letters | go to the next row whose name begins with them |
+ * | * | open all siblings |
+ * | Enter | details |
+ * | Space | select: says the row's path, shape and patches, and saves which row is selected |
+ * | + | patch the selected row |
+ * | Delete, Backspace | take the patches of the selected row away |
+ * | Ctrl+C | copy the path of the selected row |
+ * | Ctrl+Z; Ctrl+Shift+Z, Ctrl+Y | undo; redo |
+ * | / | search |
+ * | F3, Shift+F3 | next match, the one before; anywhere in the widget |
+ * | Esc | back to the tree, anywhere in the widget; in the tree, ends the search |
+ */
+
+import type { Edit } from "../kernel/protocol";
+import type { View } from "../view";
+import { ROW } from "./row_view";
+import { CLOSED, OPEN } from "./rows";
+import type { TreeState } from "./tree_state";
+
+const TYPING_PAUSE = 700;
+
+/** What the keys do outside of the tree. */
+export interface TreeActions {
+  /** Changes the choice of patches; says so where that fails. */
+  edit(change: Edit): void;
+  /** Resolves to whether the text is in the clipboard now. */
+  copy(text: string): Promise<boolean>;
+}
+
+/** What the keys ask of the tree as it is drawn. */
+export interface DrawnTree {
+  show(id: number): void;
+  elementOf(id: number): HTMLElement;
+}
+
+export class TreeKeys {
+  private typed = "";
+  private typedAt = 0;
+
+  constructor(
+    private readonly view: View,
+    private readonly tree: TreeState,
+    private readonly drawn: DrawnTree,
+    private readonly actions: TreeActions,
+  ) {}
+
+  handle(event: KeyboardEvent): void {
+    if (event.defaultPrevented || event.isComposing) return;
+    const isDone = hasCommandKey(event) ? this.command(event) : !event.altKey && (this.move(event) || this.act(event));
+    if (isDone) event.preventDefault();
+  }
+
+  private command(event: KeyboardEvent): boolean {
+    switch (event.key.toLowerCase()) {
+      case "c":
+        void this.copyPath();
+        return true;
+      case "z":
+        this.edit({ action: event.shiftKey ? "redo" : "undo" });
+        return true;
+      case "y":
+        this.edit({ action: "redo" });
+        return true;
+      case "home":
+      case "end":
+        return this.move(event);
+      default:
+        return false;
+    }
+  }
+
+  private move(event: KeyboardEvent): boolean {
+    const { tree } = this;
+    const { lines, activeLine } = tree;
+    const page = Math.max(1, Math.floor((event.currentTarget as HTMLElement).clientHeight / ROW) - 1);
+    const steps: Record<string, number> = {
+      ArrowDown: activeLine + 1,
+      ArrowUp: activeLine - 1,
+      Home: 0,
+      End: lines.length - 1,
+      PageDown: activeLine + page,
+      PageUp: activeLine - page,
+    };
+    const line = steps[event.key];
+    if (line !== undefined) tree.selectLine(line);
+    else if (event.key === "ArrowRight") this.goIn();
+    else if (event.key === "ArrowLeft") this.goOut();
+    else return false;
+    this.typed = "";
+    this.drawn.show(tree.active);
+    return true;
+  }
+
+  private goIn(): void {
+    const { lines, activeLine } = this.tree;
+    if (lines.states[activeLine] === CLOSED) this.tree.setOpen(lines.ids[activeLine] ?? 0, true);
+    else if (lines.states[activeLine] === OPEN) this.tree.selectLine(activeLine + 1);
+  }
+
+  private goOut(): void {
+    const { lines, activeLine } = this.tree;
+    if (lines.states[activeLine] === OPEN) this.tree.setOpen(lines.ids[activeLine] ?? 0, false);
+    else if ((lines.parents[activeLine] ?? -1) >= 0) this.tree.selectLine(lines.parents[activeLine] ?? 0);
+  }
+
+  private act(event: KeyboardEvent): boolean {
+    const { view, tree } = this;
+    const id = tree.lines.ids[tree.activeLine] ?? 0;
+    switch (event.key) {
+      case "Enter":
+        if (id < 0) tree.setOpen(id, tree.lines.states[tree.activeLine] === CLOSED);
+        else view.showDetails(id, this.drawn.elementOf(id));
+        return true;
+      case " ":
+        this.selectRow(id);
+        return true;
+      case "+":
+        this.patch(id);
+        return true;
+      case "*":
+        this.openSiblings();
+        return true;
+      case "Delete":
+      case "Backspace":
+        this.removePatches(id);
+        return true;
+      default:
+        return this.type(event);
+    }
+  }
+
+  private selectRow(id: number): void {
+    this.tree.select(id);
+    this.drawn.show(id);
+    const name = this.drawn.elementOf(id).getAttribute("aria-label") ?? "";
+    this.view.notices.say(id > 0 ? `${this.view.skeleton.path(id)} selected; ${name}` : `${name} selected`);
+  }
+
+  private patch(id: number): void {
+    if (id >= 0) this.view.editPatch({ row: id }, this.drawn.elementOf(id));
+    else this.view.notices.say("This row stands for several: open it, and patch one of them.");
+  }
+
+  private openSiblings(): void {
+    const { lines, activeLine } = this.tree;
+    const parent = lines.parents[activeLine] ?? -1;
+    const closed = [...lines.ids].filter((_, line) => lines.parents[line] === parent && lines.states[line] === CLOSED);
+    if (closed.length) this.tree.setAllOpen(closed, true);
+    this.drawn.show(this.tree.active);
+  }
+
+  private removePatches(id: number): void {
+    const numbers = this.tree.patched.at(id).map((patch) => patch.number);
+    if (numbers.length) this.edit({ action: "remove", numbers });
+    else this.view.notices.say("There is no patch on this row.");
+  }
+
+  private async copyPath(): Promise<void> {
+    const row = this.tree.activeRow;
+    const path = this.view.skeleton.path(row);
+    if (!path) this.view.notices.say("The whole model has an empty path.");
+    else if (await this.actions.copy(path)) this.view.notices.say(`Copied ${path}`);
+    else this.view.notices.error(`The browser does not let this page copy. The path is ${path}`);
+  }
+
+  private edit(change: Edit): void {
+    const { can_undo, can_redo } = this.view.model.get("session");
+    if (change.action === "undo" && !can_undo) this.view.notices.say("There is nothing to undo.");
+    else if (change.action === "redo" && !can_redo) this.view.notices.say("There is nothing to redo.");
+    else this.actions.edit(change);
+  }
+
+  /** To the next row whose name begins with what is typed; the same letter again goes on to the one after it. */
+  private type(event: KeyboardEvent): boolean {
+    if (!isPrintable(event) || event.key === "/") return false;
+    const isPaused = event.timeStamp - this.typedAt > TYPING_PAUSE;
+    this.typed = isPaused || this.typed === event.key ? event.key : this.typed + event.key;
+    this.typedAt = event.timeStamp;
+    const { lines, activeLine } = this.tree;
+    const from = activeLine + (this.typed.length === 1 ? 1 : 0);
+    for (let step = 0; step < lines.length; step++) {
+      const line = (from + step) % lines.length;
+      if (!this.nameOf(lines.ids[line] ?? 0).startsWith(this.typed.toLowerCase())) continue;
+      this.tree.selectLine(line);
+      this.drawn.show(this.tree.active);
+      break;
+    }
+    return true;
+  }
+
+  private nameOf(id: number): string {
+    const { skeleton } = this.view;
+    const name = id === 0 ? this.view.model.get("about").name : skeleton.nameOf(id < 0 ? ~id : id);
+    return name.toLowerCase().replace(/^"/, "");
+  }
+}
+
+/** What the toolbar has to do with the keys of the whole widget. */
+export interface SearchBox {
+  focus(): void;
+  go(step: 1 | -1): void;
+  /** Ends the search. */
+  leave(): void;
+}
+
+/** Keys that mean the same everywhere in the widget; and those that the notebook around it must not see. */
+export function watchKeys(view: View, box: SearchBox): void {
+  const { root } = view;
+  const onKey = (event: KeyboardEvent) => {
+    const isTyping = isEditable(event.composedPath()[0]);
+    if (!event.defaultPrevented && !event.isComposing && widgetKey(view, box, event, isTyping)) event.preventDefault();
+    if (event.defaultPrevented || isTyping || isPrintable(event) || OWN.has(event.key)) event.stopPropagation();
+  };
+  root.addEventListener("keydown", onKey);
+  view.onRemove(() => root.removeEventListener("keydown", onKey));
+}
+
+/** Keys that do something in the widget, though perhaps not just now: with them the notebook would change cells. */
+const OWN = new Set(
+  "ArrowUp ArrowDown ArrowLeft ArrowRight Home End PageUp PageDown Enter Delete Backspace Escape F3".split(" "),
+);
+
+function widgetKey(view: View, box: SearchBox, event: KeyboardEvent, isTyping: boolean): boolean {
+  if (event.key === "F3" && !hasCommandKey(event) && !event.altKey) {
+    box.go(event.shiftKey ? -1 : 1);
+  } else if (event.key === "Escape") {
+    if (isInTree(event)) box.leave();
+    view.focusTree();
+  } else if (event.key === "/" && !isTyping && !hasCommandKey(event) && !event.altKey) {
+    box.focus();
+  } else {
+    return false;
+  }
+  return true;
+}
+
+function isInTree(event: Event): boolean {
+  return event.composedPath().some((node) => node instanceof Element && node.getAttribute("role") === "tree");
+}
+
+/** Ctrl, on macOS Cmd. */
+export function hasCommandKey(event: KeyboardEvent): boolean {
+  const isMac = /mac|iphone|ipad/i.test(navigator.userAgent);
+  return isMac ? event.metaKey : event.ctrlKey || event.metaKey;
+}
+
+function isPrintable(event: KeyboardEvent): boolean {
+  return [...event.key].length === 1 && !event.ctrlKey && !event.metaKey;
+}
+
+function isEditable(target: EventTarget | undefined): boolean {
+  const node = target as HTMLElement | undefined;
+  return Boolean(node?.isContentEditable || node?.matches?.("input, textarea, select"));
+}

@@ -1,0 +1,133 @@
+/** The legend of the scores: their name, colours and range; sorts the tree by them, and filters it. */
+
+import { element, icon, setAttribute } from "../page/dom";
+import type { Part, View } from "../view";
+import { type ScoreFilter, type Scores, scoreText } from "./scores";
+import type { TreeState } from "./tree_state";
+
+const STRONGEST = [10, 50, 200];
+
+export function makeLegend(view: View, tree: TreeState): Part {
+  return new Legend(view, tree);
+}
+
+class Legend implements Part {
+  readonly element = element("div", { class: "gp-scores", role: "group", "aria-label": "Scores", hidden: true });
+  private shown: Scores | null = null;
+  private sort: HTMLButtonElement | null = null;
+  private filter: HTMLSelectElement | null = null;
+  private least: HTMLInputElement | null = null;
+
+  constructor(
+    view: View,
+    private readonly tree: TreeState,
+  ) {
+    view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
+    this.show();
+  }
+
+  private show(): void {
+    const { tree } = this;
+    if (this.shown !== tree.scores) {
+      this.shown = tree.scores;
+      this.element.replaceChildren(...(tree.scores ? this.make(tree.scores) : []));
+    }
+    this.element.hidden = tree.scores === null;
+    if (this.sort) setAttribute(this.sort, "aria-pressed", tree.isSorted);
+    if (this.filter && tree.filter === null && this.filter.value !== "least") this.filter.value = "all";
+  }
+
+  private make(scores: Scores): HTMLElement[] {
+    const { tree } = this;
+    const { isBySize, maximum, minimum } = scores;
+    const middle = (isBySize ? Math.max(-minimum, maximum) : minimum + maximum) / 2;
+    this.sort = element(
+      "button",
+      {
+        type: "button",
+        class: "gp-button",
+        "aria-pressed": tree.isSorted,
+        onclick: () => tree.setSorted(!tree.isSorted),
+      },
+      isBySize ? "Sort by size of score" : "Sort by score",
+    );
+    this.least = element("input", {
+      class: "gp-field gp-least",
+      inputmode: "decimal",
+      "aria-label": isBySize ? "Least size of a score" : "Least score",
+      hidden: true,
+      value: scoreText(middle),
+      oninput: () => this.choose(),
+    });
+    this.filter = element(
+      "select",
+      {
+        class: "gp-field",
+        "aria-label": "Which scores",
+        title: "Rows with the same number share a place: most are names of one value",
+        onchange: () => this.choose(),
+      },
+      element("option", { value: "all" }, `all ${scores.count.toLocaleString("en-US")}`),
+      ...STRONGEST.filter((count) => count < scores.places).map((count) =>
+        element("option", { value: count }, `the ${count} ${isBySize ? "largest in size" : "highest"}`),
+      ),
+      element("option", { value: "least" }, isBySize ? "size at least …" : "at least …"),
+    );
+    const range = element(
+      "span",
+      { class: "gp-range" },
+      scoreText(scores.minimum),
+      this.scale(scores),
+      scoreText(scores.maximum),
+    );
+    return [
+      element("strong", { class: "gp-score-name" }, scores.name),
+      range,
+      this.sort,
+      this.filter,
+      this.least,
+      element(
+        "button",
+        {
+          type: "button",
+          class: "gp-button gp-quiet",
+          "aria-label": "Hide scores",
+          title: "Hide scores",
+          onclick: () => tree.clearScores(),
+        },
+        icon("close"),
+      ),
+    ];
+  }
+
+  private scale(scores: Scores): HTMLElement {
+    const scale = element("span", { class: "gp-scale", "aria-hidden": true });
+    const colour = (value: number) => {
+      const strength = scores.strength(value);
+      const share = Math.round(Math.abs(strength) * 100);
+      return `color-mix(in srgb, var(--gp-${strength < 0 ? "cold" : "hot"}) ${share}%, var(--gp-background))`;
+    };
+    const stops = scores.isDiverging ? [scores.minimum, 0, scores.maximum] : [scores.minimum, scores.maximum];
+    const span = scores.maximum - scores.minimum || 1;
+    const parts = stops.map((value) => `${colour(value)} ${Math.round(((value - scores.minimum) / span) * 100)}%`);
+    scale.style.background = `linear-gradient(to right, ${parts.join(", ")})`;
+    return scale;
+  }
+
+  private choose(): void {
+    const { filter, least, tree } = this;
+    if (!filter || !least) return;
+    least.hidden = filter.value !== "least";
+    const wanted = this.wanted(filter.value, least.value);
+    setAttribute(least, "aria-invalid", wanted === undefined);
+    if (wanted !== undefined) tree.setFilter(wanted);
+  }
+
+  /** `undefined`: what is typed is no number. */
+  private wanted(choice: string, typed: string): ScoreFilter | null | undefined {
+    if (choice === "all") return null;
+    if (choice !== "least") return { count: Number(choice) };
+    const least = Number(typed.replaceAll(",", "").trim() || Number.NaN);
+    return Number.isNaN(least) ? undefined : { least };
+  }
+}

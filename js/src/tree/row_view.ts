@@ -1,0 +1,216 @@
+/** One line of the tree as an element: made once, filled again whenever something about it changes. */
+
+import type { PatchState } from "../kernel/protocol";
+import { FLAG } from "../kernel/protocol";
+import { element, replaceChildren, setAttribute } from "../page/dom";
+import { visible } from "../page/visible";
+import { CLOSED, type FoldedRun, LEAF } from "./rows";
+import { insideText, scoreText } from "./scores";
+import type { Skeleton } from "./skeleton";
+import type { TreeState } from "./tree_state";
+
+/** The height of a row, `--gp-row` in theme.css. */
+export const ROW = 22;
+
+/** Patches that are named on their row; of more there is only the number. */
+const MOST_BADGES = 2;
+
+/** What is shown of a line, apart from its place. */
+interface Shown {
+  name: string;
+  /** What stands in a column of its own: torch function, class of the module, kind. */
+  op: string;
+  label: string;
+  kind: string;
+  isPatchable: boolean;
+  /** In words: opaque, unused, ... and why. */
+  note: string | null;
+  mark: string | null;
+}
+
+export class RowView {
+  readonly element: HTMLDivElement;
+  // These are in the row only where there is something in them: of 50,000 rows few elements are to exist.
+  private readonly chevron = element("span", { class: "gp-chevron" });
+  private readonly badges = element("span", { class: "gp-badges" });
+  private readonly score = element("span", { class: "gp-score" });
+  private badgesKey = "[0,[]]";
+  private scoreText = "";
+  private readonly op: HTMLElement;
+  private readonly shown: Shown;
+
+  constructor(
+    private readonly tree: TreeState,
+    skeleton: Skeleton,
+    readonly id: number,
+    prefix: string,
+    rootName: string,
+  ) {
+    const run = tree.lines.runs.get(id);
+    this.shown = run ? shownOfRun(skeleton, run) : shownOfRow(skeleton, id, rootName);
+    const { name, op, label, kind, isPatchable, mark, note } = this.shown;
+    const path = run ? name : visible(skeleton.path(id));
+    this.op = element("span", { class: "gp-op", title: note ?? op }, mark ?? op);
+    this.element = element(
+      "div",
+      { id: rowId(prefix, id), role: "treeitem", class: "gp-row", "data-id": id, "data-kind": kind },
+      element("span", { class: "gp-name", title: path }, name),
+      " ",
+      this.op,
+      " ",
+      label && element("span", { class: "gp-label", title: label, "data-what": skeleton.specOf(id)?.[3] }, label),
+      !run && element("button", rowButton("info", `Details of ${name}`, "Details (Enter)")),
+      isPatchable && element("button", rowButton("add", `Patch ${name}`, "Patch (+)")),
+    );
+    if (mark) this.element.dataset.mark = kind === "run" ? "run" : mark.split(" ")[0];
+  }
+
+  fill(line: number, isActive: boolean): void {
+    const { lines } = this.tree;
+    const level = lines.levels[line] ?? 1;
+    const state = lines.states[line];
+    const row = this.element;
+    row.style.transform = `translateY(${line * ROW}px)`;
+    row.style.setProperty("--gp-level", String(level - 1));
+    setAttribute(row, "aria-level", level);
+    setAttribute(row, "aria-posinset", lines.positions[line]);
+    setAttribute(row, "aria-setsize", lines.sizes[line]);
+    setAttribute(row, "aria-expanded", state === LEAF ? null : state !== CLOSED);
+    setAttribute(row, "aria-selected", isActive);
+    setAttribute(row, "data-found", this.tree.found.has(this.id));
+    this.put(this.chevron, state !== LEAF, row.firstChild);
+    const patches = this.tree.patched.at(this.id);
+    const below = state === CLOSED ? patchesIn(this.tree, this.id) : 0;
+    this.fillBadges(patches, below);
+    this.fillScore(state === CLOSED);
+    setAttribute(row, "aria-label", this.name(patches, below));
+  }
+
+  private put(part: HTMLElement, isWanted: boolean, before: Node | null): void {
+    if (isWanted === (part.parentNode !== null)) return;
+    if (isWanted) this.element.insertBefore(part, before);
+    else part.remove();
+  }
+
+  private fillBadges(patches: readonly PatchState[], below: number): void {
+    const key = JSON.stringify([below, patches.map((patch) => [patch.number, patch.kind, patch.is_enabled])]);
+    if (this.badgesKey === key) return;
+    this.badgesKey = key;
+    const own = patches.slice(0, MOST_BADGES).flatMap((patch) => [badge(patch), " "]);
+    const more = [];
+    if (patches.length > MOST_BADGES) more.push(mark(`+${patches.length - MOST_BADGES}`));
+    if (below > 0) more.push(mark(countOf(below, "patch")));
+    replaceChildren(this.badges, ...own, ...more, " ");
+    this.put(this.badges, patches.length + below > 0, this.score.parentNode ? this.score : this.op);
+  }
+
+  /** The row's own score; of a closed graph without one, the strongest of those in it. */
+  private fillScore(isClosed: boolean): void {
+    const { scores } = this.tree;
+    const own = this.id < 0 ? null : (scores?.valueOf(this.id) ?? null);
+    const best = this.id < 0 ? undefined : scores?.best[this.id];
+    const value = own ?? (isClosed && best !== undefined && !Number.isNaN(best) ? best : null);
+    const strength = value === null || !scores ? 0 : scores.strength(value);
+    this.element.style.setProperty("--gp-heat", `${Math.round(Math.abs(strength) * 100)}%`);
+    setAttribute(this.element, "data-heat", value === null ? null : strength < 0 ? "cold" : "hot");
+    const isInside = own === null && value !== null && scores !== null && scores !== undefined;
+    const text = isInside ? insideText(value, scores) : value === null ? "" : scoreText(value);
+    if (this.scoreText === text) return;
+    this.scoreText = text;
+    replaceChildren(this.score, text, " ");
+    const most = scores?.isBySize ? "The score of the largest size" : "The highest score";
+    setAttribute(this.score, "title", isInside ? `${most} in it` : null);
+    this.put(this.score, text !== "", this.op);
+  }
+
+  /** For screen readers: what is seen, in the same order, then what only colours and marks say. */
+  private name(patches: readonly PatchState[], below: number): string {
+    const { name, op, label, note, mark, kind } = this.shown;
+    const badges = patches.slice(0, MOST_BADGES).map(badgeText);
+    if (patches.length > MOST_BADGES) badges.push(`+${patches.length - MOST_BADGES}`);
+    if (below > 0) badges.push(countOf(below, "patch"));
+    const seen = [name, ...badges, this.scoreText, mark ?? op, label].filter(Boolean).join(" ");
+    const more = patches.filter((patch) => !patch.is_enabled).map((patch) => `#${patch.number} is switched off`);
+    if (note && (kind === "graph" || kind === "unused") && note !== mark) more.push(note);
+    return [seen, ...more].join(", ");
+  }
+}
+
+function badge(patch: PatchState): HTMLElement {
+  const attributes = {
+    type: "button",
+    tabindex: -1,
+    class: "gp-badge",
+    "data-number": patch.number,
+    "data-off": !patch.is_enabled,
+    title: `Change patch #${patch.number}${patch.is_enabled ? "" : " (switched off)"}`,
+  };
+  return element("button", attributes, badgeText(patch));
+}
+
+function badgeText({ kind, number }: PatchState): string {
+  return `${kind} #${number}`;
+}
+
+function mark(text: string): HTMLElement {
+  return element("span", { class: "gp-badge gp-below" }, text);
+}
+
+/** The id of the element of a line. */
+export function rowId(prefix: string, id: number): string {
+  return `${prefix}-${id < 0 ? `run-${~id}` : id}`;
+}
+
+/** `12 nodes`, `1 patch`, `1,200 patches`. */
+export function countOf(count: number, what: string): string {
+  const ending = count === 1 ? "" : /(ch|s)$/.test(what) ? "es" : "s";
+  return `${count.toLocaleString("en-US")} ${what}${ending}`;
+}
+
+function rowButton(action: string, name: string, title: string) {
+  return {
+    type: "button",
+    tabindex: -1,
+    class: `gp-row-button gp-row-${action}`,
+    "data-action": action,
+    "aria-label": name,
+    title,
+  };
+}
+
+function shownOfRow(skeleton: Skeleton, row: number, rootName: string): Shown {
+  const kind = skeleton.kindOf(row);
+  const written = skeleton.noteOf(row);
+  const note = written === null ? null : visible(written);
+  const mark = skeleton.has(row, FLAG.opaque) ? "opaque" : kind === "unused" ? "unused" : null;
+  const op = visible(skeleton.opOf(row));
+  return {
+    name: visible(row === 0 ? rootName : skeleton.nameOf(row)),
+    op,
+    label: visible(skeleton.labelOf(row)),
+    kind,
+    isPatchable: skeleton.has(row, FLAG.patchable),
+    note: note ?? (mark ? `${mark} ${op}` : null),
+    mark: mark && `${mark} ${op}`,
+  };
+}
+
+function shownOfRun(skeleton: Skeleton, run: FoldedRun): Shown {
+  const [first = 0, last = 0] = [run.rows[0], run.rows.at(-1)];
+  const op = run.period === 1 ? visible(skeleton.opOf(first)) : countOf(run.period, "row");
+  return {
+    name: visible(`${skeleton.nameOf(first)} … ${skeleton.nameOf(last)}`),
+    op: `×${run.times} ${op}`,
+    label: run.period === 1 ? visible(skeleton.labelOf(first)) : "",
+    kind: "run",
+    isPatchable: false,
+    note: null,
+    mark: `×${run.times} ${op}`,
+  };
+}
+
+function patchesIn(tree: TreeState, id: number): number {
+  if (id >= 0) return tree.patched.countBelow(id);
+  const rows = tree.lines.runs.get(id)?.rows ?? [];
+  return rows.reduce((sum, row) => sum + tree.patched.countBelow(row) + tree.patched.at(row).length, 0);
+}

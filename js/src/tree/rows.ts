@@ -1,0 +1,303 @@
+/**
+ * Which rows are seen, and in which order: a line each.
+ *
+ * A line is known by a number: that of its row, or `~first` for the marker of a folded run whose first row is `first`.
+ */
+import { FLAG, KINDS } from "../kernel/protocol";
+import type { Skeleton } from "./skeleton";
+
+/** `count` siblings from the position `from` on: a group of `period` of them, `times` times. */
+export interface Run {
+  from: number;
+  count: number;
+  period: number;
+  times: number;
+}
+
+const GRAPH = KINDS.indexOf("graph");
+const LONGEST_PERIOD = 24;
+// A marker stands for three rows at least: for less it would be no shorter.
+const FEWEST_ROWS = 3;
+// Ops without a graph between them are folded only among so many siblings, and from so many repetitions on.
+const MANY_SIBLINGS = 40;
+const MANY_TIMES = 4;
+
+/** Says which rows look the same. What a row `isShown` says `false` of plays no part. */
+export class Folding {
+  private readonly stems: Int32Array;
+  private readonly patterns: Float64Array;
+
+  constructor(
+    private readonly skeleton: Skeleton,
+    isShown: (row: number) => boolean,
+  ) {
+    this.stems = stemsOf(skeleton.columns.names);
+    this.patterns = patternsOf(skeleton, isShown);
+  }
+
+  /** The runs among siblings, in order; rows that are in none are left out. */
+  runs(siblings: readonly number[]): Run[] {
+    const keys = siblings.map((row) => this.key(row));
+    const isGraph = siblings.map((row) => this.skeleton.kind[row] === GRAPH);
+    const runs: Run[] = [];
+    for (let from = 0; from < keys.length; ) {
+      const run = repetition(keys, isGraph, from);
+      if (run) runs.push(run);
+      from += run?.count ?? 1;
+    }
+    return runs;
+  }
+
+  /** Equal for rows that look the same but for the numbers at the ends of their own names. */
+  private key(row: number): number {
+    return mixed(this.patterns[row] ?? 0, this.stems[this.skeleton.name[row] ?? 0] ?? 0);
+  }
+}
+
+function repetition(keys: readonly number[], isGraph: readonly boolean[], from: number): Run | null {
+  const longest = Math.min(LONGEST_PERIOD, Math.floor((keys.length - from) / 2));
+  for (let period = 1; period <= longest; period++) {
+    let end = from + period;
+    while (end < keys.length && keys[end] === keys[end - period]) end += 1;
+    const times = Math.floor((end - from) / period);
+    const count = times * period;
+    if (times < 2 || count < FEWEST_ROWS) continue;
+    const hasGraph = isGraph.slice(from, from + period).includes(true);
+    if (hasGraph || (times >= MANY_TIMES && keys.length >= MANY_SIBLINGS)) return { from, count, period, times };
+  }
+  return null;
+}
+
+/** By name: a number that is equal for names that differ only in the number at their end. */
+function stemsOf(names: readonly string[]): Int32Array {
+  const known = new Map<string, number>();
+  return Int32Array.from(names, (name) => {
+    const stem = name.replace(/_?[0-9]+$/, "");
+    const number = known.get(stem) ?? known.size + 1;
+    known.set(stem, number);
+    return number;
+  });
+}
+
+/** By row: a number that is equal for rows that look the same but for their own name, children included. */
+function patternsOf(skeleton: Skeleton, isShown: (row: number) => boolean): Float64Array {
+  const patterns = new Float64Array(skeleton.length);
+  for (let row = skeleton.length - 1; row >= 0; row--) {
+    let pattern = mixed(skeleton.op[row] ?? 0, skeleton.spec[row] ?? 0);
+    pattern = mixed(pattern, (skeleton.kind[row] ?? 0) * 2 + Number(skeleton.has(row, FLAG.opaque)));
+    for (let child = row + 1; child < (skeleton.end[row] ?? 0); child = skeleton.end[child] ?? skeleton.length) {
+      if (isShown(child)) pattern = mixed(mixed(pattern, skeleton.name[child] ?? 0), patterns[child] ?? 0);
+    }
+    patterns[row] = pattern;
+  }
+  return patterns;
+}
+
+/** A hash of 53 bits. */
+function mixed(a: number, b: number): number {
+  const low = Math.imul(a ^ (b >>> 15), 0x85ebca6b) ^ Math.imul(b + 0x165667b1, 0x9e3779b1);
+  const highs = Math.floor(a / 0x100000000) ^ Math.imul(Math.floor(b / 0x100000000) + 0x27d4eb2f, 0xc2b2ae35);
+  const high = Math.imul(highs ^ (low >>> 13), 0x2545f491) ^ Math.imul(low ^ (low >>> 16), 0x7feb352d);
+  return ((high >>> 0) & 0x1fffff) * 0x100000000 + ((low ^ (low >>> 15)) >>> 0);
+}
+
+export const LEAF = 0;
+export const CLOSED = 1;
+export const OPEN = 2;
+
+/** A folded run, by the line of its marker. */
+export interface FoldedRun extends Run {
+  rows: number[];
+}
+
+/** What decides about the lines. */
+export interface Choice {
+  isOpen(row: number): boolean;
+  /** Plumbing and clutter aside, if nobody asked for them. */
+  isShown(row: number): boolean;
+  /** `null`: all; else those that a search found or a score filter left, and what is above them. */
+  kept: Uint8Array | null;
+  /** `null`: nothing is folded. */
+  folding: Folding | null;
+  isRunOpen(first: number): boolean;
+  /** `null`: as they came up. */
+  order: ((a: number, b: number) => number) | null;
+}
+
+/** The lines, and for each what a screen reader says of its place. */
+export class Lines {
+  /** By line: the row, or `~first`. */
+  ids: Int32Array;
+  /** 1 for the root, ... */
+  readonly levels: Uint16Array;
+  /** From 1 on, among its siblings; and how many they are. */
+  readonly positions: Int32Array;
+  readonly sizes: Int32Array;
+  readonly states: Uint8Array;
+  /** The line that each is in; -1 for the first. */
+  readonly parents: Int32Array;
+  readonly runs = new Map<number, FoldedRun>();
+  length = 0;
+  /** By row: its line, plus one. */
+  private readonly lineByRow: Int32Array;
+  private readonly lineByMarker = new Map<number, number>();
+  private readonly markerByRow = new Map<number, number>();
+
+  /** @param most How many lines there may be. */
+  constructor(
+    private readonly skeleton: Skeleton,
+    most: number,
+  ) {
+    this.ids = new Int32Array(most);
+    this.levels = new Uint16Array(most);
+    this.positions = new Int32Array(most);
+    this.sizes = new Int32Array(most);
+    this.states = new Uint8Array(most);
+    this.parents = new Int32Array(most);
+    this.lineByRow = new Int32Array(skeleton.length);
+  }
+
+  /** The line of a row or marker; where it is not seen, that of what is nearest above it. */
+  lineOf(id: number): number {
+    const own = this.ownLine(id);
+    if (own !== null) return own;
+    for (let row = id < 0 ? ~id : id; row > 0; row = this.skeleton.parent[row] ?? 0) {
+      const line = this.ownLine(row) ?? this.ownLine(this.markerByRow.get(row) ?? row);
+      if (line !== null) return line;
+    }
+    return 0;
+  }
+
+  /** Whether a row has a line of its own. */
+  has(id: number): boolean {
+    return this.ownLine(id) !== null;
+  }
+
+  private ownLine(id: number): number | null {
+    if (id < 0) return this.lineByMarker.get(id) ?? null;
+    const line = this.lineByRow[id] ?? 0;
+    return line > 0 ? line - 1 : null;
+  }
+
+  add(id: number, parent: number, level: number, position: number, size: number, state: number): number {
+    const line = this.length++;
+    this.ids[line] = id;
+    this.levels[line] = level;
+    this.positions[line] = position;
+    this.sizes[line] = size;
+    this.states[line] = state;
+    this.parents[line] = parent;
+    if (id < 0) this.lineByMarker.set(id, line);
+    else this.lineByRow[id] = line + 1;
+    return line;
+  }
+
+  addRun(run: FoldedRun): void {
+    const marker = ~(run.rows[0] ?? 0);
+    this.runs.set(marker, run);
+    for (const row of run.rows) this.markerByRow.set(row, marker);
+  }
+}
+
+/** The lines of a choice. */
+export function layOut(skeleton: Skeleton, choice: Choice): Lines {
+  // A marker stands for three rows at least.
+  const lines = new Lines(skeleton, skeleton.length + (choice.folding ? Math.ceil(skeleton.length / 3) : 0));
+  const children = (row: number) => childrenOf(skeleton, row, choice);
+
+  function addRow(row: number, parent: number, level: number, position: number, size: number): void {
+    const isEmpty = !hasChild(skeleton, row, choice);
+    const isOpen = !isEmpty && choice.isOpen(row);
+    const line = lines.add(row, parent, level, position, size, isEmpty ? LEAF : isOpen ? OPEN : CLOSED);
+    if (isOpen) addRows(children(row), line, level + 1);
+  }
+
+  function addRows(rows: number[], parent: number, level: number): void {
+    const runs = choice.folding?.runs(rows) ?? [];
+    const size = rows.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
+    let position = 0;
+    for (let at = 0, next = 0; at < rows.length; position += 1) {
+      const run = runs[next];
+      if (run?.from === at) {
+        addRun({ ...run, rows: rows.slice(at, at + run.count) }, parent, level, position + 1, size);
+        at += run.count;
+        next += 1;
+      } else {
+        addRow(rows[at] ?? 0, parent, level, position + 1, size);
+        at += 1;
+      }
+    }
+  }
+
+  function addRun(run: FoldedRun, parent: number, level: number, position: number, size: number): void {
+    const first = run.rows[0] ?? 0;
+    const isOpen = choice.isRunOpen(first);
+    lines.addRun(run);
+    const line = lines.add(~first, parent, level, position, size, isOpen ? OPEN : CLOSED);
+    if (isOpen) for (const [at, row] of run.rows.entries()) addRow(row, line, level + 1, at + 1, run.count);
+  }
+
+  addRow(0, -1, 1, 1, 1);
+  lines.ids = lines.ids.slice(0, lines.length);
+  return lines;
+}
+
+function isSeen(row: number, { isShown, kept }: Choice): boolean {
+  return kept === null ? isShown(row) : kept[row] !== 0;
+}
+
+function hasChild(skeleton: Skeleton, row: number, choice: Choice): boolean {
+  const end = skeleton.end[row] ?? 0;
+  for (let child = row + 1; child < end; child = skeleton.end[child] ?? end) {
+    if (isSeen(child, choice)) return true;
+  }
+  return false;
+}
+
+function childrenOf(skeleton: Skeleton, row: number, choice: Choice): number[] {
+  const end = skeleton.end[row] ?? 0;
+  const rows: number[] = [];
+  for (let child = row + 1; child < end; child = skeleton.end[child] ?? end) {
+    if (isSeen(child, choice)) rows.push(child);
+  }
+  return choice.order ? rows.sort(choice.order) : rows;
+}
+
+/** By row: 1 for `rows`, and for what is above them. */
+export function withAncestors(skeleton: Skeleton, rows: readonly number[]): Uint8Array {
+  const kept = new Uint8Array(skeleton.length);
+  kept[0] = 1;
+  for (const row of rows) {
+    for (let at = row; kept[at] === 0; at = skeleton.parent[at] ?? 0) kept[at] = 1;
+  }
+  return kept;
+}
+
+const BALANCED = 24;
+
+/**
+ * Which rows are open at first: breadth first, as many as make some 20 to 25 lines, a run of equal layers counted as
+ * one. A graph that holds nearly everything is opened in any case: the layers are to be seen. Graphs of ops only are
+ * opened if there is room for all of them.
+ */
+export function firstOpen(skeleton: Skeleton, folding: Folding, isShown: (row: number) => boolean): number[] {
+  const open: number[] = [];
+  const ends: { row: number; lines: number }[] = [];
+  let left = BALANCED - 1;
+  const queue = [0];
+  for (const row of queue) {
+    const children = [...skeleton.children(row)].filter(isShown);
+    const graphs = children.filter((child) => skeleton.kind[child] === GRAPH);
+    const runs = folding.runs(children);
+    const lines = children.length - runs.reduce((sum, run) => sum + run.count - 1, 0);
+    const holdsMost = (skeleton.end[row] ?? 0) - row > 0.5 * skeleton.length;
+    if (graphs.length === 0 && row > 0) ends.push({ row, lines });
+    if (lines === 0 || (graphs.length === 0 && row > 0) || (lines > left && !holdsMost)) continue;
+    open.push(row);
+    left -= lines;
+    const repeated = new Set(runs.flatMap((run) => children.slice(run.from + run.period, run.from + run.count)));
+    queue.push(...graphs.filter((child) => !repeated.has(child)));
+  }
+  const all = ends.reduce((sum, end) => sum + end.lines, 0);
+  return all <= left ? [...open, ...ends.map((end) => end.row)] : open;
+}

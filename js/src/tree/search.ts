@@ -1,0 +1,249 @@
+/** Finds rows by a query, as `graphpatch_notebook/notebook/search/search.py` finds nodes. */
+
+import { FLAG, KINDS } from "../kernel/protocol";
+import { isShape, parseQuery, QueryError, type Term } from "./query";
+import type { Skeleton } from "./skeleton";
+
+type Test = (row: number) => boolean;
+
+const GRAPH = KINDS.indexOf("graph");
+const INPUT = KINDS.indexOf("input");
+const OP = KINDS.indexOf("op");
+
+/** What queries look through: made when the first query needs it. */
+export class SearchIndex {
+  private madePaths: string[] | null = null;
+  private madeTexts: string[] | null = null;
+  private madeNodes: Int32Array | null = null;
+  private madeCandidates: Record<"all" | "withoutPlumbing", number[]> | null = null;
+
+  constructor(private readonly skeleton: Skeleton) {}
+
+  /** Makes what plain words are looked for in, so that the first query need not wait for it. */
+  prepare(): void {
+    void this.texts;
+    void this.candidates;
+  }
+
+  /** How many nodes there are to be found, plumbing aside. */
+  get size(): number {
+    return this.candidates.withoutPlumbing.length;
+  }
+
+  /** The rows for which all terms hold, in order. `patched`: the rows that `is:patched` means. Plumbing is found where the terms ask for it, or `withPlumbing`. */
+  find(terms: readonly Term[], patched: ReadonlySet<number>, withPlumbing = false): number[] {
+    const asksForPlumbing =
+      withPlumbing || terms.some((term) => term.kind === "is" && term.value === "plumbing" && !term.isExcluded);
+    let rows = asksForPlumbing ? this.candidates.all : this.candidates.withoutPlumbing;
+    for (const term of terms) {
+      const test = this.test(term, patched);
+      rows = rows.filter((row) => test(row) !== term.isExcluded);
+    }
+    return rows;
+  }
+
+  /** By row: its path. */
+  get paths(): string[] {
+    if (this.madePaths === null) {
+      const { skeleton } = this;
+      const paths = new Array<string>(skeleton.length).fill("");
+      for (let row = 1; row < skeleton.length; row++) {
+        const above = skeleton.parent[row] ?? 0;
+        const name = skeleton.nameOf(row);
+        paths[row] = above === 0 ? name : paths[above] + skeleton.separator(row) + name;
+      }
+      this.madePaths = paths;
+    }
+    return this.madePaths;
+  }
+
+  /** By row: path and torch function in lower case. */
+  private get texts(): string[] {
+    if (this.madeTexts === null) {
+      const { skeleton, nodes } = this;
+      const ops = skeleton.columns.ops.map((op) => `\n${op.toLowerCase()}`);
+      this.madeTexts = this.paths.map((path, row) => {
+        const node = nodes[row] ?? 0;
+        return path.toLowerCase() + (skeleton.kind[node] === OP ? (ops[skeleton.op[node] ?? 0] ?? "") : "");
+      });
+    }
+    return this.madeTexts;
+  }
+
+  /** By row: the node that it is or is inside of. */
+  private get nodes(): Int32Array {
+    this.madeNodes ??= Int32Array.from({ length: this.skeleton.length }, (_, row) => this.skeleton.nodeOf(row));
+    return this.madeNodes;
+  }
+
+  private get candidates(): Record<"all" | "withoutPlumbing", number[]> {
+    if (this.madeCandidates === null) {
+      const { skeleton, nodes } = this;
+      const all: number[] = [];
+      for (let row = 1; row < skeleton.length; row++) {
+        if (skeleton.has(row, FLAG.patchable) && skeleton.kind[row] !== GRAPH && !isAbsent(skeleton, row))
+          all.push(row);
+      }
+      const withoutPlumbing = all.filter((row) => !skeleton.has(nodes[row] ?? row, FLAG.plumbing));
+      this.madeCandidates = { all, withoutPlumbing };
+    }
+    return this.madeCandidates;
+  }
+
+  /** What tells of a row whether the term holds, not minding that it may be excluded. */
+  private test(term: Term, patched: ReadonlySet<number>): Test {
+    const { skeleton } = this;
+    switch (term.kind) {
+      case "text": {
+        const { texts } = this;
+        const parts = term.value.split("*");
+        return (row) => hasParts(texts[row] ?? "", parts);
+      }
+      case "exact": {
+        const { paths } = this;
+        const { value } = term;
+        return (row) => hasNames(paths[row] ?? "", value);
+      }
+      case "op": {
+        const { nodes } = this;
+        const isMeant = among(skeleton.columns.ops, term.value);
+        return (row) => {
+          const node = nodes[row] ?? 0;
+          return skeleton.kind[node] === OP && isMeant[skeleton.op[node] ?? 0] === true;
+        };
+      }
+      case "module": {
+        const isMeant = among(skeleton.columns.ops, term.value);
+        return (row) => isMeant[skeleton.op[skeleton.graphOf(row)] ?? 0] === true;
+      }
+      case "dtype": {
+        const isMeant = among(
+          skeleton.columns.specs.map((spec) => spec[2] ?? ""),
+          term.value,
+        );
+        return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
+      }
+      case "shape": {
+        const isMeant = skeleton.columns.specs.map(([, shape]) => shape !== null && isShape(term.value, shape));
+        return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
+      }
+      case "is":
+        return this.stateTest(term.value, patched);
+    }
+  }
+
+  private stateTest(state: string, patched: ReadonlySet<number>): Test {
+    const { skeleton, nodes } = this;
+    switch (state) {
+      case "patched":
+        return (row) => patched.has(row);
+      case "opaque":
+        return (row) => skeleton.has(skeleton.graphOf(row), FLAG.opaque);
+      case "plumbing":
+        return (row) => skeleton.has(nodes[row] ?? 0, FLAG.plumbing);
+      case "tensor":
+      case "number": {
+        const isMeant = skeleton.columns.specs.map((spec) => spec[3] === state);
+        return (row) => isMeant[skeleton.spec[row] ?? -1] === true;
+      }
+      default: {
+        const kind = (KINDS as readonly string[]).indexOf(state);
+        return (row) => skeleton.kind[nodes[row] ?? 0] === kind;
+      }
+    }
+  }
+}
+
+/** Whether a row is an input that the example did not have: it can be patched, but there is no value to be found. */
+function isAbsent(skeleton: Skeleton, row: number): boolean {
+  return skeleton.kind[row] === INPUT && skeleton.labelOf(row) === "NoneType";
+}
+
+/** By name: whether it is the one meant, upper and lower case being the same; `*` stands for any letters. */
+function among(names: readonly string[], pattern: string): boolean[] {
+  const parts = pattern.split("*");
+  return names.map((name) => name !== "" && isMade(name.toLowerCase(), parts));
+}
+
+/** Whether a name is made of the parts, in order, with any letters between them. */
+function isMade(name: string, parts: readonly string[]): boolean {
+  const [first = "", last = ""] = [parts[0], parts.at(-1)];
+  if (parts.length < 2) return name === first;
+  if (name.length < first.length + last.length || !name.startsWith(first) || !name.endsWith(last)) return false;
+  return hasParts(name.slice(first.length, name.length - last.length), parts.slice(1, -1));
+}
+
+/** Whether `text` has all parts in it, one behind the other: what `*` between them means. */
+function hasParts(text: string, parts: readonly string[]): boolean {
+  let from = 0;
+  for (const part of parts) {
+    const at = text.indexOf(part, from);
+    if (at < 0) return false;
+    from = at + part.length;
+  }
+  return true;
+}
+
+/** Whether `wanted`, one name or several with the dots between them, stands in `path` as whole names. */
+export function hasNames(path: string, wanted: string): boolean {
+  if (!path.includes('"')) {
+    return path.includes(wanted) && `.${path.replaceAll("|", ".")}.`.includes(`.${wanted.replaceAll("|", ".")}.`);
+  }
+  const names = namesOf(path);
+  const parts = wanted.split(/[.|]/);
+  return (
+    names.includes(wanted) || names.some((_, from) => parts.every((part, offset) => names[from + offset] === part))
+  );
+}
+
+/** The names in a path, without their quotes. */
+function namesOf(path: string): string[] {
+  return (path.match(/"(?:[^"\\]|\\.)*"|[^.|"]+/g) ?? []).map((name) => (name[0] === '"' ? JSON.parse(name) : name));
+}
+
+export class Found {
+  /** The rows found, in order; `null`: there is no query. */
+  matches: number[] | null = null;
+  /** How many more are in the plumbing, where nothing else was found. */
+  inPlumbing = 0;
+  /** Why the text in the search field is no query. */
+  error: string | null = null;
+  readonly index: SearchIndex;
+
+  constructor(skeleton: Skeleton) {
+    this.index = new SearchIndex(skeleton);
+  }
+
+  /** Searches; where the text is no query, `error` says why and what was found before stays. */
+  search(text: string, patched: ReadonlySet<number>): void {
+    this.error = null;
+    try {
+      const terms = parseQuery(text);
+      this.matches = terms.length ? this.index.find(terms, patched) : null;
+      this.inPlumbing = this.matches?.length === 0 ? this.index.find(terms, patched, true).length : 0;
+    } catch (error) {
+      if (!(error instanceof QueryError)) throw error;
+      this.error = error.message;
+    }
+  }
+
+  /** Whether a row was found, rather than what is in it. */
+  has(row: number): boolean {
+    const matches = this.matches ?? [];
+    let [from, to] = [0, matches.length];
+    while (from < to) {
+      const middle = (from + to) >> 1;
+      if ((matches[middle] ?? 0) < row) from = middle + 1;
+      else to = middle;
+    }
+    return matches[from] === row;
+  }
+}
+
+/** The position in `rows` that follows that of `row`, or the one before it; around the ends. */
+export function nextPosition(rows: readonly number[], row: number, step: 1 | -1): number {
+  const here = rows.indexOf(row);
+  if (here >= 0) return (here + step + rows.length) % rows.length;
+  const beyond = step > 0 ? rows.findIndex((other) => other > row) : rows.findLastIndex((other) => other < row);
+  return beyond >= 0 ? beyond : step > 0 ? 0 : rows.length - 1;
+}

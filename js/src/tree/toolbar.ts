@@ -1,0 +1,205 @@
+/** Above the tree: the search field, what it found, what is shown of the graph, and the legend of the scores. */
+
+import { element, icon, replaceChildren, setAttribute } from "../page/dom";
+import type { Part, View } from "../view";
+import type { SearchBox } from "./keyboard";
+import { makeLegend } from "./legend";
+import { countOf } from "./row_view";
+import type { TreeState } from "./tree_state";
+
+/** Announcing every letter's count would talk over the typing. */
+const SAY_AFTER = 600;
+
+export interface Toolbar extends Part, SearchBox {}
+
+export function makeToolbar(view: View, tree: TreeState): Toolbar {
+  return new ToolbarView(view, tree);
+}
+
+let made = 0;
+
+class ToolbarView implements Toolbar {
+  readonly element: HTMLElement;
+  private readonly field: HTMLInputElement;
+  private readonly count = element("span", { class: "gp-found-count gp-muted" });
+  private readonly error = element("p", {
+    class: "gp-error gp-query-error",
+    id: `gp-query-error-${++made}`,
+    hidden: true,
+  });
+  private readonly hint = element("p", { class: "gp-muted gp-query-error", hidden: true });
+  private readonly steps: HTMLButtonElement[];
+  private readonly plumbing: HTMLButtonElement;
+  private readonly folding: HTMLButtonElement;
+  private saying: ReturnType<typeof setTimeout> | undefined;
+  private typedAt: number | null = null;
+
+  constructor(
+    private readonly view: View,
+    private readonly tree: TreeState,
+  ) {
+    this.field = this.searchField();
+    this.steps = [
+      iconButton("up", "Previous match", "Previous match (Shift+F3)", () => this.go(-1)),
+      iconButton("down", "Next match", "Next match (F3)", () => this.go(1)),
+    ];
+    this.plumbing = toggle("Plumbing", "Show what only carries sizes, constants and flags", () =>
+      tree.setShowsPlumbing(!tree.showsPlumbing),
+    );
+    this.folding = toggle("Fold repeats", "Fold runs of equal layers into one row each", () =>
+      tree.setFolded(!tree.isFolded),
+    );
+    this.element = element(
+      "div",
+      { class: "gp-toolbar" },
+      this.bar(),
+      this.error,
+      this.hint,
+      makeLegend(view, tree).element,
+    );
+    view.onRemove(tree.onChange((change) => change === "lines" && this.show()));
+    view.onRemove(() => clearTimeout(this.saying));
+    this.show();
+  }
+
+  focus(): void {
+    this.field.focus();
+    this.field.select();
+  }
+
+  go(step: 1 | -1): void {
+    const number = this.tree.goToMatch(step);
+    if (number === null) return;
+    const path = this.view.skeleton.path(this.tree.activeRow);
+    this.view.notices.say(`Match ${number.toLocaleString("en-US")} of ${this.countText()}: ${path}`);
+  }
+
+  leave(): void {
+    this.tree.search("");
+  }
+
+  private bar(): HTMLElement {
+    const { tree } = this;
+    return element(
+      "div",
+      { class: "gp-tools" },
+      element("span", { class: "gp-search", role: "search" }, icon("search"), this.field, this.count, ...this.steps),
+      this.plumbing,
+      this.folding,
+      iconButton("expand", "Expand all", "Expand all below the selected row", () => tree.expandBelow(tree.activeRow)),
+      iconButton("collapse", "Collapse all", "Collapse all", () => tree.collapseAll()),
+      keysHelp(),
+    );
+  }
+
+  private searchField(): HTMLInputElement {
+    return element("input", {
+      // Not type=search, whose cross some browsers draw in black on a dark page.
+      type: "text",
+      role: "searchbox",
+      class: "gp-field",
+      "aria-label": "Search nodes",
+      "aria-describedby": this.error.id,
+      placeholder: "Search: attn op:mul shape:64 is:patched",
+      title: HELP,
+      autocomplete: "off",
+      spellcheck: "false",
+      oninput: () => this.search(),
+      onkeydown: (event: KeyboardEvent) => this.key(event),
+    });
+  }
+
+  private search(): void {
+    this.tree.search(this.field.value);
+    this.typedAt = this.tree.activeRow;
+    clearTimeout(this.saying);
+    this.saying = setTimeout(() => {
+      if (this.field.value.trim()) this.view.notices.say(this.tree.found.error ?? this.countText());
+    }, SAY_AFTER);
+  }
+
+  /** To the tree; at a match, if nobody has chosen a row since the query was typed. */
+  private toTree(): void {
+    const { matches } = this.tree.found;
+    const { activeRow } = this.tree;
+    if (matches?.length && activeRow === this.typedAt && !matches.includes(activeRow)) this.go(1);
+    this.view.focusTree();
+  }
+
+  /** Enter goes through the matches; Esc and the arrow lead to the tree, where another Esc ends the search. */
+  private key(event: KeyboardEvent): void {
+    if (event.isComposing) return;
+    if (event.key === "Enter") this.go(event.shiftKey ? -1 : 1);
+    else if (event.key === "ArrowDown" || event.key === "Escape") this.toTree();
+    else return;
+    event.preventDefault();
+  }
+
+  private show(): void {
+    const { tree, field } = this;
+    // Another view changed it; what is being typed here stays as it is.
+    if (field.value !== tree.query) field.value = tree.query;
+    setAttribute(field, "aria-invalid", tree.found.error !== null);
+    this.error.hidden = tree.found.error === null;
+    this.error.textContent = tree.found.error;
+    replaceChildren(this.count, this.countText());
+    this.hint.hidden = tree.found.matches?.length !== 0 || tree.found.error !== null;
+    this.hint.textContent = tree.found.inPlumbing
+      ? `Nothing found but ${tree.found.inPlumbing.toLocaleString("en-US")} in the plumbing, that only carries sizes: add is:plumbing.`
+      : "Nothing found: fewer or shorter terms find more.";
+    for (const step of this.steps) step.disabled = !tree.found.matches?.length;
+    setAttribute(this.plumbing, "aria-pressed", tree.showsPlumbing);
+    setAttribute(this.folding, "aria-pressed", tree.isFolded);
+    this.folding.disabled = !tree.canFold;
+  }
+
+  private countText(): string {
+    const { matches, index } = this.tree.found;
+    const all = countOf(this.nodes ?? index.size, "node");
+    return matches === null ? all : `${matches.length.toLocaleString("en-US")} of ${all}`;
+  }
+
+  /** How many nodes there are, as the kernel counts them. */
+  private get nodes(): number | null {
+    return this.view.model.get("about").nodes || null;
+  }
+}
+
+const HELP = `All terms must hold.
+attn  text in path or torch function
+"mlp.act"  whole names    /h_[0-4]\\.attn/  regular expression
+op:mul  shape:64  shape:[1,*,64]  dtype:f16
+is:patched  is:opaque  is:parameter  is:plumbing
+module:LlamaMLP    -term  without`;
+
+const KEYS = [
+  ["↑ ↓ ← →", "walk, open, close"],
+  ["*", "open all beside"],
+  ["a letter", "the next name with it"],
+  ["/", "search"],
+  ["Enter, F3", "next match, while searching"],
+  ["Esc", "back to the tree; there, end the search"],
+  ["Enter", "details of a row"],
+  ["+", "patch it"],
+  ["Delete", "remove its patches"],
+  ["Ctrl+C", "copy its path"],
+  ["Ctrl+Z, Ctrl+Shift+Z", "undo, redo"],
+] as const;
+
+function keysHelp(): HTMLElement {
+  const pairs = KEYS.flatMap(([keys, what]) => [element("dt", {}, keys), element("dd", {}, what)]);
+  const summary = element("summary", { class: "gp-button gp-quiet", "aria-label": "Keys", title: "Keys" }, "?");
+  return element("details", { class: "gp-keys" }, summary, element("dl", {}, ...pairs));
+}
+
+function iconButton(name: Parameters<typeof icon>[0], label: string, title: string, onclick: () => void) {
+  return element(
+    "button",
+    { type: "button", class: "gp-button gp-quiet", "aria-label": label, title, onclick },
+    icon(name),
+  );
+}
+
+function toggle(label: string, title: string, onclick: () => void): HTMLButtonElement {
+  return element("button", { type: "button", class: "gp-button", "aria-pressed": false, title, onclick }, label);
+}

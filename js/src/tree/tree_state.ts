@@ -1,0 +1,366 @@
+/**
+ * What the tree shows, between the traits and the eye: tree and toolbar act on it and are told when it changes. Views of
+ * one model share the traits `expanded`, `selected`, `query`, `shows_plumbing`; the rest is each view's own.
+ */
+import type { PatchState } from "../kernel/protocol";
+import { SharedTraits } from "../kernel/shared_traits";
+import type { View } from "../view";
+import { Folding, firstOpen, type Lines, layOut, withAncestors } from "./rows";
+import { type ScoreFilter, Scores } from "./scores";
+import { Found, nextPosition } from "./search";
+import type { Skeleton } from "./skeleton";
+
+/** Which rows the chosen patches are on, and in. */
+export class PatchedRows {
+  private readonly byRow = new Map<number, PatchState[]>();
+  private readonly below = new Map<number, number>();
+
+  constructor(patches: readonly PatchState[], skeleton: Skeleton) {
+    for (const patch of patches) {
+      if (patch.row < 0 || patch.row >= skeleton.length) continue;
+      this.byRow.set(patch.row, [...this.at(patch.row), patch]);
+      for (const above of skeleton.ancestors(patch.row)) this.below.set(above, this.countBelow(above) + 1);
+    }
+  }
+
+  get rows(): ReadonlySet<number> {
+    return new Set(this.byRow.keys());
+  }
+
+  /** The patches of a row, in order. */
+  at(row: number): readonly PatchState[] {
+    return this.byRow.get(row) ?? [];
+  }
+
+  /** How many patches there are on what is in a row. */
+  countBelow(row: number): number {
+    return this.below.get(row) ?? 0;
+  }
+
+  /** Whether there is a patch on a row or in it. */
+  isIn(row: number): boolean {
+    return this.byRow.has(row) || this.below.has(row);
+  }
+}
+
+/** `lines`: other lines, or other things on them; `selected`: another row is; `followed`: as in another view. */
+export type Change = "lines" | "selected" | "followed";
+
+export class TreeState {
+  lines: Lines;
+  /** The line that has the focus: a row, or `~first` for the marker of a folded run. */
+  active: number;
+  readonly found: Found;
+  isFolded = false;
+  scores: Scores | null = null;
+  isSorted = false;
+  filter: ScoreFilter | null = null;
+  patched: PatchedRows;
+
+  private readonly skeleton: Skeleton;
+  private readonly traits: SharedTraits;
+  private open: Set<number>;
+  private readonly openRuns = new Set<number>();
+  /** What was closed by hand among the rows found. */
+  private readonly closedFound = new Set<number>();
+  /** By whether plumbing is shown. */
+  private readonly foldings = new Map<boolean, Folding>();
+  private readonly listeners = new Set<(change: Change) => void>();
+
+  constructor(view: View) {
+    this.skeleton = view.skeleton;
+    this.traits = new SharedTraits(view);
+    this.found = new Found(view.skeleton);
+    this.patched = this.readPatched();
+    this.open = this.readOpen();
+    this.active = this.readSelected();
+    this.readScores();
+    this.readQuery();
+    this.lines = this.layOut();
+    this.listen();
+  }
+
+  private listen(): void {
+    const { traits } = this;
+    traits.listen("expanded", () => this.takeExpanded());
+    traits.listen("selected", () => this.takeSelected());
+    traits.listen("query", () => this.changed(() => this.readQuery()));
+    traits.listen("shows_plumbing", () => this.changed(() => undefined));
+    traits.listen("session", () => this.changed(() => this.takeSession()));
+    traits.listen("scores", () => this.changed(() => this.readScores()));
+    traits.listen("scores_name", () => this.changed(() => this.readScores()));
+  }
+
+  /** Returns what stops that. */
+  onChange(listener: (change: Change) => void): () => void {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  }
+
+  get query(): string {
+    return this.traits.get("query");
+  }
+
+  get showsPlumbing(): boolean {
+    return this.traits.get("shows_plumbing");
+  }
+
+  get activeLine(): number {
+    return this.lines.lineOf(this.active);
+  }
+
+  /** The row that is selected; for the marker of a run its first one. */
+  get activeRow(): number {
+    const id = this.lines.ids[this.activeLine] ?? 0;
+    return id < 0 ? ~id : id;
+  }
+
+  // -- what is selected ------------------------------------------------------------------------------------------------
+
+  select(id: number): void {
+    if (id === this.active) return;
+    this.active = id;
+    this.traits.set("selected", id < 0 ? ~id : id);
+    this.tell("selected");
+  }
+
+  selectLine(line: number): void {
+    const last = this.lines.length - 1;
+    this.select(this.lines.ids[Math.max(0, Math.min(line, last))] ?? 0);
+  }
+
+  /** Makes a row seen and selects it: opens what is above it, gives up a search or filter that leaves it out. */
+  reveal(row: number): void {
+    this.changed(() => {
+      if (!this.isShown(row)) this.traits.set("shows_plumbing", true);
+      if (this.kept()?.[row] === 0) this.filter = null;
+      if (this.kept()?.[row] === 0) this.search("");
+      for (const above of this.skeleton.ancestors(row)) {
+        if (this.isFiltered) this.closedFound.delete(above);
+        else this.open.add(above);
+      }
+      if (!this.isFiltered) this.saveOpen();
+      if (this.folding) this.openRunsAbove(row);
+    });
+    this.select(row);
+  }
+
+  private openRunsAbove(row: number): void {
+    for (let tries = 0; tries < 50; tries++) {
+      this.lines = this.layOut();
+      const seen = this.lines.ids[this.lines.lineOf(row)] ?? 0;
+      if (seen >= 0 || this.lines.has(row)) return;
+      this.openRuns.add(~seen);
+    }
+  }
+
+  // -- what is open ----------------------------------------------------------------------------------------------------
+
+  setOpen(id: number, isOpen: boolean): void {
+    this.setAllOpen([id], isOpen);
+  }
+
+  setAllOpen(ids: readonly number[], isOpen: boolean): void {
+    this.changed(() => {
+      for (const id of ids) {
+        const [set, at] = id < 0 ? [this.openRuns, ~id] : [this.open, id];
+        if (id >= 0 && this.isFiltered) setMember(this.closedFound, id, !isOpen);
+        else setMember(set, at, isOpen);
+      }
+      if (!this.isFiltered) this.saveOpen();
+    });
+  }
+
+  /** Opens a row and all that is in it. */
+  expandBelow(row: number): void {
+    const end = this.skeleton.end[row] ?? 0;
+    const rows = [];
+    for (let below = row; below < end; below++) if (this.skeleton.hasChildren(below)) rows.push(below);
+    this.setAllOpen(rows, true);
+  }
+
+  /** Closes everything but the whole model. */
+  collapseAll(): void {
+    this.changed(() => {
+      if (this.isFiltered) {
+        for (const id of this.lines.ids) if (id > 0 && this.skeleton.hasChildren(id)) this.closedFound.add(id);
+        return;
+      }
+      this.open = new Set([0]);
+      this.openRuns.clear();
+      this.saveOpen();
+    });
+  }
+
+  setFolded(isFolded: boolean): void {
+    this.changed(() => {
+      this.isFolded = isFolded;
+      this.openRuns.clear();
+    });
+  }
+
+  /** Folding rows that were found or sorted would hide what was asked for. */
+  get canFold(): boolean {
+    return !this.isFiltered && !this.isSorted;
+  }
+
+  setShowsPlumbing(isShown: boolean): void {
+    this.traits.set("shows_plumbing", isShown);
+  }
+
+  // -- search ----------------------------------------------------------------------------------------------------------
+
+  /** Searches; where the text is no query, `found.error` says why and the rows found before stay. */
+  search(text: string): void {
+    this.traits.set("query", text);
+  }
+
+  /** The next match after the selected line, or the one before it; around the ends. Returns its number from 1 on. */
+  goToMatch(step: 1 | -1): number | null {
+    const { found } = this;
+    const isOther = this.isSorted || this.filter !== null;
+    const rows = isOther ? [...this.lines.ids].filter((id) => found.has(id)) : (found.matches ?? []);
+    if (rows.length === 0) return null;
+    const position = nextPosition(rows, this.active, step);
+    this.reveal(rows[position] ?? 0);
+    return position + 1;
+  }
+
+  // -- scores ----------------------------------------------------------------------------------------------------------
+
+  setSorted(isSorted: boolean): void {
+    this.changed(() => {
+      this.isSorted = isSorted;
+    });
+  }
+
+  setFilter(filter: ScoreFilter | null): void {
+    this.changed(() => {
+      this.filter = filter;
+      this.closedFound.clear();
+    });
+  }
+
+  /** Takes the scores out of this view, until others come. */
+  clearScores(): void {
+    this.changed(() => {
+      this.scores = null;
+      this.isSorted = false;
+      this.filter = null;
+    });
+  }
+
+  // -- how it is laid out ----------------------------------------------------------------------------------------------
+
+  isShown(row: number): boolean {
+    return this.showsPlumbing || !this.skeleton.isPlumbing(row) || this.patched.isIn(row);
+  }
+
+  private get isFiltered(): boolean {
+    return this.found.matches !== null || this.filter !== null;
+  }
+
+  private get folding(): Folding | null {
+    return this.isFolded && this.canFold ? this.foldingNow() : null;
+  }
+
+  private foldingNow(): Folding {
+    const { skeleton, showsPlumbing } = this;
+    let folding = this.foldings.get(showsPlumbing);
+    if (!folding) {
+      folding = new Folding(skeleton, (row) => showsPlumbing || !skeleton.isPlumbing(row));
+      this.foldings.set(showsPlumbing, folding);
+    }
+    return folding;
+  }
+
+  private kept(): Uint8Array | null {
+    const { filter, found, scores, skeleton } = this;
+    if (!filter || !scores) return found.matches && withAncestors(skeleton, found.matches);
+    const passing = scores.passing(filter);
+    return withAncestors(skeleton, found.matches ? passing.filter((row) => found.has(row)) : passing);
+  }
+
+  private layOut(): Lines {
+    const { isFiltered, showsPlumbing } = this;
+    return layOut(this.skeleton, {
+      isOpen: (row) => (isFiltered ? !this.closedFound.has(row) : this.open.has(row)),
+      isShown: (row) => showsPlumbing || this.isShown(row),
+      kept: this.kept(),
+      folding: this.folding,
+      isRunOpen: (first) => this.openRuns.has(first),
+      order: this.isSorted && this.scores ? this.scores.order : null,
+    });
+  }
+
+  private changed(change: () => void): void {
+    change();
+    this.lines = this.layOut();
+    this.tell("lines");
+  }
+
+  private tell(change: Change): void {
+    for (const listener of this.listeners) listener(change);
+  }
+
+  // -- traits ----------------------------------------------------------------------------------------------------------
+
+  private saveOpen(): void {
+    this.traits.set(
+      "expanded",
+      [...this.open].sort((a, b) => a - b),
+    );
+  }
+
+  private readOpen(): Set<number> {
+    const expanded = this.traits.get("expanded");
+    return new Set(expanded ?? firstOpen(this.skeleton, this.foldingNow(), (row) => this.isShown(row)));
+  }
+
+  private takeExpanded(): void {
+    const expanded = this.traits.get("expanded");
+    const isOwn = expanded?.length === this.open.size && expanded.every((row) => this.open.has(row));
+    if (isOwn) return;
+    this.changed(() => {
+      this.open = this.readOpen();
+    });
+  }
+
+  private readSelected(): number {
+    const selected = this.traits.get("selected");
+    return selected >= 0 && selected < this.skeleton.length ? selected : 0;
+  }
+
+  private takeSelected(): void {
+    const selected = this.readSelected();
+    if (selected === (this.active < 0 ? ~this.active : this.active)) return;
+    this.active = selected;
+    this.tell("followed");
+  }
+
+  private readQuery(): void {
+    this.found.search(this.query, this.patched.rows);
+    if (this.found.error === null) this.closedFound.clear();
+  }
+
+  private takeSession(): void {
+    this.patched = this.readPatched();
+    if (/\bis:patched/i.test(this.query)) this.readQuery();
+  }
+
+  private readPatched(): PatchedRows {
+    return new PatchedRows(this.traits.get("session").patches, this.skeleton);
+  }
+
+  private readScores(): void {
+    this.scores = Scores.of(this.traits.get("scores"), this.traits.get("scores_name"), this.skeleton);
+    if (this.scores) return;
+    this.isSorted = false;
+    this.filter = null;
+  }
+}
+
+function setMember(set: Set<number>, member: number, isIn: boolean): void {
+  if (isIn) set.add(member);
+  else set.delete(member);
+}

@@ -1,0 +1,93 @@
+/**
+ * The view: what its parts get, and the types they know each other by. `index.ts` creates the parts and connects them;
+ * they import nothing else of one another.
+ *
+ *     index.ts       creates the view of a model in the page
+ *     ├── kernel/    messages: requests, replies, polling; a lost kernel            protocol.ts, kernel.ts
+ *     ├── tree/      rows, search, scores, keyboard, toolbar                        tree_view.ts, tree_state.ts
+ *     ├── details/   the popup of a node, and its activation                        popup.ts, activation_view.ts
+ *     ├── patches/   the editor of a patch, the list of chosen patches              editor.ts, edits.ts, patch_list.ts
+ *     ├── runs/      the inputs of a run, its progress and its report               run_panel.ts, run_report.ts
+ *     ├── plots/     heatmaps and histograms; the heatmap of a sweep's results      plots.ts, result_heatmap.ts
+ *     └── page/      elements, floating panels, notices, theme, formatted text      dom.ts, notices.ts
+ *
+ * From a click to a patch: a row calls `View.editPatch`, `patches/editor.ts` sends what is typed as a `check` request,
+ * and `patches/edits.ts` sends the finished patch as an `edit` request. `notebook/browser/requests.py` answers both.
+ */
+
+import type { RequestError, RequestName, Requests, Traits } from "./kernel/protocol";
+import type { Skeleton } from "./tree/skeleton";
+
+/** The model as anywidget gives it, with types: that of the tree, or another widget's. */
+export interface Model<T = Traits> {
+  get<K extends keyof T>(name: K): T[K];
+  set<K extends keyof T>(name: K, value: T[K]): void;
+  save_changes(): void;
+  send(content: unknown, callbacks?: unknown, buffers?: ArrayBuffer[]): void;
+  // biome-ignore lint/suspicious/noExplicitAny: events carry whatever their sender says
+  on(event: string, listener: (...args: any[]) => void): void;
+  // biome-ignore lint/suspicious/noExplicitAny: events carry whatever their sender says
+  off(event?: string | null, listener?: ((...args: any[]) => void) | null): void;
+  /** The host's own manager, of which every host has another. */
+  widget_manager?: unknown;
+}
+
+/** A reply, with the binary parts that came beside it. */
+export interface Answer<N extends RequestName> {
+  result: Requests[N]["result"];
+  buffers: DataView[];
+}
+
+/** What a request is rejected with. */
+export class RequestFailed extends Error {
+  constructor(readonly error: RequestError) {
+    super(error.message);
+  }
+}
+
+/** `idle`; `busy`: something was asked and no answer came for half a second; `lost`: none will come. */
+export type KernelState = "idle" | "busy" | "lost";
+
+export interface Kernel {
+  readonly state: KernelState;
+  /** Why it is lost, in words, with what to do; empty before. */
+  readonly why?: string;
+  /** Rejects with `RequestFailed`; never hangs once the kernel is known to be lost. */
+  ask<N extends RequestName>(request: N, payload: Requests[N]["payload"]): Promise<Answer<N>>;
+  /** Returns what stops that. */
+  onState(listener: (state: KernelState) => void): () => void;
+}
+
+export interface Notices {
+  /** Into the live region: read out by screen readers, not seen. */
+  say(text: string): void;
+  /** Seen until it is closed or the next one comes; read out as an alert. */
+  error(message: string): void;
+  clear(): void;
+}
+
+/** What every part gets. */
+export interface View {
+  /** `.gp-root`. */
+  readonly root: HTMLElement;
+  readonly model: Model;
+  readonly skeleton: Skeleton;
+  readonly kernel: Kernel;
+  readonly notices: Notices;
+  /** Runs when the view is taken away. Every listener, timer and observer of a part goes through it. */
+  onRemove(undo: () => void): void;
+
+  /** Opens what is above a row, scrolls to it and makes it the selected one. */
+  reveal(row: number): void;
+  /** Puts the keyboard's focus on the tree. */
+  focusTree(): void;
+  /** Opens the popup of a row beside `anchor` (in the inline panel, where there is no popover). */
+  showDetails(row: number, anchor: Element): void;
+  /** Opens the editor for a new patch of a row, or for a patch that is chosen. */
+  editPatch(target: { row: number } | { number: number }, anchor: Element): void;
+}
+
+/** A part in place. */
+export interface Part {
+  readonly element: HTMLElement;
+}

@@ -1,0 +1,191 @@
+import { afterEach, beforeEach, expect, it, vi } from "vitest";
+import { type ActivationPart, makeActivation } from "../../src/details/activation_view";
+import { setInputs } from "../../src/runs/inputs";
+import { RequestFailed } from "../../src/view";
+import { activation, activationStatus, HISTOGRAM, heatmap, JobView, patch, statistics } from "../job_fixtures";
+
+let view: JobView;
+let part: ActivationPart;
+
+function open(script: JobView["kernel"]["script"]): void {
+  view = new JobView();
+  view.kernel.script = { activation_close: () => ({ result: {}, buffers: [] }), ...script };
+  part = makeActivation(view, 12);
+  view.root.append(part.element);
+}
+
+const query = <E extends HTMLElement>(selector: string) => part.element.querySelector(selector) as E;
+const settle = () => vi.advanceTimersByTimeAsync(0);
+const slice = () => query<HTMLInputElement>("input[type=text]");
+const alerts = () =>
+  [...part.element.querySelectorAll<HTMLElement>("[role=alert]")]
+    .filter((one) => !one.hidden)
+    .map((one) => one.textContent);
+const step = (name: string) => query<HTMLButtonElement>(`[aria-label="Dimension 1: ${name}"]`);
+/** A value of which the histogram is shown, as of whatever slice is asked for. */
+const shown = (plane: string) => activation({ plot: { ...HISTOGRAM, slice: plane } });
+const done = (id: number, plane: string | null) =>
+  activationStatus(id, { state: "done", view: shown(plane ?? "0, 0, :, :") });
+
+async function show(): Promise<void> {
+  query<HTMLButtonElement>("button").click();
+  await settle();
+}
+
+async function type(text: string): Promise<void> {
+  slice().value = text;
+  slice().dispatchEvent(new Event("change"));
+  await settle();
+}
+
+beforeEach(() => void vi.useFakeTimers());
+afterEach(() => {
+  view.remove();
+  vi.useRealTimers();
+});
+
+it("asks for nothing before somebody wants to see it", async () => {
+  open({});
+  await vi.advanceTimersByTimeAsync(1000);
+  expect(view.kernel.asked).toEqual([]);
+  part.close();
+  expect(view.kernel.asked).toEqual([]);
+});
+
+it("follows the run, then shows statistics and a plot", async () => {
+  let status = activationStatus(3, { at: "h_0.attn", fraction: 0.25 });
+  open({ activation: () => status, activation_status: () => status });
+  setInputs(view, "ids2");
+  await show();
+  expect(view.kernel.last("activation")).toEqual({ row: 12, plane: null, is_patched: true, inputs: "ids2" });
+  expect(query(".gp-progress").textContent).toContain("25% · 250 ms · h_0.attn");
+  expect(part.element.textContent).toContain("Inputs: ids2");
+  status = done(3, null);
+  await vi.advanceTimersByTimeAsync(30);
+  expect(query(".gp-progress").hidden).toBe(true);
+  expect(query(".gp-statistics").textContent).toContain("shape[1, 4, 8, 8]dtypefloat32");
+  expect(query("svg").getAttribute("aria-label")).toContain("Activation of h_0.attn.weights: histogram of 10 values");
+  expect(slice().value).toBe("0, 0, :, :");
+});
+
+it("steps through the leading dimensions; quick clicks add up", async () => {
+  open({ activation: ({ plane }) => done(1, plane) });
+  await show();
+  expect(query(".gp-stepper").textContent).toContain("dim 1‹0 of 0–3›");
+  expect(step("previous").getAttribute("aria-disabled")).toBe("true");
+  step("next").focus();
+  step("next").click();
+  step("next").click();
+  await settle();
+  expect(view.kernel.last("activation")).toMatchObject({ plane: "0, 2, :, :" });
+  expect(query(".gp-stepper").textContent).toContain("2 of 0–3");
+  expect(document.activeElement).toBe(step("next"));
+  step("next").click();
+  await settle();
+  const asked = view.kernel.count("activation");
+  expect(step("next").getAttribute("aria-disabled")).toBe("true");
+  step("next").click();
+  await settle();
+  expect(view.kernel.count("activation")).toBe(asked);
+});
+
+it("does not show a late answer to an earlier question", async () => {
+  let answer: (status: ReturnType<typeof done>) => void = () => undefined;
+  const slow = new Promise<ReturnType<typeof done>>((resolve) => {
+    answer = resolve;
+  });
+  open({ activation: ({ plane }) => (plane === "0, 1, :, :" ? slow : done(1, plane)) });
+  await show();
+  await type("0, 1, :, :");
+  await type("0, 2, :, :");
+  answer(done(1, "0, 1, :, :"));
+  await settle();
+  expect(slice().value).toBe("0, 2, :, :");
+});
+
+it("says next to the field what is wrong with a slice, and keeps what is shown", async () => {
+  const wrong = new RequestFailed({ message: "Index 9 is out of range: dimension 1 has size 4.", field: "plane" });
+  open({ activation: ({ plane }) => (plane === "0, 9" ? Promise.reject(wrong) : done(1, plane)) });
+  await show();
+  await type("0, 9");
+  expect(alerts()).toEqual(["Index 9 is out of range: dimension 1 has size 4."]);
+  expect(slice().getAttribute("aria-invalid")).toBe("true");
+  expect(query(`#${slice().getAttribute("aria-describedby")}`).textContent).toContain("Index 9");
+  expect(query(".gp-activation-result").classList.contains("gp-dimmed")).toBe(false);
+  await type("0, 1, :, :");
+  expect(alerts()).toEqual([]);
+  expect(slice().hasAttribute("aria-invalid")).toBe(false);
+});
+
+it("shows failures, interruptions and wrong inputs in words", async () => {
+  let status = activationStatus(1, { state: "failed", error: "ValueError at h_0: no." });
+  open({ activation: () => status, activation_status: () => status, activation_interrupt: () => status });
+  await show();
+  expect(alerts()).toEqual(["ValueError at h_0: no.\nChange the inputs or the patches, then press “Show again”."]);
+  status = activationStatus(2);
+  await show();
+  expect(alerts()).toEqual([]);
+  status = activationStatus(2, { state: "interrupted" });
+  [...part.element.querySelectorAll("button")].find((one) => one.textContent === "Interrupt")?.click();
+  await settle();
+  expect(view.kernel.last("activation_interrupt")).toEqual({ id: 2 });
+  expect(alerts()).toEqual(["Interrupted. Press “Show again” to start anew."]);
+  const wrong = new RequestFailed({ message: "There is no variable idz.", field: "inputs" });
+  view.kernel.script.activation = () => Promise.reject(wrong);
+  await show();
+  expect(alerts()).toEqual(["The inputs, as typed under “Run”: There is no variable idz."]);
+});
+
+it("says that a heatmap came without its values", async () => {
+  open({ activation: () => activationStatus(1, { state: "done", view: activation({ plot: heatmap(8, 8) }) }) });
+  await show();
+  expect(alerts()).toEqual(["The kernel sent 0 bytes for a heatmap of 8 x 8 values."]);
+});
+
+it("is shown without the patches on request, and says when the patches have changed since", async () => {
+  open({ activation: ({ plane }) => done(1, plane) });
+  await show();
+  const stale = () => !query(".gp-outdated").hidden;
+  view.model.set("session", { version: 2, patches: [patch(1)], can_undo: true, can_redo: false });
+  expect(stale()).toBe(true);
+  query("input[type=checkbox]").click();
+  await settle();
+  expect(view.kernel.last("activation")).toMatchObject({ is_patched: false });
+  expect(stale()).toBe(false);
+  view.model.set("session", { version: 3, patches: [], can_undo: true, can_redo: false });
+  expect(stale()).toBe(false);
+});
+
+it("has no slice for what has one dimension", async () => {
+  const flat = activation({ statistics: statistics({ shape: [64] }), plot: HISTOGRAM });
+  open({ activation: () => activationStatus(1, { state: "done", view: flat }) });
+  await show();
+  expect(query(".gp-activation-slice").hidden).toBe(true);
+});
+
+it("keeps the field of a slice that holds nothing", async () => {
+  const empty = activation({ plot: { type: "none", why: "there is nothing in it" } });
+  open({ activation: ({ plane }) => (plane ? activationStatus(1, { state: "done", view: empty }) : done(1, null)) });
+  await show();
+  await type("0, 0, 3:3");
+  expect(part.element.textContent).toContain("There is nothing in it.");
+  expect(query(".gp-activation-slice").hidden).toBe(false);
+  expect(slice().value).toBe("0, 0, 3:3");
+});
+
+it("lets the kernel forget every run that nobody looks at any more", async () => {
+  let id = 1;
+  open({ activation: ({ plane }) => done(id++, plane) });
+  await show();
+  await show();
+  expect(view.kernel.asked.filter(([name]) => name === "activation_close")).toEqual([["activation_close", { id: 1 }]]);
+  query<HTMLButtonElement>("button").click();
+  part.close();
+  await settle();
+  const closed = view.kernel.asked.filter(([name]) => name === "activation_close").map(([, payload]) => payload);
+  expect(closed).toEqual([{ id: 1 }, { id: 2 }, { id: 3 }]);
+  expect(view.model.listening).toBe(0);
+  part.close();
+  view.remove();
+  expect(view.kernel.count("activation_close")).toBe(3);
+});

@@ -1,0 +1,66 @@
+import { expect, it } from "vitest";
+import { makeNotices } from "../../src/page/notices";
+import type { Kernel, KernelState } from "../../src/view";
+import { HOSTILE, named } from "../panel_rig";
+
+function made(state: KernelState = "idle") {
+  const listeners = new Set<(state: KernelState) => void>();
+  const kernel = {
+    state,
+    why: "The kernel is gone: run the cell again.",
+    ask: () => Promise.reject(new Error("nobody")),
+    onState: (listener: (state: KernelState) => void) => {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
+  };
+  const undos: (() => void)[] = [];
+  const notices = makeNotices(kernel as unknown as Kernel, (undo) => undos.push(undo));
+  document.body.replaceChildren(notices.element);
+  const become = (now: KernelState) => {
+    for (const listener of listeners) listener(now);
+  };
+  return { notices, become, listeners, undos, text: () => notices.element.textContent ?? "" };
+}
+
+it("says things where screen readers listen, and the same thing again", () => {
+  const { notices } = made();
+  const live = notices.element.querySelector("[aria-live=polite]") as HTMLElement;
+  notices.say("path copied");
+  const first = live.textContent;
+  notices.say("path copied");
+  expect(live.textContent).not.toBe(first);
+  expect(live.textContent?.trim()).toBe("path copied");
+});
+
+it("shows an error as an alert that was there before, until it is closed", () => {
+  const { notices, text } = made();
+  const alert = notices.element.querySelector("[role=alert]") as HTMLElement;
+  const bar = alert.firstElementChild as HTMLElement;
+  expect(bar.hidden).toBe(true);
+  notices.error(HOSTILE);
+  expect(bar.hidden).toBe(false);
+  expect(alert.textContent).toBe(HOSTILE);
+  expect(notices.element.querySelector("img")).toBeNull();
+  named(alert, "Close the message").click();
+  expect(bar.hidden).toBe(true);
+  notices.error("another");
+  notices.clear();
+  expect(text()).toBe("");
+});
+
+it("says that the kernel is busy, and that it is lost and what to do", () => {
+  const { become, text, undos, listeners } = made();
+  become("busy");
+  expect(text()).toBe("The kernel is busy: this is answered when it is free.");
+  become("idle");
+  expect(text()).toBe("");
+  become("lost");
+  expect(text()).toContain("The kernel is gone: run the cell again.");
+  for (const undo of undos) undo();
+  expect(listeners.size).toBe(0);
+});
+
+it("knows of a kernel that was lost before", () => {
+  expect(made("lost").text()).toContain("run the cell again");
+});

@@ -1,0 +1,140 @@
+import { describe, expect, it } from "vitest";
+import { leadingOf, moveAlong } from "../../src/details/activation_view";
+import { cellSize, colour, colourOf, type Plane, type Rgb, readPlane, summarise } from "../../src/plots/plane";
+import { float32, heatmap } from "../job_fixtures";
+
+function plane(rows: number, columns: number, values: number[]): Plane {
+  return readPlane(heatmap(rows, columns), [float32(values)]);
+}
+
+/** CIE lightness. */
+function lightness([red, green, blue]: Rgb): number {
+  const linear = (channel: number) => (channel <= 10 ? channel / 3294 : ((channel / 255 + 0.055) / 1.055) ** 2.4);
+  return 116 * Math.cbrt(0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue)) - 16;
+}
+
+describe("colours", () => {
+  const steps = Array.from({ length: 101 }, (_, step) => step / 100);
+
+  it("of amounts get lighter all the way", () => {
+    const lights = steps.map((value) => lightness(colour(value, "sequential")));
+    lights.slice(1).forEach((light, index) => {
+      expect(light).toBeGreaterThan(lights[index] ?? 0);
+    });
+  });
+
+  it("of both signs are as light as each other at the same distance from zero", () => {
+    for (const distance of [0.1, 0.25, 0.4, 0.5]) {
+      const [below, above] = [colour(0.5 - distance, "diverging"), colour(0.5 + distance, "diverging")];
+      expect(Math.abs(lightness(below) - lightness(above))).toBeLessThan(5);
+      expect(below[2]).toBeGreaterThan(below[0]);
+      expect(above[0]).toBeGreaterThan(above[2]);
+    }
+    expect(colour(0.5, "diverging")).toEqual([245, 245, 245]);
+  });
+
+  it("stop at the ends", () => {
+    expect(colour(7, "sequential")).toEqual(colour(1, "sequential"));
+    expect(colour(-7, "diverging")).toEqual(colour(0, "diverging"));
+  });
+});
+
+describe("a plane", () => {
+  it("is read from wherever its buffer starts", () => {
+    for (const offset of [0, 1, 2, 3]) {
+      expect([...readPlane(heatmap(1, 3), [float32([1.5, -2, 3e30], offset)]).values]).toEqual([
+        1.5,
+        -2,
+        Math.fround(3e30),
+      ]);
+    }
+  });
+
+  it("is refused if values are missing", () => {
+    expect(() => readPlane(heatmap(2, 2), [float32([1, 2, 3])])).toThrow(/12 bytes for a heatmap of 2 x 2/);
+    expect(() => readPlane(heatmap(2, 2, { buffer: 1 }), [float32([1, 2, 3, 4])])).toThrow(/sent 0 bytes/);
+  });
+
+  it("of both signs is symmetric about zero; else it goes from the least to the greatest", () => {
+    expect(summarise(plane(1, 3, [-1, 0, 3])).whole).toEqual({ map: "diverging", low: -3, high: 3 });
+    expect(summarise(plane(1, 3, [1, 2, 3])).whole).toEqual({ map: "sequential", low: 1, high: 3 });
+    expect(summarise(plane(1, 2, [-1, -3])).whole).toEqual({ map: "sequential", low: -3, high: -1 });
+  });
+
+  it("leaves NaN, infinities and fill values of masks out", () => {
+    const summary = summarise(plane(1, 6, [1, Number.NaN, Number.NEGATIVE_INFINITY, -3.4e38, 3, 2]));
+    expect(summary).toMatchObject({ minimum: 1, maximum: 3, mean: 2, missing: 3 });
+    expect(colourOf(-3.4e38, summary.whole)).toBeNull();
+    expect(summarise(plane(1, 2, [Number.NaN, Number.NaN]))).toMatchObject({ minimum: null, missing: 2 });
+  });
+
+  it("has one colour, in the middle, if all values are equal", () => {
+    const { whole } = summarise(plane(1, 2, [4, 4]));
+    expect(colourOf(4, whole)).toEqual(colour(0.5, "sequential"));
+  });
+
+  const waves = (count: number) => Array.from({ length: count }, (_, index) => Math.sin(index));
+
+  it("cuts outliers off, and counts them", () => {
+    const values = waves(1000);
+    values[17] = 300;
+    values[18] = -400;
+    const summary = summarise(plane(10, 100, values));
+    expect(summary.whole).toEqual({ map: "diverging", low: -400, high: 400 });
+    expect(summary.cut?.high).toBeCloseTo(1, 1);
+    expect(summary.beyond).toBeGreaterThanOrEqual(2);
+    expect(summarise(plane(10, 100, waves(1000))).cut).toBeNull();
+  });
+
+  it("cuts only the side where outliers are", () => {
+    const values = waves(1000).map((value) => value + 2);
+    values[17] = 300;
+    const { cut, whole } = summarise(plane(10, 100, values));
+    expect(cut?.low).toBe(whole.low);
+    expect(cut?.high).toBeCloseTo(3, 1);
+  });
+
+  it("of attention to single tokens is left whole, however many zeros are masked", () => {
+    const size = 64;
+    const values = Array.from({ length: size * size }, (_, index) => (index % (size + 1) === 0 ? 0.9 : 0));
+    expect(summarise(plane(size, size, values)).cut).toBeNull();
+  });
+});
+
+describe("cells", () => {
+  const box = { width: 420, height: 320 };
+
+  it("of attention are square, of whole device pixels, and never smaller than a pixel", () => {
+    expect(cellSize({ rows: 14, columns: 14 }, box, 1)).toEqual({ width: 22, height: 22 });
+    expect(cellSize({ rows: 256, columns: 256 }, box, 1)).toEqual({ width: 1, height: 1 });
+    expect(cellSize({ rows: 256, columns: 256 }, box, 2)).toEqual({ width: 2, height: 2 });
+    expect(cellSize({ rows: 900, columns: 900 }, box, 1.25)).toEqual({ width: 2, height: 2 });
+  });
+
+  it("of few values are large, of long rows are bars", () => {
+    expect(cellSize({ rows: 3, columns: 4 }, box, 1)).toEqual({ width: 26, height: 26 });
+    expect(cellSize({ rows: 8, columns: 256 }, box, 1)).toEqual({ width: 1, height: 14 });
+  });
+});
+
+describe("leading dimensions", () => {
+  it("are the single positions of a slice", () => {
+    expect(leadingOf("0, 3, :, :", [1, 12, 8, 8])).toEqual([{ dimension: 1, index: 3, size: 12 }]);
+    expect(leadingOf("-1, ...", [4, 8, 8])).toEqual([{ dimension: 0, index: 3, size: 4 }]);
+    expect(leadingOf("2", [4, 8, 8])).toEqual([{ dimension: 0, index: 2, size: 4 }]);
+    expect(leadingOf("..., 5", [4, 8, 8])).toEqual([{ dimension: 2, index: 5, size: 8 }]);
+  });
+
+  it("are none where the slice does not tell", () => {
+    for (const slice of [null, "None, 0", "i, :", "0, ..., ...", "0, 0, 0, 0", "99"]) {
+      expect(leadingOf(slice, [4, 8, 8])).toEqual([]);
+    }
+  });
+
+  it("can be walked along, within bounds", () => {
+    expect(moveAlong("0, 3, :, :", [1, 12, 8, 8], 1, 4)).toBe("0, 4, :, :");
+    expect(moveAlong("3, ...", [12, 8, 8], 0, 2)).toBe("2, :, :");
+    expect(moveAlong("0, 11, :, :", [1, 12, 8, 8], 1, 12)).toBeNull();
+    expect(moveAlong("0, 0, :, :", [1, 12, 8, 8], 1, -1)).toBeNull();
+  });
+});

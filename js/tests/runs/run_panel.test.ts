@@ -1,0 +1,372 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import type { RunStatus } from "../../src/kernel/protocol";
+import { makeRunPanel } from "../../src/runs/run_panel";
+import { RequestFailed } from "../../src/view";
+import { ABOUT } from "../fixtures";
+import { HISTOGRAM, heatmap, JobView, patch, report, runStatus, statistics } from "../job_fixtures";
+
+let view: JobView;
+let panel: HTMLElement;
+
+function open(changes: ConstructorParameters<typeof JobView>[0] = {}, script: JobView["kernel"]["script"] = {}): void {
+  view = new JobView(changes);
+  view.kernel.script = script;
+  panel = makeRunPanel(view).element;
+  view.root.append(panel);
+}
+
+function button(name: string): HTMLButtonElement {
+  const found = [...panel.querySelectorAll("button")].find((one) => one.textContent === name);
+  if (found === undefined) throw new Error(`no button ${name}`);
+  return found;
+}
+
+const inputs = () => panel.querySelector("input") as HTMLInputElement;
+const alerts = () =>
+  [...panel.querySelectorAll<HTMLElement>("[role=alert]")].filter((one) => !one.hidden).map((one) => one.textContent);
+const stale = () => panel.querySelector<HTMLElement>(".gp-outdated")?.hidden === false;
+const progress = () => panel.querySelector<HTMLElement>(".gp-progress");
+const dimmed = () => panel.querySelector(".gp-run-result")?.classList.contains("gp-dimmed");
+const settle = () => vi.advanceTimersByTimeAsync(0);
+const session = (...patches: ReturnType<typeof patch>[]) => ({ version: 1, patches, can_undo: false, can_redo: false });
+const done = (id: number, changes = {}) => runStatus(id, { state: "done", report: report(changes) });
+
+async function run(): Promise<void> {
+  button("Run").click();
+  await settle();
+}
+
+beforeEach(() => void vi.useFakeTimers());
+afterEach(() => {
+  view.remove();
+  vi.useRealTimers();
+});
+
+describe("a run", () => {
+  it("is asked for once, followed more and more rarely, and shown when done", async () => {
+    const delays: number[] = [];
+    let last = 0;
+    let status = runStatus(7, { at: "h_1.mlp", fraction: 0.5 });
+    const run_status = () => {
+      delays.push(Date.now() - last);
+      last = Date.now();
+      return status;
+    };
+    open({ session: session(patch(1)) }, { run: () => runStatus(7), run_status });
+    last = Date.now();
+    await run();
+    button("Run").click();
+    expect(view.kernel.count("run")).toBe(1);
+    expect(view.kernel.last("run")).toEqual({ inputs: null });
+    expect(button("Run").getAttribute("aria-disabled")).toBe("true");
+
+    await vi.advanceTimersByTimeAsync(1500);
+    expect(delays.slice(0, 6)).toEqual([30, 60, 120, 240, 300, 300]);
+    expect(progress()?.hidden).toBe(false);
+    expect(progress()?.textContent).toContain("50% · 250 ms · h_1.mlp");
+    expect(panel.querySelector("progress")?.value).toBe(0.5);
+
+    status = done(7);
+    await vi.advanceTimersByTimeAsync(300);
+    expect(progress()?.hidden).toBe(true);
+    expect(panel.textContent).toContain("pg(ids) ran with patch #1 in 250 ms.");
+    expect(panel.textContent).toContain("logits[1, 8, 100] float3289225%");
+    expect(panel.textContent).toContain("[0, 7, 42] 1.5 → -2.5");
+    expect(view.said).toEqual(["The run is done, in 250 ms."]);
+
+    const asked = view.kernel.asked.length;
+    await vi.advanceTimersByTimeAsync(2000);
+    expect(view.kernel.asked.length).toBe(asked);
+  });
+
+  it("takes the inputs that are typed; Enter runs", async () => {
+    open({}, { run: () => runStatus(1), run_status: () => runStatus(1) });
+    expect(inputs().placeholder).toBe("ids");
+    inputs().value = "  ids2, labels=y ";
+    inputs().dispatchEvent(new Event("input"));
+    inputs().dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+    await settle();
+    expect(view.kernel.last("run")).toEqual({ inputs: "ids2, labels=y" });
+    // A view that is filled anew keeps them.
+    expect(makeRunPanel(view).element.querySelector("input")?.value).toBe("ids2, labels=y");
+  });
+
+  it("says next to the field what is wrong with the inputs, until they are changed", async () => {
+    const wrong = new RequestFailed({ message: "There is no variable idz.", field: "inputs" });
+    open({}, { run: () => Promise.reject(wrong) });
+    await run();
+    expect(alerts()).toEqual(["There is no variable idz."]);
+    expect(inputs().getAttribute("aria-invalid")).toBe("true");
+    const described = inputs().getAttribute("aria-describedby");
+    expect(panel.querySelector(`#${described}`)?.textContent).toBe("There is no variable idz.");
+    expect(document.activeElement).toBe(inputs());
+    inputs().dispatchEvent(new Event("input"));
+    expect(alerts()).toEqual([]);
+    expect(inputs().hasAttribute("aria-invalid")).toBe(false);
+  });
+
+  it("keeps the old result, dimmed, while a new one goes on and when it fails", async () => {
+    let status = done(1);
+    open({ session: session(patch(1)) }, { run: () => status, run_status: () => status });
+    await run();
+    expect(dimmed()).toBe(false);
+    status = runStatus(2);
+    await run();
+    expect(dimmed()).toBe(true);
+    expect(panel.textContent).toContain("pg(ids) ran");
+    status = runStatus(2, { state: "failed", error: "RuntimeError at h_0: no." });
+    await vi.advanceTimersByTimeAsync(30);
+    expect(alerts()).toEqual([
+      "RuntimeError at h_0: no.\nChange the inputs or the patches, then press “Run” again.\nBelow is the result of the run before.",
+    ]);
+    expect(dimmed()).toBe(true);
+    expect(button("Run").hasAttribute("aria-disabled")).toBe(false);
+    status = done(3);
+    await run();
+    expect(alerts()).toEqual([]);
+    expect(dimmed()).toBe(false);
+  });
+
+  it("can be interrupted; the focus goes back to Run", async () => {
+    const interrupted = () => runStatus(5, { state: "interrupted", seconds: 3 });
+    open({}, { run: () => runStatus(5), run_status: () => runStatus(5), run_interrupt: interrupted });
+    await run();
+    button("Interrupt").focus();
+    button("Interrupt").click();
+    await settle();
+    expect(view.kernel.last("run_interrupt")).toEqual({ id: 5 });
+    expect(alerts()).toEqual(["Interrupted after 3.0 s. Press “Run” to start again."]);
+    expect(document.activeElement).toBe(button("Run"));
+  });
+
+  it("that cannot be asked for says why", async () => {
+    open({}, { run: () => Promise.reject(new RequestFailed({ message: "The kernel is gone.", field: null })) });
+    await run();
+    expect(alerts()).toEqual(["The kernel is gone."]);
+  });
+
+  it("is let go when the view is taken away", async () => {
+    open({}, { run: () => runStatus(1), run_status: () => runStatus(1) });
+    await run();
+    view.remove();
+    const asked = view.kernel.asked.length;
+    await vi.advanceTimersByTimeAsync(1000);
+    expect(view.kernel.asked.length).toBe(asked);
+    expect(view.model.listening).toBe(0);
+  });
+});
+
+describe("staleness", () => {
+  it("is said when the patches are no longer those of the run, and taken back when they are again", async () => {
+    open({ session: session(patch(1)) }, { run: () => done(1) });
+    await run();
+    expect(stale()).toBe(false);
+    view.model.set("session", session(patch(1, { value: "2" })));
+    expect(stale()).toBe(true);
+    view.model.set("session", session(patch(1), patch(2, { is_enabled: false })));
+    expect(stale()).toBe(false);
+  });
+
+  it("is measured by what ran, not by a later run that failed", async () => {
+    let status = done(1);
+    open({ session: session(patch(1)) }, { run: () => status });
+    await run();
+    view.model.set("session", session(patch(1), patch(2)));
+    status = runStatus(2, { state: "failed", error: "no" });
+    await run();
+    view.model.set("session", session(patch(1), patch(2), patch(3, { is_enabled: false })));
+    expect(stale()).toBe(true);
+  });
+});
+
+describe("a run of another view", () => {
+  it("is followed", async () => {
+    let status = runStatus(4, { at: "h_0" });
+    open({ session: session(patch(1)) }, { run_status: () => status });
+    view.model.set("run", { id: 4, state: "running" });
+    await settle();
+    expect(progress()?.textContent).toContain("h_0");
+    status = done(4);
+    view.model.set("run", { id: 4, state: "done" });
+    await vi.advanceTimersByTimeAsync(100);
+    expect(panel.textContent).toContain("pg(ids) ran");
+    expect(view.said).toEqual([]);
+  });
+
+  it("that was over before is shown at once", async () => {
+    open({ run: { id: 3, state: "done" }, session: session(patch(1), patch(2)) }, { run_status: () => done(3) });
+    await settle();
+    expect(panel.textContent).toContain("pg(ids) ran");
+    expect(stale()).toBe(true);
+  });
+
+  it("of which the kernel knows nothing any more is no error", async () => {
+    const gone: Promise<ReturnType<typeof done>> = Promise.reject(new Error("no run 3"));
+    open({ run: { id: 3, state: "done" } }, { run_status: () => gone });
+    await settle();
+    expect(alerts()).toEqual([]);
+  });
+
+  it("that is older than one's own is not shown instead of it", async () => {
+    open({ run: { id: 1, state: "done" } }, { run: () => done(2), run_status: () => done(1, { call: "old()" }) });
+    await settle();
+    await run();
+    expect(panel.textContent).toContain("pg(ids) ran");
+  });
+});
+
+describe("a report", () => {
+  const show = async (changes: Parameters<typeof report>[0], state: Partial<RunStatus> = {}) => {
+    open(
+      { session: session(patch(1)) },
+      { run: () => runStatus(1, { state: "done", report: report(changes), ...state }) },
+    );
+    await run();
+  };
+
+  it("shows tokens side by side, with the spaces in them and how their ranks changed", async () => {
+    const before: [string, number][] = [
+      [" the", 0.5],
+      ["\n", 0.2],
+      [" a", 0.00001],
+    ];
+    const after: [string, number][] = [
+      ["\n", 0.6],
+      [" the", 0.3],
+      ["<b>x</b>", 0.1],
+    ];
+    await show({ tokens: { position: 7, before, after } });
+    expect(panel.textContent).toContain("Next token after position 7");
+    const [left, right] = panel.querySelectorAll(".gp-tokens");
+    expect(left?.textContent).toContain("1␣the50%");
+    expect(left?.textContent).toContain("<0.1%");
+    const ranks = [...(right?.querySelectorAll(".gp-rank") ?? [])].map((cell) => cell.textContent);
+    expect(ranks).toEqual(["▲1up 1", "▼1down 1", "newnot among the first before"]);
+    expect(panel.querySelector("b")).toBeNull();
+  });
+
+  it("has one list of tokens where no patch was applied", async () => {
+    await show({ patches: [], tokens: { position: 0, before: [["a", 1]], after: [["a", 1]] } });
+    expect(panel.querySelectorAll(".gp-tokens").length).toBe(1);
+    expect(panel.textContent).toContain("ran without patches");
+  });
+
+  it("tells no relative change of nothing, and no difference where nothing was compared", async () => {
+    const kind = { shape: [2], dtype: "float32", largest: [] };
+    const norms = { norm_before: 0, norm_after: 3, norm_difference: 3 };
+    const other = { norm_before: 2, norm_after: 0, norm_difference: 0, note: "only there without the patches" };
+    const odd = { norm_before: 2, norm_after: 4, norm_difference: 2, note: "with the patches 1 NaN of 2" };
+    await show({
+      changes: [
+        { path: "a", ...kind, ...norms, note: null },
+        { path: "b", ...kind, ...other },
+        { path: "c", ...kind, ...odd },
+      ],
+    });
+    const rows = [...panel.querySelectorAll(".gp-changes tbody tr")].map((row) => row.textContent);
+    expect(rows).toEqual([
+      "a[2] float32033from zero",
+      "b[2] float322–––",
+      "Only there without the patches.",
+      "c[2] float32242100%",
+      "With the patches 1 NaN of 2.",
+    ]);
+    expect(panel.textContent).not.toContain("change nothing");
+  });
+
+  it("shows what turns the direction around, and controls, as what they are", async () => {
+    const [change] = report().changes;
+    const odd = "a\u202eb\u0007c\nd";
+    const seen = "a\\u202eb\\x07c\\nd";
+    if (change === undefined) throw new Error("no change");
+    const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: null, note: odd };
+    await show({
+      call: odd,
+      warnings: [odd],
+      changes: [{ ...change, path: odd, note: odd }],
+      probes: [{ ...probe, number: 1, name: odd, path: odd }],
+    });
+    const text = panel.querySelector(".gp-report")?.textContent ?? "";
+    for (const unseen of ["\u202e", "\u0007"]) expect(text).not.toContain(unseen);
+    expect(panel.querySelector(".gp-report-head")?.textContent).toContain(`${seen} ran`);
+    expect(panel.querySelector(".gp-changes tbody code")?.textContent).toBe(seen);
+    expect(panel.querySelector(".gp-probe-name")?.textContent).toBe(seen);
+    expect(panel.querySelector(".gp-warnings li")?.textContent).toBe("a\\u202eb\\x07c\nd.");
+  });
+
+  it("says that nothing changed", async () => {
+    const change = {
+      path: "a",
+      shape: [2],
+      dtype: "float32",
+      norm_before: 1,
+      norm_after: 1,
+      norm_difference: 0,
+      largest: [],
+    };
+    await show({ changes: [{ ...change, note: null }] });
+    expect(panel.textContent).toContain("The patches change nothing at the output.");
+  });
+
+  it("shows warnings and probes, and leads to the probes' nodes", async () => {
+    const probe = { row_labels: null, column_labels: null, plot: HISTOGRAM, statistics: statistics(), note: null };
+    const silent = { ...probe, statistics: null, plot: { type: "none" as const, why: "" }, note: "It did not fire." };
+    await show({
+      warnings: ["#2 did not fire."],
+      probes: [
+        { ...probe, number: 1, name: "seen", path: "h_0.attn.output" },
+        { ...silent, number: 9, name: "unseen", path: "h_9.output" },
+      ],
+    });
+    expect(panel.querySelector(".gp-warnings")?.textContent).toBe("1 warning#2 did not fire.");
+    const [first, second] = panel.querySelectorAll(".gp-probe");
+    expect(first?.querySelector("svg")?.getAttribute("aria-label")).toContain(
+      "seen, h_0.attn.output: histogram of 10 values",
+    );
+    first?.querySelector("button")?.click();
+    expect(view.calls).toEqual([["reveal", 12]]);
+    expect(second?.textContent).toBe("unseen #9 h_9.outputIt did not fire.");
+    expect(second?.querySelector("button")).toBeNull();
+  });
+
+  it("says how far the patches have moved what a probe sees", async () => {
+    const plain = { row_labels: null, column_labels: null, statistics: statistics(), note: null };
+    const zeros = { ...heatmap(8, 8), slice: "0, :, :", constant: 0 };
+    const change = { norm_before: 3.2, norm_after: 2.9, norm_difference: 0.7, note: null };
+    const changes = [
+      change,
+      { ...change, norm_difference: 0 },
+      { ...change, norm_before: 0 },
+      { ...change, norm_difference: null, note: "not compared: other shapes" },
+      { norm_before: null, norm_after: null, norm_difference: null, note: "it fired only with the patches" },
+      null,
+    ];
+    await show({
+      probes: changes.map((one, index) => ({
+        ...plain,
+        number: index,
+        name: `h${index}`,
+        path: "h_9.output",
+        plot: zeros,
+        change: one,
+      })),
+    });
+    const found = [...panel.querySelectorAll(".gp-probe")];
+    expect(found.map((one) => one.querySelector(".gp-probe-change")?.textContent)).toEqual([
+      "norm 3.2 → 2.9, changed by 0.7 (21.9%)",
+      "norm 2.9, unchanged",
+      "norm 0 → 2.9, changed by 0.7",
+      "norm 3.2 → 2.9Not compared: other shapes.",
+      "It fired only with the patches.",
+      undefined,
+    ]);
+    expect(found[0]?.querySelector("canvas")).toBeNull();
+    expect(found[0]?.lastElementChild?.textContent).toBe("All values of [0, :, :] are 0.");
+  });
+});
+
+it("says why there are no example inputs", () => {
+  open({ about: { ...ABOUT, arguments: null, no_inputs: "The example inputs were not kept." } });
+  expect(panel.textContent).toContain("The example inputs were not kept.");
+  expect(inputs().placeholder).toBe("arguments, as in a call");
+});

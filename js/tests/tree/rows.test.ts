@@ -1,0 +1,327 @@
+import { expect, test } from "vitest";
+import type { PatchState } from "../../src/kernel/protocol";
+import { CLOSED, Folding, firstOpen, OPEN } from "../../src/tree/rows";
+import { insideText, Scores, scoreText } from "../../src/tree/scores";
+import { Skeleton } from "../../src/tree/skeleton";
+import { TreeState } from "../../src/tree/tree_state";
+import { ColumnsBuilder, FakeModel, FakeView, tensor, traits, transformer } from "../fixtures";
+
+const skeleton = new Skeleton(transformer(6));
+const paths = Array.from({ length: skeleton.length }, (_, row) => skeleton.path(row));
+const row = (path: string) => paths.indexOf(path);
+
+function opened(changes: Parameters<typeof traits>[0] = {}, own = skeleton) {
+  const view = new FakeView(new FakeModel(traits(changes)), own);
+  const tree = new TreeState(view);
+  const seen = () => [...tree.lines.ids].map((id) => (id < 0 ? `~${own.path(~id)}` : own.path(id)));
+  return { view, tree, seen, model: view.model };
+}
+
+function patchAt(path: string, number = 1): PatchState {
+  const fields = { slice: null, value: null, name: null, steps: null, positions: null, position_dim: null };
+  const state = {
+    any_shape: false,
+    allow_empty: false,
+    is_enabled: true,
+    untrusted: null,
+    shape: null,
+    sliced: null,
+    warning: null,
+  };
+  return { path, kind: "zero", number, row: row(path), ...fields, ...state };
+}
+
+test("the first view shows the layers, closed, and is of balanced height", () => {
+  const { seen, tree } = opened();
+  for (const layer of [0, 5]) expect(seen()).toContain(`transformer.h_${layer}`);
+  expect(seen()).not.toContain("transformer.h_1.attn");
+  expect(tree.lines.length).toBeGreaterThan(15);
+  expect(tree.lines.length).toBeLessThan(32);
+});
+
+test("80 layers count as one; a flat graph of thousands is not opened in part", () => {
+  const many = new Skeleton(transformer(80));
+  const open = firstOpen(many, new Folding(many, (at) => !many.isPlumbing(at)), (at) => !many.isPlumbing(at));
+  expect(open.map((at) => many.path(at))).toContain("transformer");
+  expect(open.map((at) => many.path(at))).not.toContain("transformer.h_1");
+  const tree = new ColumnsBuilder();
+  tree.graph("<root>", "Flat", () => {
+    for (let at = 0; at < 3000; at++) tree.graph(`m_${at}`, `M${at}`, () => tree.row("op", "x", { spec: tensor(at) }));
+  });
+  const flat = new Skeleton(tree.columns);
+  expect(firstOpen(flat, new Folding(flat, () => true), () => true)).toEqual([0]);
+});
+
+test("plumbing and clutter are shown on request, patched rows always", () => {
+  const { seen, tree, model } = opened({
+    expanded: [0, row("transformer"), row("transformer.h_0"), row("transformer.h_0.attn")],
+  });
+  expect(seen()).not.toContain("transformer.h_0.attn.size");
+  model.set("session", {
+    version: 2,
+    patches: [patchAt("transformer.h_0.attn.size")],
+    can_undo: true,
+    can_redo: false,
+  });
+  expect(seen()).toContain("transformer.h_0.attn.size");
+  expect(seen()).not.toContain("use_cache");
+  tree.setShowsPlumbing(true);
+  expect(seen()).toContain("use_cache");
+  expect(model.get("shows_plumbing")).toBe(true);
+});
+
+test("places among siblings are those of what is seen", () => {
+  const { tree } = opened({ expanded: [0] });
+  expect([...tree.lines.ids].map((id) => paths[id])).toEqual([
+    "",
+    "input_ids",
+    "transformer",
+    "lm_head",
+    "extra_head",
+    "output",
+  ]);
+  const at = tree.lines.lineOf(row("lm_head"));
+  expect([tree.lines.levels[at], tree.lines.positions[at], tree.lines.sizes[at]]).toEqual([2, 3, 5]);
+  expect(tree.lines.lineOf(row("transformer.h_3.attn"))).toBe(tree.lines.lineOf(row("transformer")));
+});
+
+test("matches come with what is above them; clearing brings back what was open", () => {
+  const { seen, tree, model } = opened({ expanded: [0, row("lm_head")] });
+  const before = seen();
+  tree.search("h_2 softmax");
+  expect(seen()).toEqual([
+    "",
+    "transformer",
+    "transformer.h_2",
+    "transformer.h_2.attn",
+    "transformer.h_2.attn.attn_weights_1",
+  ]);
+  expect(tree.found.has(row("transformer.h_2.attn.attn_weights_1"))).toBe(true);
+  expect(tree.found.has(row("transformer.h_2.attn"))).toBe(false);
+  tree.setOpen(row("transformer.h_2"), false);
+  expect(seen()).toHaveLength(3);
+  expect(model.get("expanded")).toEqual([0, row("lm_head")]);
+  tree.search("");
+  expect(seen()).toEqual(before);
+});
+
+test("what is no query is said, and the last good result stays", () => {
+  const { seen, tree } = opened();
+  tree.search("softmax");
+  const found = seen();
+  tree.search("softmax is:pathced");
+  expect(tree.found.error).toContain("is:patched");
+  expect(seen()).toEqual(found);
+  tree.search("softmax");
+  expect(tree.found.error).toBeNull();
+});
+
+test("F3 goes through the matches in order and around", () => {
+  const { tree, view } = opened();
+  tree.search("op:softmax");
+  const visited = [1, 1, 1, -1].map((step) => tree.goToMatch(step as 1 | -1) && view.skeleton.path(tree.activeRow));
+  expect(visited).toEqual([0, 1, 2, 1].map((layer) => `transformer.h_${layer}.attn.attn_weights_1`));
+  expect(tree.lines.has(row("transformer.h_2.attn"))).toBe(true);
+  tree.search("");
+  expect(tree.lines.has(row("transformer.h_2.attn"))).toBe(false); // what was open before is open again
+  tree.search("op:softmax");
+  tree.select(0);
+  tree.goToMatch(-1);
+  expect(paths[tree.activeRow]).toBe("transformer.h_5.attn.attn_weights_1");
+});
+
+test("is:patched follows the session", () => {
+  const { tree, model } = opened({ query: "is:patched" });
+  expect(tree.found.matches).toEqual([]);
+  model.set("session", { version: 2, patches: [patchAt("lm_head.linear")], can_undo: true, can_redo: false });
+  expect(tree.found.matches).toEqual([row("lm_head.linear")]);
+  expect(tree.patched.countBelow(row("lm_head"))).toBe(1);
+});
+
+test("equal layers fold into one line, which opens again", () => {
+  const { seen, tree } = opened({ expanded: [0, row("transformer")] });
+  tree.setFolded(true);
+  const marker = ~row("transformer.h_0");
+  expect(seen()).toContain("~transformer.h_0");
+  expect(seen()).not.toContain("transformer.h_0");
+  expect(tree.lines.runs.get(marker)).toMatchObject({ times: 6, period: 1 });
+  expect(tree.lines.lineOf(row("transformer.h_4.mlp"))).toBe(tree.lines.lineOf(marker));
+  tree.setOpen(marker, true);
+  const line = tree.lines.lineOf(row("transformer.h_5"));
+  expect(tree.lines.states[tree.lines.lineOf(marker)]).toBe(OPEN);
+  expect([tree.lines.levels[line], tree.lines.positions[line], tree.lines.sizes[line]]).toEqual([4, 6, 6]);
+  tree.setFolded(false);
+  expect(seen()).toContain("transformer.h_0");
+});
+
+test("groups that repeat fold, too: layers with the ops between them", () => {
+  const tree = new ColumnsBuilder();
+  tree.graph("<root>", "Model", () => {
+    tree.row("input", "x", { spec: tensor(8) });
+    for (let layer = 0; layer < 10; layer++) {
+      tree.graph(`h_${layer}`, "Block", () => tree.row("op", "mul", { op: "mul", spec: tensor(8) }));
+      tree.row("op", layer ? `x_${layer}` : "x_0", { op: "add", spec: tensor(8) });
+    }
+    tree.graph("other", "Block", () => tree.row("op", "mul", { op: "mul", spec: tensor(8) }));
+  });
+  const own = new Skeleton(tree.columns);
+  const { tree: state } = opened({ expanded: [0] }, own);
+  state.setFolded(true);
+  expect([...state.lines.ids].map((id) => (id < 0 ? "run" : own.nameOf(id)))).toEqual(["<root>", "x", "run", "other"]);
+  expect([...state.lines.runs.values()][0]).toMatchObject({ period: 2, times: 10 });
+});
+
+test("what differs inside is not folded", () => {
+  const tree = new ColumnsBuilder();
+  tree.graph("<root>", "Model", () => {
+    for (const width of [1, 2, 3, 4]) {
+      tree.graph(`h_${width}`, "Block", () => tree.row("op", "mul", { op: "mul", spec: tensor(width) }));
+    }
+    for (const at of [1, 2, 3, 4]) tree.row("op", `x_${at}`, { op: "add", spec: tensor(8) });
+  });
+  const { tree: state } = opened({ expanded: [0] }, new Skeleton(tree.columns));
+  state.setFolded(true);
+  expect(state.lines.runs.size).toBe(0);
+});
+
+test("revealing a row opens what hides it: graphs, folded runs, a search, the plumbing", () => {
+  const { tree, view } = opened({ expanded: [0] });
+  tree.setFolded(true);
+  tree.search("lm_head");
+  tree.reveal(row("transformer.h_3.attn.size"));
+  expect(tree.query).toBe("");
+  expect(tree.showsPlumbing).toBe(true);
+  expect(tree.lines.has(row("transformer.h_3.attn.size"))).toBe(true);
+  expect(paths[tree.activeRow]).toBe("transformer.h_3.attn.size");
+  expect(view.model.get("selected")).toBe(row("transformer.h_3.attn.size"));
+});
+
+test("two views of one model stay in step", () => {
+  const { tree, view } = opened();
+  const other = new TreeState(view);
+  tree.setOpen(row("transformer.h_2"), true);
+  expect([...other.lines.ids]).toEqual([...tree.lines.ids]);
+  tree.search("softmax");
+  expect(other.found.matches).toEqual(tree.found.matches);
+  tree.select(row("lm_head"));
+  expect(other.active).toBe(row("lm_head"));
+  view.remove();
+  expect(view.model.listening).toBe(0);
+});
+
+function scored(values: Record<string, number>) {
+  const data = new Float32Array(skeleton.length).fill(Number.NaN);
+  for (const [path, value] of Object.entries(values)) data[row(path)] = value;
+  return { scores: new DataView(data.buffer), scores_name: "effect" };
+}
+
+test("sorted by score: siblings with the best in them first", () => {
+  const { seen, tree } = opened({
+    expanded: [0, row("transformer")],
+    ...scored({ "transformer.h_1.mlp.mul": 1, "transformer.h_4.mlp.mul": 3, "transformer.h_2.mlp.mul": -2 }),
+  });
+  tree.setSorted(true);
+  const layers = seen().filter((path) => /h_\d$/.test(path));
+  expect(layers.map((path) => path.at(-1))).toEqual(["4", "2", "1", "0", "3", "5"]);
+  expect(tree.scores?.isDiverging).toBe(true);
+  tree.setFilter({ count: 2 });
+  expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_4.mlp.mul", "transformer.h_2.mlp.mul"]);
+});
+
+test("of numbers on both sides of zero a module shows the one of the largest size", () => {
+  const { tree } = opened(scored({ "transformer.h_2.mlp.mul": -2, "transformer.h_2.attn.output": 1 }));
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  const best = scores.best[row("transformer.h_2")] ?? 0;
+  expect(best).toBe(-2);
+  expect(insideText(best, scores)).toBe("≤ |-2|");
+});
+
+test("where all numbers are below zero the strongest are the lowest, in the one colour", () => {
+  const { seen, tree } = opened(
+    scored({ "lm_head.linear": -1, "transformer.h_4.mlp.mul": -3, "transformer.h_2.mlp.mul": -2 }),
+  );
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  expect([-3, -2, -1].map((value) => scores.strength(value))).toEqual([-1, -0.5, 0]);
+  expect(insideText(scores.best[0] ?? 0, scores)).toBe("≤ |-3|");
+  tree.setFilter({ count: 1 });
+  expect(seen().at(-1)).toBe("transformer.h_4.mlp.mul");
+  tree.setFilter({ least: 2 });
+  expect(seen().filter((path) => /mul$/.test(path))).toEqual(["transformer.h_2.mlp.mul", "transformer.h_4.mlp.mul"]);
+});
+
+test("of numbers that are not below zero the highest counts", () => {
+  const { tree } = opened(scored({ "transformer.h_2.mlp.mul": 2, "transformer.h_2.attn.output": 0 }));
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  expect([0, 1, 2].map((value) => scores.strength(value))).toEqual([0, 0.5, 1]);
+  expect(insideText(scores.best[0] ?? 0, scores)).toBe("≤ 2");
+});
+
+test("filtered by score: the best, or those of a number at least, with what is above", () => {
+  const { seen, tree } = opened(
+    scored({ "lm_head.linear": 1, "transformer.h_4.mlp.mul": 3, "transformer.h_2.mlp.mul": 2 }),
+  );
+  tree.setFilter({ count: 1 });
+  expect(seen()).toEqual(["", "transformer", "transformer.h_4", "transformer.h_4.mlp", "transformer.h_4.mlp.mul"]);
+  tree.setFilter({ least: 2 });
+  tree.search("h_2");
+  expect(seen().at(-1)).toBe("transformer.h_2.mlp.mul");
+  expect(seen()).not.toContain("transformer.h_4");
+  tree.clearScores();
+  tree.search("");
+  expect(seen()).toContain("lm_head");
+});
+
+test("rows with the same number, but for rounding, share a place; those of the other sign do not", () => {
+  const { tree } = opened(
+    scored({
+      "lm_head.linear": 3,
+      "lm_head.weight": -3,
+      "lm_head.input": 3.000001,
+      "transformer.h_4.mlp.mul": 2,
+      "transformer.h_2.mlp.mul": 2.001,
+      "transformer.h_1.mlp.mul": Number.NEGATIVE_INFINITY,
+      "transformer.h_3.mlp.mul": Number.NEGATIVE_INFINITY,
+    }),
+  );
+  const scores = tree.scores;
+  if (!scores) throw new Error("no scores");
+  expect([scores.count, scores.places]).toEqual([7, 5]);
+  const largest = (count: number) => scores.passing({ count }).map((at) => skeleton.path(at));
+  expect(largest(1)).toEqual(["transformer.h_1.mlp.mul", "transformer.h_3.mlp.mul"]);
+  expect(largest(2).length).toBe(4);
+  expect(largest(3)).toContain("lm_head.weight");
+  expect(largest(4)).not.toContain("transformer.h_4.mlp.mul");
+  expect(largest(9).length).toBe(7);
+});
+
+test("scores of another size than the tree are none; infinite ones do not spoil the range", () => {
+  expect(Scores.of(new DataView(new ArrayBuffer(8)), "x", skeleton)).toBeNull();
+  const { tree } = opened(
+    scored({ "lm_head.linear": Number.POSITIVE_INFINITY, "lm_head.weight": 1, "lm_head.input": 3 }),
+  );
+  expect([tree.scores?.minimum, tree.scores?.maximum, tree.scores?.count]).toEqual([1, 3, 3]);
+  expect(tree.scores?.strength(Number.POSITIVE_INFINITY)).toBe(1);
+});
+
+test.each([
+  [0.123456, "0.123"],
+  [-4.5678e-6, "-4.57e-6"],
+  [12300, "12,300"],
+  [0, "0"],
+  [2.5e7, "2.50e7"],
+  [Number.NEGATIVE_INFINITY, "-∞"],
+])("the score %d is written %s", (value, text) => {
+  expect(scoreText(value)).toBe(text);
+});
+
+test("collapsing closes everything but the model", () => {
+  const { tree } = opened();
+  tree.expandBelow(0);
+  expect(tree.lines.length).toBeGreaterThan(150);
+  tree.collapseAll();
+  expect([...tree.lines.states]).toContain(CLOSED);
+  expect(tree.lines.length).toBe(6);
+});

@@ -1,0 +1,280 @@
+"""What newcomers type: cells that run twice, loops, pasted paths, words of other tools, mistakes and their repairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpatch_notebook.notebook.magics.command_line import expanded
+from graphpatch_notebook.notebook.session.session import session_of
+from tests.notebook.shells import Shell
+
+pytestmark = pytest.mark.hosts
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return x + self.mlp(x), {"h": x * 2}
+
+
+class Layers(nn.Module):
+    """A stack of layers that return tuples, with a dictionary in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        state: dict[str, Tensor] = {}
+        for layer in self.layers:
+            x, state = layer(x)
+        return x, state
+
+
+@pytest.fixture
+def deep(shell: Shell) -> Shell:
+    shell.ok("from tests.notebook.magics.test_as_typed import Layers\nmodel = Layers()")
+    shell.ok("%graphpatch wrap pg = model(x)")
+    return shell
+
+
+def chosen(shell: Shell) -> list[str]:
+    return [str(patch) for patch in session_of(shell.namespace["pg"]).chosen.patches]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Cells that are run again
+
+CELL = """\
+%graphpatch zero hidden[:, 0]
+%graphpatch add  up.linear  0.5 * torch.ones(8)  --steps prefill
+%graphpatch probe mul product
+%graphpatch probe hidden
+%graphpatch record hidden --any-shape
+"""
+
+
+def test_a_cell_that_is_run_again_changes_nothing(pg: Shell) -> None:
+    pg.ok(CELL)
+    session = session_of(pg.namespace["pg"])
+    before = session.chosen
+    pg.ok("%graphpatch disable #1")
+    again = pg.ok(CELL).out.splitlines()
+    assert again == [
+        "#1 zero hidden[:, 0] is chosen already, but disabled: %graphpatch enable #1",
+        "#2 add up.linear 0.5 * torch.ones(8) --steps prefill is chosen already",
+        "#3 probe mul as product is chosen already",
+        "#4 probe hidden as hidden is chosen already",
+        "#5 record hidden as hidden_1 --any-shape is chosen already",
+    ]
+    assert session.chosen.version == before.version + 1
+    pg.ok("%%graphpatch\npg(x);")
+    assert "is chosen already" in pg.ok("%graphpatch probe hidden").out  # now that the variable holds something
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zero hidden[:,0 ]  # another spelling",
+        'zero "hidden"[:, 0]',
+        "zero --steps 0 hidden[:, 0]",
+        "zero hidden[:, 1]",
+        "zero hidden",
+        "add hidden[:, 0] 1",
+        "probe hidden[:, 0]",
+    ],
+)
+def test_only_the_same_patch_is_the_same(pg: Shell, line: str) -> None:
+    pg.ok("%graphpatch zero hidden[:, 0]")
+    is_same = line.startswith(("zero hidden[:,0 ]", 'zero "hidden"'))
+    assert ("is chosen already" in pg.ok(f"%graphpatch {line}").out) is is_same
+    assert len(chosen(pg)) == 2 - is_same
+
+
+def test_a_probe_of_another_name_or_place_is_another(pg: Shell) -> None:
+    pg.ok("%graphpatch probe hidden first")
+    pg.ok("%graphpatch probe hidden second")
+    assert chosen(pg) == ["probe hidden first", "probe hidden second"]
+    assert pg.refused("%graphpatch probe mul first").startswith("#1 puts 'hidden' in 'first'")
+    assert pg.ok("%graphpatch probe hidden second").out == "#2 probe hidden as second is chosen already\n"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Loops
+
+
+def test_patches_are_chosen_in_a_loop(deep: Shell) -> None:
+    deep.ok("for i in range(3):\n    %graphpatch probe layers_{i}.mlp.output[:, 0] h_{i}  # all {of} them")
+    assert chosen(deep) == [f"probe layers_{i}.mlp.output[:, 0] h_{i}" for i in range(3)]
+    deep.ok("%graphpatch clear\nfor path in pg.nodes:\n    if path.endswith('mlp.output'):\n        "
+            "%graphpatch add --steps 0 $path {'a': 1}['a']")  # fmt: skip
+    assert chosen(deep) == [f"add layers_{i}.mlp.output {{'a': 1}}['a'] --steps 0" for i in range(3)]
+    deep.ok("for i in (0, 2):\n    %graphpatch rm #{i + 4}")
+    assert chosen(deep) == ["add layers_1.mlp.output {'a': 1}['a'] --steps 0"]
+    ran = deep.ok("number = 0\nfor _ in [0]:\n    found = %graphpatch ls layers_{number}\nfound.title")
+    assert ran.value.startswith("layers_0: ")
+
+
+def test_the_variables_of_a_function_are_seen_too(deep: Shell) -> None:
+    deep.ok("def choose(number, of='mlp'):\n    %graphpatch zero layers_{number}.{of}.output\nchoose(1)")
+    assert chosen(deep) == ["zero layers_1.mlp.output"]
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("zero h_{i:02d}.output", "zero h_03.output"),
+        ('zero {d["a b"]}.x[:, i] ', "zero key.x[:, i]"),
+        ("zero {path}[:, 0]", 'zero h."a b".output[:, 0]'),
+        ('zero "{i}".output|"$i"', 'zero "{i}".output|"$i"'),
+        ("zero h_{i", "zero h_{i"),
+        ("zero h[{i}]", "zero h[{i}]"),
+        ("replace h {i} $i", "replace h {i} $i"),
+        ("record h[:, 0] as n_$i --steps {i} # {x}", "record h[:, 0] as n_3 --steps 3 # {x}"),
+        ("find /h_{1}/ $i", "find /h_{1}/ $i"),
+        ("", ""),
+    ],
+)
+def test_what_is_expanded(line: str, becomes: str) -> None:
+    variables = {"i": 3, "d": {"a b": "key"}, "path": 'h."a b".output'}
+    assert expanded(line, lambda: variables) == becomes
+
+
+def test_what_cannot_be_expanded(deep: Shell) -> None:
+    deep.ok("index = 1")
+    assert deep.refused("%graphpatch zero layers_{indx}.mlp.output").startswith(
+        "{indx}: there is no variable 'indx'; nearest: index"
+    )
+    assert deep.refused("%graphpatch zero layers_{1 // 0}.output").startswith(
+        "{1 // 0} cannot be evaluated: ZeroDivisionError"
+    )
+    assert "no variable 'indx'" in deep.refused("%graphpatch probe layers_1.mlp.output h_$indx")
+    assert deep.refused("%graphpatch zero layers_*.mlp.output[:, 0]") == (
+        "'layers_*.mlp.output' would be several nodes, and a patch is for one: choose them in a loop, "
+        "for i in range(...): with %graphpatch zero layers_{i}.mlp.output[:, 0] in its body"
+    )
+    assert chosen(deep) == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pasted paths
+
+
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_paths_in_quotes_as_code_has_them(deep: Shell, quote: str) -> None:
+    path = f"{quote}layers_1.output|sub_0{quote}"
+    deep.ok(f"%graphpatch zero {path}[:, 0]")
+    assert chosen(deep) == ["zero layers_1.output|sub_0[:, 0]"]
+    assert deep.ok(f"%graphpatch shape {path}[0]").value == (4,)
+    assert tuple(deep.ok(f"%graphpatch shape {path}").value) == (3, 4)
+    assert deep.ok(f"%graphpatch ls {quote}layers_1{quote}").value.title.startswith("layers_1: ")
+    deep.ok(f"%graphpatch rm {path}")
+    assert chosen(deep) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("zero layers[1].mlp.output[:, 0]", "layers[1].mlp.output[:,' is no path: a path has no brackets; "
+         "did you mean 'layers_1.mlp.output[:, 0]'?"),
+        ("show layers[1].mlp", "did you mean 'layers_1.mlp'?"),
+        ("zero layers[7].mlp.output", "stands directly behind the slice of 'layers'"),
+        ("zero output|sub_1|h", "inside of a container a dot leads on: 'output|sub_1.h'"),
+        ("zero output[:, 0]", "say which value: 'output|sub_0[:, 0]', 'output|sub_1.h[:, 0]'"),
+        ("zero layers_1.mlp.output|sub_0[:, 3]", "to patch a part of it, write layers_1.mlp.output[:, 3]"),
+        ("zero layers_1.mlp.output|sub_0", "to patch a part of it, write layers_1.mlp.output[...]"),
+        ("zero layers_1.mlp.outptu[:, 0]", "nearest: 'layers_1.mlp.output[:, 0]'"),
+        ("zero layers_1.mlp.output --steps decodng", "steps are also named prefill and decoding"),
+    ],
+)  # fmt: skip
+def test_the_repair_can_be_typed(deep: Shell, line: str, message: str) -> None:
+    assert message in deep.refused(f"%graphpatch {line}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Values and words
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('"hello"', 'a number or a tensor, not a str, "hello"'),
+        ("None", "a number or a tensor, not None, None"),
+        ("[1, 2, 3]", "a number or a tensor, not a list, [1, 2, 3]: torch.tensor([1, 2, 3])"),
+        ("1, 2", "a number or a tensor, not a tuple, 1, 2: torch.tensor((1, 2))"),
+        ("{'a': 1}", "a number or a tensor, not a dict"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["add", "replace"])
+def test_values_that_are_no_numbers_are_refused_when_chosen(pg: Shell, kind: str, value: str, message: str) -> None:
+    assert pg.refused(f"%graphpatch {kind} hidden {value}").startswith(f"{kind} takes {message}")
+
+
+@pytest.mark.parametrize("value", ["-1e-3", "2j", "True", "[1, 2][0]", "float('nan')", "x.mean()"])
+def test_values_that_may_be_numbers_are_not(pg: Shell, value: str) -> None:
+    pg.ok(f"%graphpatch add hidden {value}")
+    assert chosen(pg) == [f"add hidden {value}"]
+
+
+def test_no_quotes_are_advised_around_values(pg: Shell) -> None:
+    assert "quote" not in pg.refused("%graphpatch add hidden 1 2")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("delete", "%graphpatch rm "),
+        ("remove", "%graphpatch rm "),
+        ("set", "%graphpatch replace "),
+        ("tree", "%graphpatch show "),
+        ("browse", "%graphpatch show "),
+        ("run", "%%graphpatch, "),
+        ("off", "%graphpatch disable "),
+        ("on", "%graphpatch enable "),
+    ],
+)
+def test_words_of_other_tools(pg: Shell, word: str, meant: str) -> None:
+    assert pg.refused(f"%graphpatch {word} #1").startswith(f"there is no command {word!r}; it is written {meant}")
+
+
+@pytest.mark.parametrize("kind", ["input", "output", "parameter", "buffer"])
+def test_kinds_of_nodes_that_are_no_torch_functions(pg: Shell, kind: str) -> None:
+    found = repr(pg.ok(f"%graphpatch find op:{kind}").value)
+    assert f"{kind} is no torch function but a kind of node: is:{kind}" in found
+
+
+def test_a_refused_file_says_how_to_overwrite_it(pg: Shell, tmp_path: object) -> None:
+    pg.ok(f"%graphpatch zero hidden\nopen(r'{tmp_path}/notes.txt', 'w').write('mine');")
+    assert pg.refused(f"%graphpatch save {tmp_path}/notes.txt").endswith("choose another name, or add --force")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# wrap
+
+
+def test_names_that_stand_for_nothing_are_told_of(shell: Shell) -> None:
+    assert shell.refused("%graphpatch wrap pg = modl(x)").startswith("there is no variable 'modl'; nearest: model")
+    assert shell.refused("%graphpatch wrap pg = model(xx)").startswith("there is no variable 'xx'; nearest: x")
+    assert "pg" not in shell.namespace
+
+
+def test_such_names_inside_the_model_are_errors_of_the_users_own(shell: Shell) -> None:
+    shell.ok("class Broken(torch.nn.Module):\n    def forward(self, x):\n        return x + misspelt")
+    ran = shell.run("%graphpatch wrap pg = Broken()(x)")
+    assert type(ran.error) is NameError
+    assert "return x + misspelt" in ran.out
+
+
+def test_the_model_is_not_overwritten_by_its_graph(shell: Shell) -> None:
+    before = shell.namespace["model"]
+    assert shell.refused("%graphpatch wrap model = model(x)") == (
+        "'model' is the model itself, which the graph would replace: choose another name: "
+        "%graphpatch wrap pg = model(...)"
+    )
+    assert shell.namespace["model"] is before

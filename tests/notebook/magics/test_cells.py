@@ -1,0 +1,758 @@
+"""`%%graphpatch` cells: what a user expects of a cell, with the patches active for exactly its length."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from IPython.core.error import UsageError
+from torch import Tensor
+
+from graphpatch_notebook import PatchNotFiredWarning, PatchValueError
+from tests.notebook.shells import Mlp, Shell
+
+pytestmark = pytest.mark.hosts
+
+
+def zeroed(x: Tensor) -> Tensor:
+    """Returns what the model gives with `hidden[:, :4]` set to zero, by plain torch."""
+    model = Mlp()
+    hidden = torch.relu(model.up(x))
+    hidden = torch.cat([torch.zeros_like(hidden[:, :4]), hidden[:, 4:]], 1)
+    return model.down(hidden * 2)
+
+
+# What is said of a cell that does not call its graph.
+UNCALLED = re.compile(r"(?m)^pg was not called under the patches in this cell \(.*\): no patch was applied\n")
+
+
+NOT_FILLED = "no call in this cell filled {} for {}: the variable is {}\n"
+
+
+@pytest.fixture
+def zero(pg: Shell) -> Iterator[Shell]:
+    """A shell with one chosen patch; the model is unpatched, and bit-identical, after each test."""
+    pg.ok("%graphpatch zero hidden[:, 0:4]")
+    model = pg.namespace["model"]
+    before, weights = _everything(model), copy.deepcopy(model.state_dict())
+    yield pg
+    assert _everything(model) == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert torch.equal(pg.namespace["pg"](torch.ones(3, 4)), Mlp()(torch.ones(3, 4)))
+
+
+def _everything(model: torch.nn.Module) -> list[dict[str, Any]]:
+    return [{name: repr(value) for name, value in vars(module).items()} for module in model.modules()]
+
+
+@pytest.fixture
+def expected() -> Tensor:
+    return zeroed(torch.ones(3, 4))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+def test_last_expression_is_the_value_of_the_cell(zero: Shell, expected: Tensor) -> None:
+    ran = zero.ok("%%graphpatch\nout = pg(x)\nout")
+    assert torch.equal(ran.value, expected)
+    assert ran.out.startswith(f"Out[{zero.ip.execution_count - 1}]:")
+    assert torch.equal(zero.ok("_").value, expected)
+    assert zero.namespace["Out"][zero.ip.execution_count - 2] is zero.namespace["out"]
+
+
+def test_semicolon_silences(zero: Shell) -> None:
+    ran = zero.ok("%%graphpatch\npg(x);")
+    assert (ran.value, ran.out) == (None, "")
+
+
+@pytest.mark.parametrize("body", ["out = pg(x)", "pg(x)\nNone", "for i in range(2):\n    i", "def f():\n    pg(x)"])
+def test_what_has_no_value_shows_nothing(zero: Shell, body: str) -> None:
+    ran = zero.ok(f"%%graphpatch\n{body}")
+    assert (ran.value, UNCALLED.sub("", ran.out)) == (None, "")
+
+
+def test_a_silent_run_shows_nothing(zero: Shell) -> None:
+    assert zero.ok("%%graphpatch\npg(x)", silent=True, store_history=False).out == ""
+
+
+BODIES = [
+    "1",
+    "a = 1",
+    "1\n2",
+    "a = 1\na += 2",
+    "a: int = 5",
+    "a = b = 3",
+    "for i in range(2):\n    i",
+    "1\nif True:\n    7\n    8",
+]
+MODES = ["all", "last", "last_expr", "last_expr_or_assign", "none"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("body", BODIES)
+def test_interactivity_is_that_of_any_cell(zero: Shell, mode: str, body: str) -> None:
+    zero.ip.ast_node_interactivity = mode
+    plain, patched = zero.ok(body), zero.ok(f"%%graphpatch\n{body}")
+    assert re.sub(r"Out\[\d+\]", "Out", UNCALLED.sub("", patched.out)) == re.sub(r"Out\[\d+\]", "Out", plain.out)
+    assert patched.value == plain.value
+
+
+def test_names_persist(zero: Shell) -> None:
+    zero.ok("%%graphpatch\na = 1\ndef f():\n    return a\nclass C: pass\nfrom math import pi\n[b := 2]")
+    assert zero.ok("f(), C.__name__, round(pi), b").value == (1, "C", 3, 2)
+
+
+CELLS = [
+    "import math as m\nfrom os.path import *\n(m.pi, basename('a/b'))",
+    "x_1: int = 3\ny_1: 'str'\n__annotations__",
+    "def deco(f): return f\n@deco\ndef g(a, *, b=2): return a + b\ng(1)",
+    "class A:\n    1\n    b = [i for i in range(3)]\n    def f(self): return __class__\nA().f() is A",
+    "[w := 1, w]\n{w: w for w in range(3)}\nw",
+    "n = 0\ndef inc():\n    global n\n    n += 1\ninc()\nn",
+    "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    caught = str(e)\nfinally:\n    done = True\ncaught",
+    "match [1, 2]:\n    case [a, *rest]:\n        rest",
+    "d = 1\ndel d\n'd' in globals()",
+    "with open(__import__('os').devnull) as f:\n    f.name\n",
+    "for i in range(3):\n    if i == 1: break\nelse:\n    no\ni",
+    "async def f():\n    return 5\nr = [await f() for _ in range(2)]\nr",
+    "async def g():\n    yield 1\n    yield 2\nasync for v in g():\n    print(v)\nawait g().__anext__()",
+    "lines = !echo one two\nlines",
+    "%precision 3\n%precision",
+    "get = %env HOME\nisinstance(get, str)",
+    "from __future__ import annotations\nfrom __future__ import division\n1 / 2",
+    's = """\n  a\n%%time\n"""\ns',
+    "a = 1; b = 2; a + b",
+    "a = 1; b = 2; a + b;",
+    "'doc'",
+    "print('x', end='')\n3",
+    "return 1",
+    "nonlocal a",
+    "yield 1",
+    "def f(:",
+    "  a = 1\n  a",
+    "raise ValueError('mine') from KeyError(1)",
+    "(lambda: 1 / 0)()",
+    "_ = 5\n_",
+    "len?",
+    "help",
+    "sys = 3\nsys",
+    "sum([1,\n     2,\n     None])",
+]
+
+
+MARKER_LINE = r"(?m)^\s*1 get_ipython\(\)\.run_line_magic\('graphpatch', '%%graphpatch'\)\n"
+
+
+def shown(ran: Any, first: int) -> str:
+    """Returns what a cell printed, with numbers of lines as if the cell began at line 1."""
+    text = re.sub(r"\bno patch is chosen: [^\n]*\n", "", ran.out)
+    text = re.sub(r"Out\[\d+\]|input-\d+-\w+|at 0x\w+", "*", text)
+    if ran.error is None:
+        return text
+    text = re.sub(MARKER_LINE, "", text)
+    text = re.sub(r"(?m)^(-*>?\s*)(\d+)(?= |$)", lambda m: f"{'>' * ('>' in m[1])}{int(m[2]) - first}", text)
+    return re.sub(r"(?<=>:)\d+|(?<=line )\d+", lambda m: str(int(m[0]) - first), text)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.filterwarnings("ignore:.*never awaited")
+def test_any_cell_runs_as_it_does_without(pg: Shell, cell: str) -> None:
+    def others() -> dict[str, str]:
+        known = r"_i*|_+|_i?\d+|In|Out|_ih|_oh|__builtins__|__annotations__"
+        return {name: repr(value) for name, value in pg.namespace.items() if not re.fullmatch(known, name)}
+
+    start = dict(pg.namespace)
+    plain = pg.run(cell)
+    names = others()
+    for name in set(pg.namespace) - set(start):
+        if not name.startswith("_"):
+            del pg.namespace[name]
+    patched = pg.run(f"%%graphpatch\n{cell}")
+    assert shown(patched, 1) == shown(plain, 0)
+    assert type(patched.error) is type(plain.error)
+    assert repr(patched.value) == repr(plain.value)
+    assert {n: re.sub("0x\\w+", "", v) for n, v in others().items()} == {
+        n: re.sub("0x\\w+", "", v) for n, v in names.items()
+    }
+
+
+def test_nothing_else_is_put_in_the_namespace(zero: Shell) -> None:
+    # What is bound by running any cell is there already.
+    zero.ok("1")
+    zero.ok("2")
+    before = {name for name in zero.namespace if not re.fullmatch(r"_i?\d+", name)}
+    zero.ok("%%graphpatch\npg(x)")
+    assert {name for name in zero.namespace if not re.fullmatch(r"_i?\d+", name)} == before
+
+
+def test_future_imports(zero: Shell) -> None:
+    zero.ok("%%graphpatch\nfrom __future__ import annotations\ndef f(a: undefined): pass\npg(x)")
+    assert zero.ok("f.__annotations__").value == {"a": "undefined"}
+
+
+def test_a_cell_of_only_future_imports(zero: Shell) -> None:
+    zero.ok("%%graphpatch\nfrom __future__ import annotations")
+    assert zero.ok("def f(a: undefined): pass\nf.__annotations__").value == {"a": "undefined"}
+    assert type(zero.run("%%graphpatch\nfrom __future__ import annotation").error) is SyntaxError
+
+
+def test_indented_body(zero: Shell, expected: Tensor) -> None:
+    assert torch.equal(zero.ok("%%graphpatch\n\n    out = pg(x)\n    out").value, expected)
+
+
+def test_history_holds_what_was_typed(zero: Shell) -> None:
+    cell = "%%graphpatch --only #1\npg(x)"
+    zero.ok(cell)
+    assert zero.ip.history_manager.input_hist_raw[-1] == cell
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def test_traceback_is_that_of_the_users_lines(zero: Shell) -> None:
+    ran = zero.run("%%graphpatch\na = pg(x)\n\n1 / 0\nb = 1")
+    assert type(ran.error) is ZeroDivisionError
+    assert "----> 4 1 / 0" in ran.out
+    assert ran.out.count("File <ipython-input") == 1
+    assert "graphpatch_notebook" not in ran.out
+    assert "hidden" not in ran.out
+    assert "a" in zero.namespace
+    assert "b" not in zero.namespace
+
+
+def test_traceback_of_the_last_expression(zero: Shell) -> None:
+    ran = zero.run("%%graphpatch\na = 1\n(a +\n undefined_name)")
+    assert type(ran.error) is NameError
+    assert "----> 4" in ran.out
+    assert "graphpatch_notebook" not in ran.out
+
+
+def test_syntax_error(zero: Shell) -> None:
+    ran = zero.run("%%graphpatch\npg(x)\nfor")
+    assert type(ran.error) is SyntaxError
+    assert "3\x1b" in ran.out or "line 3" in ran.out or ":3" in ran.out
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit", "GeneratorExit", "ValueError"])
+@pytest.mark.filterwarnings("ignore:To exit")
+def test_patches_are_gone_after(zero: Shell, error: str) -> None:
+    ran = zero.run(f"%%graphpatch\na = pg(x)\nraise {error}")
+    assert type(ran.error).__name__ == error
+
+
+def test_interrupt_inside_the_model(zero: Shell) -> None:
+    zero.ok("%graphpatch probe up.output early")
+    zero.ok("%graphpatch custom down.output interrupt")
+    zero.ok("def interrupt(value):\n    raise KeyboardInterrupt")
+    assert type(zero.run("%%graphpatch\npg(x)").error) is KeyboardInterrupt
+    # What had come up before helps to see why.
+    assert torch.equal(zero.namespace["early"], zero.namespace["model"].up(torch.ones(3, 4)))
+
+
+def test_bad_values_stop_the_cell_before_it_begins(zero: Shell) -> None:
+    zero.ok("%graphpatch add mul undefined_name * 2")
+    zero.ok("%graphpatch replace up.output 1 / 0")
+    message = zero.refused("%%graphpatch\nran = 1")
+    assert message == (
+        "#2 (add mul undefined_name * 2): NameError: name 'undefined_name' is not defined; "
+        "#3 (replace up.output 1 / 0): ZeroDivisionError: division by zero"
+    )
+    assert "ran" not in zero.namespace
+
+
+def test_patches_that_the_context_refuses(zero: Shell) -> None:
+    # Only entering the context can tell: the graph was edited after the patch was chosen.
+    zero.ok("%graphpatch zero mul")
+    zero.ok("g = pg._graph_module.graph\nnode = next(n for n in g.nodes if n.name == 'mul')")
+    zero.ok("node.replace_all_uses_with(node.args[0])\ng.erase_node(node)\npg._graph_module.recompile()")
+    assert "mul" in zero.refused("%%graphpatch\nran = 1")
+    assert "ran" not in zero.namespace
+    zero.ok("%graphpatch wrap pg = model(x)")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("zero x", r"'zero' is a command for a line of its own: %graphpatch zero x"),
+        ("nope", r"there is no variable 'nope'; graphs: pg"),
+        ("model", r"'model' is not a PatchableGraph but an object of Mlp; graphs: pg"),
+        ("pg pg", r"'pg' is too much; write %%graphpatch \[NAME\]"),
+        ("--only", r"--only needs to know which patches"),
+        ("--only #7", r"there is no patch #7; chosen: #1"),
+        ("--only hiden", r"no chosen patch at 'hiden'; nearest: 'hidden'"),
+        ("--ony #1", r"there is no option --ony"),
+    ],
+)
+def test_first_lines_that_mean_nothing(zero: Shell, line: str, message: str) -> None:
+    assert re.match(message, zero.refused(f"%%graphpatch {line}\nran = 1"))
+    assert "ran" not in zero.namespace
+
+
+@pytest.mark.parametrize("body", ["", "\n\n", "# only a comment"])
+def test_empty_body(zero: Shell, body: str) -> None:
+    assert "empty" in zero.refused(f"%%graphpatch\n{body}")
+
+
+def test_without_chosen_patches_the_cell_runs_and_says_so(zero: Shell) -> None:
+    zero.ok("%graphpatch disable #1")
+    ran = zero.ok("%%graphpatch\nequal = torch.equal(pg(x), model(x))")
+    assert ran.out == "none of these patches is switched on: the cell runs with pg as it is\n"
+    assert zero.namespace["equal"]
+    zero.ok("%graphpatch clear")
+    assert zero.ok("%%graphpatch\na = 1").out == "no patch is chosen: the cell runs with pg as it is\n"
+
+
+def test_a_patch_that_never_fires_is_told_at_the_users_line(zero: Shell) -> None:
+    zero.ok("%graphpatch zero up.weight --steps 7")
+    with pytest.warns(PatchNotFiredWarning, match="up.weight") as warned:
+        zero.ok("%%graphpatch\na = pg(x)")
+    assert [w.filename.startswith("<ipython-input") for w in warned] == [True]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which patches
+
+
+def test_only_some(zero: Shell) -> None:
+    zero.ok("%graphpatch zero down.bias")
+    zero.ok("%graphpatch zero up.bias")
+    run = "%%graphpatch pg --only {}\nout = pg(x)"
+
+    def bias(name: str) -> Tensor:
+        model = Mlp()
+        model.get_parameter(name).data.zero_()
+        return model(torch.ones(3, 4))
+
+    for spec in ("#2", "down.bias", "down.*", "2"):
+        zero.ok(run.format(spec))
+        assert torch.equal(zero.namespace["out"], bias("down.bias"))
+    zero.ok(run.format("*.bias  # both"))
+    both = Mlp()
+    both.up.bias.data.zero_()
+    both.down.bias.data.zero_()
+    assert torch.equal(zero.namespace["out"], both(torch.ones(3, 4)))
+
+
+def test_a_snapshot_is_taken_at_the_beginning(zero: Shell, expected: Tensor) -> None:
+    zero.ok("%%graphpatch\nget_ipython().run_line_magic('graphpatch', 'clear')\nout = pg(x)")
+    assert torch.equal(zero.namespace["out"], expected)
+    zero.ok("%graphpatch undo")
+
+
+def test_several_graphs(zero: Shell, expected: Tensor) -> None:
+    zero.ok("other = Mlp()\n%graphpatch wrap pg2 = other(x)")
+    assert "no patch is chosen" in zero.ok("%%graphpatch\na = 1").out  # the one that was made last is active
+    assert torch.equal(zero.ok("%%graphpatch pg\npg(x)").value, expected)
+
+
+def test_values_are_those_of_when_the_cell_begins(zero: Shell) -> None:
+    zero.ok("shift = 1.0\nk = 1")
+    zero.ok("%graphpatch add down.output[:, 0] shift")
+    zero.ok("%graphpatch probe down.output[:, k] second")
+    zero.ok("%graphpatch rm #1")
+    zero.ok("%%graphpatch\nshift = 100.0\nk = 0\nout = pg(x)")
+    plain = zero.namespace["model"](torch.ones(3, 4))
+    assert torch.equal(zero.namespace["out"][:, 0], plain[:, 0] + 1)
+    assert torch.equal(zero.namespace["second"], plain[:, 1])
+    zero.ok("%graphpatch clear")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Probes
+
+
+def test_probes_land_in_their_variables_within_the_cell(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("%graphpatch record down.output[:, 0] outs")
+    ran = zero.ok("%%graphpatch\npg(x)\nfirst = h\npg(2 * x)\n(first is not h, h.shape, len(outs))")
+    assert ran.value == (True, torch.Size([3, 8]), 2)
+    assert torch.equal(zero.namespace["h"][:, :4], torch.zeros(3, 4))
+    assert torch.equal(zero.namespace["outs"][1], zeroed(2 * torch.ones(3, 4))[:, 0])
+
+
+def test_what_an_earlier_run_left_is_not_taken_for_this_ones(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("%graphpatch record hidden hs")
+    zero.ok("%%graphpatch\npg(x)")
+    assert type(zero.run("%%graphpatch\nh.mean()").error) is NameError
+    zero.ok("%graphpatch probe up.bias b --steps 7")
+    zero.namespace["b"] = before = torch.ones(1)
+    with pytest.warns(PatchNotFiredWarning, match=r"up\.bias"):
+        ran = zero.ok("%%graphpatch\npg(x);")
+    assert ran.out == NOT_FILLED.format("b", "#4 (probe up.bias b --steps 7)", "not what that keeps")
+    assert zero.namespace["b"] is before
+
+
+def test_what_an_earlier_run_left_is_put_back_if_the_graph_was_not_called(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("%%graphpatch\npg(x);")
+    left = zero.namespace["h"]
+    assert type(zero.run("%%graphpatch\n1 / 0\npg(x)").error) is ZeroDivisionError
+    assert zero.namespace["h"] is left
+    ran = zero.ok("%%graphpatch\n'h' in globals()")
+    assert ran.value is False
+    assert UNCALLED.sub("", ran.out).endswith(NOT_FILLED.format("h", "#2 (probe hidden h)", "what an earlier run left"))
+    assert zero.namespace["h"] is left
+    assert type(zero.run("%%graphpatch\npg(torch.ones(3, 5))").error) is RuntimeError
+    assert "h" not in zero.namespace
+
+
+def test_what_values_and_slices_use_is_not_removed(zero: Shell) -> None:
+    zero.ok("%graphpatch probe up.output h")
+    zero.ok("%graphpatch custom down.output lambda v: v + h.sum()")
+    zero.ok("h = torch.zeros(1)")
+    zero.ok("%%graphpatch\npg(x);")
+    first = zero.namespace["h"]
+    out = zero.ok("%%graphpatch\npg(x)").value
+    assert torch.equal(out, zeroed(torch.ones(3, 4)) + first.sum())
+    zero.ok("%graphpatch rm #3")
+    zero.ok("%graphpatch add down.output h.sum()")
+    assert type(zero.run("%%graphpatch\n1 / 0").error) is ZeroDivisionError
+    assert torch.equal(zero.ok("%%graphpatch\npg(x)").value, out)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is written into, and what is not called
+
+
+OVERWRITTEN = (
+    r"#2 \({} h\): the tensor of shape \(3, 2\) in h was written into after the call, so it is not what came up at "
+    r"'output' any more, and the variable is removed; write into a copy of what the call returned \(clone\)"
+)
+
+
+@pytest.mark.parametrize("kind", ["probe", "record"])
+def test_a_result_that_is_written_into_is_an_error(zero: Shell, kind: str) -> None:
+    zero.ok(f"%graphpatch {kind} output h")
+    zero.ok("%graphpatch probe hidden other")
+    ran = zero.run("%%graphpatch\nfor k in range(3):\n    out = pg(k * x).detach()\n    out[:, 0] = -100\nk")
+    assert type(ran.error) is PatchValueError
+    assert re.match(OVERWRITTEN.format(f"{kind} output"), str(ran.error))
+    assert "Out[" in ran.out  # the cell itself ran as the `with` version does
+    assert "h" not in zero.namespace
+    assert "other" in zero.namespace
+    zero.ok("%%graphpatch\nout = pg(x).detach().clone()\nout[:, 0] = -100")
+    assert "h" in zero.namespace
+
+
+def test_a_result_that_the_user_has_copied_is_none(zero: Shell, expected: Tensor) -> None:
+    zero.ok("%graphpatch probe output h")
+    zero.ok("%graphpatch probe output[[0, 2]] rows")  # a copy itself
+    zero.ok("%%graphpatch\nout = pg(x).detach()\nh = h.clone()\nout[:, 0] = -100")
+    assert torch.equal(zero.namespace["h"], expected)
+    assert torch.equal(zero.namespace["rows"], expected[[0, 2]])
+
+
+def test_the_error_of_the_cell_comes_first(zero: Shell) -> None:
+    zero.ok("%graphpatch probe output h")
+    ran = zero.run("%%graphpatch\npg(x).detach().zero_()\n1 / 0")
+    assert type(ran.error) is ZeroDivisionError
+    assert "was written into" in ran.error.__notes__[0]
+    assert "h" not in zero.namespace
+
+
+def test_calls_take_as_long_as_the_first(zero: Shell) -> None:
+    zero.ok("%graphpatch record output outs")
+    zero.ok("%%graphpatch\nlists = []\nfor _ in range(3):\n    pg(x)\n    lists.append(outs)")
+    assert all(each is zero.namespace["outs"] for each in zero.namespace["lists"])
+    assert len(zero.namespace["outs"]) == 3
+    zero.ok("%%graphpatch\nold = outs if 'outs' in globals() else None\npg(x);")
+    assert (zero.namespace["old"], len(zero.namespace["outs"])) == (None, 1)
+
+
+def test_a_slice_beyond_the_size_is_told_when_all_else_is_filled(zero: Shell) -> None:
+    zero.ok("%graphpatch probe output[99] far")
+    zero.ok("%graphpatch probe hidden h")
+    ran = zero.run("%%graphpatch\npg(x)")
+    assert type(ran.error) is PatchValueError
+    assert str(ran.error).startswith("#2 (probe output[99] far): cannot take [99] of a value of shape (3, 2): index 99")
+    assert not hasattr(ran.error, "__notes__")
+    assert "h" in zero.namespace
+    assert "far" not in zero.namespace
+    ran = zero.run("%%graphpatch\ntry:\n    pg(x)\nexcept ValueError:\n    pass")
+    assert type(ran.error) is PatchValueError
+
+
+OTHERS = [
+    "%graphpatch wrap pg = model(x)\npg(x)\n%graphpatch zero hidden[:, 0:4]",
+    "pg = model\npg(x)",
+    "del pg",
+    "model(x)",
+    "from threading import Thread\nt = Thread(target=lambda: pg(x))\nt.start()\nt.join()",
+    "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor() as ex:\n    list(ex.map(pg, [x]))",
+    "f = lambda: pg(x)",
+]
+
+
+@pytest.mark.parametrize("body", OTHERS)
+def test_a_graph_that_is_not_called_is_told(zero: Shell, body: str) -> None:
+    zero.ok("mine = pg")
+    ran = zero.ok(f"%%graphpatch\n{body}")
+    assert len(UNCALLED.findall(ran.out)) == 1
+    is_other = zero.namespace.get("pg") is not zero.namespace["mine"]
+    assert ("the variable pg does not hold that graph any more" in ran.out) == is_other
+    zero.ok("pg = mine")
+
+
+@pytest.mark.parametrize(
+    "body", ["pg(x)", "pg.forward(x)", "with pg.patch({}):\n    pg(x)", "try:\n    pg(1)\nexcept Exception:\n    1"]
+)
+def test_a_graph_that_is_called_is_not(zero: Shell, body: str) -> None:
+    assert UNCALLED.findall(zero.ok(f"%%graphpatch\n{body}").out) == []
+
+
+def test_a_variable_that_the_user_holds_for_another_is_told(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("h = 7")
+    ran = zero.ok("%%graphpatch\nmodel(x)\nh")
+    assert ran.value == 7
+    assert ran.out.endswith(NOT_FILLED.format("h", "#2 (probe hidden h)", "not what that keeps"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Interrupts
+
+
+class Interrupter:
+    """Interrupts at one instruction of what begins and ends a cell: a trace function."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        file = Path(frame.f_code.co_filename).name
+        if (file != "cells.py" or is_transforming(frame)) and not file.startswith("<ipython-input"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def is_transforming(frame: FrameType | None) -> bool:
+    """Whether IPython transforms the text of the cell, which has not begun."""
+    while frame is not None and frame.f_code.co_name not in ("mark_cell", "visit"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_an_untimely_interrupt_leaves_nothing(zero: Shell, expected: Tensor) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    tracer = sys.gettrace()
+    for count in range(1, 10_000, 41):
+        interrupter = Interrupter(count)
+        sys.settrace(interrupter)
+        try:
+            zero.run("%%graphpatch\npg(x)")
+        finally:
+            sys.settrace(tracer)
+        if interrupter.left > 0:
+            break
+        assert torch.equal(zero.ok("pg(x)").value, Mlp()(torch.ones(3, 4))), count
+        assert torch.equal(zero.ok("%%graphpatch\npg(x)").value, expected), count
+    assert count > 100
+
+
+def test_what_the_user_put_there_stays_until_it_is_overwritten(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("%%graphpatch\npg(x);")
+    zero.ok("h = h.mean()")
+    assert zero.ok("%%graphpatch\nh.dim()").value == 0
+    zero.ok("%%graphpatch\npg(x);")
+    assert zero.namespace["h"].dim() == 2
+
+
+def test_results_are_not_lost_when_the_cell_cannot_begin(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("%%graphpatch\npg(x);")
+    zero.ok("%graphpatch add mul undefined_name")
+    zero.refused("%%graphpatch\npg(x)")
+    assert zero.namespace["h"].dim() == 2
+    zero.ok("%graphpatch undo")
+
+
+def test_the_results_of_a_failed_cell_stay(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    assert type(zero.run("%%graphpatch\npg(x)\nh = 'mine'\n1 / 0").error) is ZeroDivisionError
+    assert zero.namespace["h"] == "mine"
+
+
+def test_nothing_keeps_activations_alive(zero: Shell) -> None:
+    zero.ok("%graphpatch probe hidden h")
+    zero.ok("%graphpatch record mul hs")
+    zero.ok("%%graphpatch\npg(x);")
+    gone = [weakref.ref(zero.namespace["h"]), weakref.ref(zero.namespace["hs"][0])]
+    zero.ok("del h, hs")
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Among other magics
+
+
+def test_time_in_both_orders(zero: Shell, expected: Tensor) -> None:
+    for cell in ("%%time\n%%graphpatch\nout = pg(x)\nout", "%%graphpatch\n\n%%time\nout = pg(x)\nout"):
+        ran = zero.ok(cell)
+        assert "Wall time" in ran.out
+        assert "Out[" in ran.out
+        assert torch.equal(zero.namespace.pop("out"), expected)
+
+
+def test_capture_in_both_orders(zero: Shell, expected: Tensor) -> None:
+    for cell in (
+        "%%capture c\n%%graphpatch\nprint(1)\nout = pg(x)",
+        "%%graphpatch\n%%capture c\nprint(1)\nout = pg(x)",
+    ):
+        assert zero.ok(cell).out == ""
+        assert zero.namespace["c"].stdout == "1\n"
+        assert torch.equal(zero.namespace.pop("out"), expected)
+
+
+def test_timeit_above_is_refused_and_below_is_patched(zero: Shell) -> None:
+    assert "must be the first line" in zero.refused("%%timeit -n1 -r1\n%%graphpatch\npg(x)")
+    zero.ok("seen = []")
+    zero.ok("%%graphpatch\n%%timeit -n1 -r1\nseen.append(pg(x))")
+    assert torch.equal(zero.namespace["seen"][0], zeroed(torch.ones(3, 4)))
+
+
+def test_ways_that_swallow_the_cell_are_refused(zero: Shell) -> None:
+    assert "nothing of the cell ran" in zero.refused("%%prun -q\n%%graphpatch\nran = 1")
+    assert "ran" not in zero.namespace
+
+
+def test_line_magics_in_the_body(zero: Shell, expected: Tensor) -> None:
+    ran = zero.ok("%%graphpatch\nout = %time pg(x)\n%matplotlib --list\n!echo hello\nout")
+    assert torch.equal(ran.value, expected)
+
+
+def test_cells_run_by_code_inside_the_body(zero: Shell, expected: Tensor) -> None:
+    zero.ok("%%graphpatch\nget_ipython().run_cell('inner = pg(x)')\nout = pg(x)")
+    assert torch.equal(zero.namespace["inner"], expected)
+    assert torch.equal(zero.namespace["out"], expected)
+
+
+def test_one_inside_another_is_refused(zero: Shell) -> None:
+    assert "cannot stand inside another" in zero.refused("%%graphpatch\n%%graphpatch\npg(x)")
+    zero.ok("%%graphpatch\nresult = get_ipython().run_cell('%%graphpatch\\nran = 1')")
+    assert type(zero.namespace["result"].error_in_exec) is UsageError
+    assert "ran" not in zero.namespace
+
+
+def test_run_cell_magic_from_code(zero: Shell, expected: Tensor) -> None:
+    ran = zero.ok("get_ipython().run_cell_magic('graphpatch', 'pg --only #1', 'out = pg(x)\\nout')")
+    assert torch.equal(zero.namespace["out"], expected)
+    assert ran.out.count("Out[") == 1
+    failed = zero.run("get_ipython().run_cell_magic('graphpatch', '', 'a = 1\\n1 / 0')")
+    assert type(failed.error) is ZeroDivisionError
+    assert failed.out.count("ZeroDivisionError: division by zero") == 1
+    assert "----> 3 1 / 0" in failed.out
+    assert "empty" in zero.refused("get_ipython().run_cell_magic('graphpatch', '', '\\n')")
+
+
+def test_run_cell_magic_of_a_cell_that_awaits(zero: Shell, expected: Tensor) -> None:
+    cell = "get_ipython().run_cell_magic('graphpatch', '', 'import asyncio\\nout = await asyncio.sleep(0, pg(x))')"
+    zero.ok(cell)
+    assert torch.equal(zero.namespace["out"], expected)
+    result = asyncio.run(run_async(zero, cell))
+    assert type(result.error_in_exec) is UsageError
+    assert "a cell that awaits must begin with %%graphpatch itself" in str(result.error_in_exec)
+
+
+def test_a_marker_that_is_run_by_itself_is_refused(zero: Shell) -> None:
+    assert "nothing of the cell ran" in zero.refused("a = %graphpatch %%graphpatch pg")
+    assert "no %%graphpatch cell is running" in zero.refused("%graphpatch %%results")
+    assert "no %%graphpatch cell is running" in zero.refused("%graphpatch %%display")
+
+
+def test_terminals_wait_for_an_empty_line(zero: Shell) -> None:
+    check = zero.ip.check_complete
+    assert check("%%graphpatch\npg(x)")[0] == "incomplete"
+    assert check("%%graphpatch\npg(x)\n\n")[0] == "complete"
+    assert check("%graphpatch list")[0] == "complete"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# await
+
+
+def test_await(zero: Shell, expected: Tensor) -> None:
+    ran = zero.ok("%%graphpatch\nimport asyncio\nawait asyncio.sleep(0)\nout = pg(x)\nawait asyncio.sleep(0, out)")
+    assert torch.equal(ran.value, expected)
+
+
+async def run_async(shell: Shell, cell: str) -> Any:
+    """Runs a cell in the loop that is running, as a kernel does."""
+    source = shell.ip.transform_cell(cell)
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
+        return await shell.ip.run_cell_async(cell, store_history=True, transformed_cell=source)
+
+
+def test_tasks_beside_an_awaiting_cell_are_not_patched(zero: Shell, expected: Tensor) -> None:
+    async def story() -> None:
+        started, go_on = asyncio.Event(), asyncio.Event()
+        zero.namespace.update(started=started, go_on=go_on)
+        cell = "%%graphpatch\nbefore = pg(x)\nstarted.set()\nawait go_on.wait()\nafter = pg(x)"
+        running = asyncio.ensure_future(run_async(zero, cell))
+        await started.wait()
+        assert torch.equal(zero.namespace["pg"](torch.ones(3, 4)), Mlp()(torch.ones(3, 4)))
+        go_on.set()
+        result = await running
+        assert result.success
+
+    asyncio.run(story())
+    assert torch.equal(zero.namespace["before"], expected)
+    assert torch.equal(zero.namespace["after"], expected)
+
+
+def test_cancelled_while_awaiting(zero: Shell) -> None:
+    async def story() -> Any:
+        started = asyncio.Event()
+        zero.namespace.update(started=started)
+        running = asyncio.ensure_future(run_async(zero, "%%graphpatch\nstarted.set()\nawait asyncio.sleep(60)"))
+        await started.wait()
+        running.cancel()
+        return await asyncio.wait_for(running, 5)
+
+    zero.ok("import asyncio")
+    result = asyncio.run(story())
+    assert type(result.error_in_exec) is asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("choice", "body"),
+    [
+        ("add down.output scale * 2", "for scale in (1.0, 2.0):\n    _ = pg(x)"),
+        ("zero hidden[:, scale]", "scale = 2\n_ = pg(x)"),
+        ("custom hidden scale", "scale = torch.sin\n_ = pg(x)"),
+    ],
+)
+def test_a_value_that_changes_in_the_cell_is_told(pg: Shell, choice: str, body: str) -> None:
+    """Patches have the values that variables had when the cell began: a sweep in one cell would be no sweep."""
+    pg.ok("scale = torch.relu" if "custom" in choice else "scale = 0")
+    pg.ok(f"%graphpatch {choice}")
+    ran = pg.ok(f"%%graphpatch\n{body}")
+    assert "scale got another value in this cell: patches have the one that it had when the cell began" in ran.out
+    assert "another value" not in pg.ok("%%graphpatch\n_ = pg(x)").out
+
+
+def test_a_function_that_looks_a_variable_up_itself_is_not_told(pg: Shell) -> None:
+    pg.ok("scale = 0\n%graphpatch custom hidden lambda t: t * scale")
+    ran = pg.ok("%%graphpatch\nfor scale in (1.0, 2.0):\n    _ = pg(x)")
+    assert "another value" not in ran.out
