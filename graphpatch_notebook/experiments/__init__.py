@@ -1,4 +1,4 @@
-"""Experiments: sweeps over many patches, causal tracing, ablation, path patching, attribution, and plots of the results.
+"""Experiments: sweeps over many patches, causal tracing, ablation, path patching, attribution, and plots of results.
 
 - `sweep`, the same as `pg.sweep`: a metric under each of many patches.
 - `causal_trace`: the effect of restoring clean values in a corrupted run.

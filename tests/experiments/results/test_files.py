@@ -186,8 +186,8 @@ def test_what_cannot_be_written_is_refused(swept: DataArray, tmp_path: Path, suf
     refused = [
         (dates, r"coordinate 'unit' has dtype datetime64.* convert it with \.astype\(str\)"),
         (swept.astype(complex), "the result has dtype complex128"),
-        (swept.stack(both=["path", "unit"]), r"coordinate 'both' has several levels: call reset_index\('both'\)"),
-        (swept.values, "a result is an xarray.DataArray, not ndarray"),
+        (swept.stack(both=["path", "unit"]), r"coordinate 'both' has several levels; call reset_index\('both'\)"),
+        (swept.values, "expected an xarray.DataArray, not ndarray"),
     ]
     for result, message in refused:
         with pytest.raises(ExperimentError, match=message):
