@@ -4,27 +4,27 @@ GraphPatchError
 ├── CaptureError(RuntimeError)            a module could not be captured
 ├── PatchMapError(ValueError)             a patch map was refused before anything ran
 │   └── UnknownPathError(KeyError)        ... and at least one of its paths leads to no value to patch
-│       └── UnknownChildError(AttributeError)   `pg.graph.x`: there is no such child
+│       └── UnknownChildError(AttributeError)   `pg.graph.x` does not exist
 ├── OptionError(ValueError)               an option has a value that it cannot have
 ├── PatchValueError(ValueError)           a patch met a value it cannot be applied to, during a run
 ├── PatchShapeError(ValueError)           a node no longer holds the kind of value that was captured
 ├── PatchNotFiredError(RuntimeError)      strict contexts: a patch never fired
-├── GraphError(RuntimeError)              a graph cannot be built, or cannot stand for its module
+├── GraphError(RuntimeError)              a graph cannot be built, or cannot run in place of its module
 ├── SessionError(ValueError)              the chosen patches of a notebook cannot be changed or used like this
 │   ├── ChosenPatchError                  ... because a field of a chosen patch cannot be what it is
-│   ├── StaleEditError                    ... because somebody else changed them in the meantime
+│   ├── StaleEditError                    ... because they were changed in the meantime
 │   ├── SessionFileError                  ... because the file with them cannot be read or written
 │   ├── UntrustedValueError               ... because a value is code from a file that the user has not trusted
 │   └── ExportError                       ... because Python code cannot say what they say
 ├── ExperimentError(ValueError)           an experiment cannot be done like this, or its results not be kept
 └── SerializationError(ValueError)        a graph cannot be saved, or a file cannot be loaded
     ├── UnstoredFrameError(RuntimeError)  a loaded graph was called where the file has no graph
-    └── StoredFormError                   a loaded graph was given inputs of a form that it is no record of
+    └── StoredFormError                   a loaded graph was given inputs of a form that it does not cover
 
 GraphPatchWarning(UserWarning)
 ├── CompilationWarning                    a module fell back to an `OpaqueGraphModule`
 ├── PatchNotFiredWarning                  a patch never fired during a call, or in a block
-├── RepeatedCallWarning                   a patched module or op came up more often than when it was captured
+├── RepeatedCallWarning                   a patched module or op ran more often than when it was captured
 ├── DataLoopWarning                       a patched value is in a loop over data: on other inputs it may be another one
 ├── CheckpointWarning                   a checkpointed forward was patched, backward did not run in the context
 ├── DecompositionWarning                  a call that the options say to open stays one node
@@ -32,7 +32,7 @@ GraphPatchWarning(UserWarning)
 ├── SharedGradientWarning                 the gradient of a probed input is that of other uses of its tensor, too
 ├── ShardedValueWarning                   patches see parts of values, since the model is sharded over processes
 ├── ExperimentWarning                     cells of a sweep failed, or had to be run in a slower way
-├── ListenerWarning                       somebody raised who was told of a change of the chosen patches
+├── ListenerWarning                       a listener to the chosen patches raised an error
 ├── UnresolvedPatchWarning                patches in a file name values that this graph has not, and were left out
 ├── UnstoredFrameWarning                  some frames were not stored in a file
 └── UnverifiedGraphWarning                a graph was interpreted that is not known to equal the model
@@ -50,7 +50,7 @@ _MARK = "graphpatch: "
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to somebody else's error, which keeps its type, its arguments and its traceback.
+    """Adds a note to an error, which keeps its type, its arguments and its traceback.
 
     Python 3.11 prints notes with the traceback; before that, IPython, Jupyter and pytest do.
     """
@@ -107,7 +107,7 @@ class PatchNotFiredError(GraphPatchError, RuntimeError):
 
 
 class GraphError(GraphPatchError, RuntimeError):
-    """A graph cannot be built, or cannot stand for its module."""
+    """A graph cannot be built, or cannot run in place of its module."""
 
 
 class SessionError(GraphPatchError, ValueError):
@@ -158,7 +158,7 @@ class SweepInterrupted(KeyboardInterrupt):
         self.result = result
 
     def _render_traceback_(self) -> list[str]:
-        """Returns what notebooks show: where the sweep was when it was stopped tells nothing."""
+        """Returns what notebooks show: where the sweep was when it stopped does not matter."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -171,7 +171,7 @@ class UnstoredFrameError(SerializationError, RuntimeError):
 
 
 class StoredFormError(SerializationError):
-    """A loaded graph was called with inputs, or in a mode, that it is no record of; nothing ran."""
+    """A loaded graph was called with inputs, or in a mode, that it does not cover; nothing ran."""
 
 
 class GraphPatchWarning(UserWarning):
@@ -187,7 +187,7 @@ class PatchNotFiredWarning(GraphPatchWarning):
 
 
 class RepeatedCallWarning(GraphPatchWarning):
-    """A module or an op came up more often in one frame than when it was captured, and all of that was patched."""
+    """A module or an op ran more often in one frame than when it was captured, and all of that was patched."""
 
 
 class DataLoopWarning(GraphPatchWarning):
@@ -215,7 +215,7 @@ class ShardedValueWarning(GraphPatchWarning):
 
 
 class EditedGraphWarning(GraphPatchWarning):
-    """A graph that somebody edited holds for the example's branches and flags, and may be given others."""
+    """An edited graph holds for the example's branches and flags only, and may be given others."""
 
 
 class UnverifiedGraphWarning(GraphPatchWarning):
@@ -227,7 +227,7 @@ class ExperimentWarning(GraphPatchWarning):
 
 
 class ListenerWarning(GraphPatchWarning):
-    """Somebody who wanted to be told of the changes of a session raised an error when told."""
+    """A listener to the changes of a session raised an error."""
 
 
 class UnresolvedPatchWarning(GraphPatchWarning):

@@ -25,7 +25,7 @@ class ExtractionOptions:
     """How `PatchableGraph` captures a model. Every field may be left alone.
 
     Attributes:
-        skip_compilation: Capture no graphs at all: every module becomes an `OpaqueGraphModule`, of which the inputs,
+        skip_compilation: Capture no graphs at all: every module becomes an `OpaqueGraphModule`, whose inputs,
             output, parameters, buffers and tensor attributes can be patched.
         classes_to_skip_compiling: The same for modules of exactly these classes only.
         error_on_compilation_failure: Raise the original exception of a module that cannot be captured.
@@ -79,7 +79,7 @@ class ExtractionOptions:
     decompose: Collection[str | Callable[..., Any]] = ()
 
     def check(self) -> None:
-        """Makes sure that classes are classes and that functions can be called, which nobody would notice later.
+        """Makes sure that classes are classes and that functions can be called, which would go unnoticed later.
 
         Raises:
             OptionError: They are not; the message names the option, what was given, and the repair.
@@ -131,7 +131,7 @@ def _check_class(option: str, value: Any) -> None:
         repair = "give the class itself, not its name"
     else:
         repair = "give a subclass of torch.nn.Module"
-    raise OptionError(f"{option}: {_shown(value)} is no class of modules; {repair}")
+    raise OptionError(f"{option}: {_shown(value)} is not a class of modules; {repair}")
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`PatchableGraph`: a model, captured, whose every value can be looked at and patched."""
+"""`PatchableGraph`: a captured model, in which every value can be inspected and patched."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture import capture
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
-from graphpatch_notebook.capture.inputs import signature_of
+from graphpatch_notebook.capture.inputs import ExampleInputs, signature_of
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.checks.model_state import SharedRandomState
 from graphpatch_notebook.delegation import ModuleDelegate
@@ -48,28 +47,27 @@ _OWN = {"_module", "_captured", "_generation_config"}
 
 
 class PatchableGraph(ModuleDelegate):
-    """A model that is used like the model, and whose every intermediate value has a name and can be patched.
+    """A wrapper that is used like its model, in which every intermediate value has a name and can be patched.
 
     The model runs once, eagerly, on the example inputs; what it does is recorded as a hierarchy of graphs, one for each
     call of a submodule. The model itself is shared, never copied or changed: without active patches, calling the
     `PatchableGraph` runs the model's own code. Attributes and methods of the model are reachable through it, and its
     methods (`generate`, say) run patched inside a patch context.
 
-    It keeps references to the example inputs (no copies), on which *Run* of the tree browser runs the model: they live
-    as long as it does.
+    It keeps references to the example inputs (no copies), on which *Run* of the tree browser runs the model.
 
     Args:
         module: The model.
-        extraction_options: An `ExtractionOptions`, first of the positional arguments or by this keyword; else the
-            default ones. It is not handed to the model.
+        extraction_options: An `ExtractionOptions`, as the first positional argument after the model or by keyword. It
+            is not passed to the model.
         *example_args: Example inputs, positional.
         **example_kwargs: Example inputs, by keyword.
 
     Raises:
-        TypeError: The model is no module, or options stand where the model would get them; nothing ran.
-        OptionError: An option has a value that it cannot have; nothing ran.
+        TypeError: The model is not a module, or options are at a place where the model would get them; nothing ran.
+        OptionError: An option has an invalid value; nothing ran.
         CaptureError: The model could not be captured on these inputs.
-        Exception: Whatever the model raises on these inputs.
+        Exception: Any error that the model raises on these inputs.
 
     Example:
         >>> import torch
@@ -106,7 +104,7 @@ class PatchableGraph(ModuleDelegate):
 
     @classmethod
     def _of(cls, module: Module, root_frame: Frame, options: ExtractionOptions) -> PatchableGraph:
-        """Returns a `PatchableGraph` over records that are there already, without a run of `module`."""
+        """Returns a `PatchableGraph` over existing records, without a run of `module`."""
         return cls._around(CapturedModel(module, root_frame, options))
 
     @classmethod
@@ -120,18 +118,18 @@ class PatchableGraph(ModuleDelegate):
     def from_exported(cls, program: Any, *, flat_args_adapter: Any = None) -> PatchableGraph:
         """Returns a `PatchableGraph` of an exported program, with the module hierarchy of the model that was exported.
 
-        The program's graphs are what runs, patched or not; nothing runs here. Nodes have the names that they have in
+        Calls run the program's graphs, patched or not; this method runs nothing. Nodes have the names that they have in
         the program, the calls of a module that is called several times are `name_0`, `name_1`, ..., and inputs and
-        outputs are structured as they were in the model. Calls that the program does not admit raise its own errors,
-        before anything runs. The weights are copies of the program's.
+        outputs have the structure that they had in the model. Calls that the program does not allow raise its own
+        errors, before anything runs. The weights are copies of the program's.
 
         Args:
-            program: What `torch.export.export` returned, or the file that `torch.export.save` wrote it to.
-            flat_args_adapter: A `torch.export.FlatArgsAdapter` for calls of another structure than the program's.
+            program: The result of `torch.export.export`, or a file written by `torch.export.save`.
+            flat_args_adapter: A `torch.export.FlatArgsAdapter` for calls with another structure than the program's.
 
         Raises:
-            TypeError: It is no exported program, and no name of a file.
-            FileNotFoundError: There is no such file.
+            TypeError: It is neither an exported program nor the name of a file.
+            FileNotFoundError: The file does not exist.
             SerializationError: The file was not written by `torch.export.save`.
             GraphError: Torch is older than 2.6.
 
@@ -172,21 +170,21 @@ class PatchableGraph(ModuleDelegate):
         return NodePath(self._captured.root, self._code_of)
 
     def browse(self, path: str | NodePath = "", *, inputs: Any = None, tokenizer: Any = None) -> Browser:
-        """Returns the tree of the graph as a widget: look at nodes and their code, choose patches by click, run.
+        """Returns a widget with the tree of the graph: inspect nodes and their code, choose patches by click, run.
 
-        What is chosen there is the same as for `%graphpatch`, and in other browsers of this graph. Outside of notebooks
-        it shows the tree as text.
+        `%graphpatch` and other browsers of this graph share the chosen patches. Outside of notebooks, the tree is shown
+        as text.
 
         Args:
-            path: The path of the node or graph at which it is opened.
-            inputs: What *Run* runs the model on, instead of the example inputs: a tuple of arguments, a dict of keyword
-                arguments, or one value.
-            tokenizer: What tells tokens in words (`decode` or `convert_ids_to_tokens`), for language models.
+            path: The path of the node or graph to open.
+            inputs: Inputs for *Run*, instead of the example inputs: a tuple of arguments, a dict of keyword arguments,
+                or one value.
+            tokenizer: Converts token ids to text (by `decode` or `convert_ids_to_tokens`), for language models.
 
         Raises:
-            UnknownPathError: There is no such path; the message names the nearest.
-            TypeError: The tokenizer can decode nothing.
-            GraphError: The front end is not built, in a checkout.
+            UnknownPathError: The path does not exist; the message names the closest ones.
+            TypeError: The tokenizer has neither method.
+            GraphError: The front end of a source checkout is not built.
 
         Example:
             >>> import torch
@@ -222,8 +220,8 @@ class PatchableGraph(ModuleDelegate):
         """Compares the graph of every frame with the model's own code on these inputs, bit for bit.
 
         Returns:
-            A report for each frame; printing it shows what is to be known. The inputs, the model's state (buffers,
-            attributes) and that of the random generators stay as they were.
+            A report on each frame, which can be printed. The inputs, the model's state (buffers, attributes) and that
+            of the random generators stay as they were.
 
         Example:
             >>> import torch
@@ -234,14 +232,14 @@ class PatchableGraph(ModuleDelegate):
         return verify(self._graph_module, args, kwargs)
 
     def interpreter(self, on_node: Callable[[str, Any], object] | None = None) -> GraphInterpreter:
-        """Returns what runs the graphs node by node (`torch.fx.Interpreter`), where an error names its node.
+        """Returns an interpreter that runs the graphs node by node (`torch.fx.Interpreter`); errors name their node.
 
-        It runs the graphs, not the model, and no patches: for looking into a graph, say one that `verify` says to
-        differ. Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`. The
-        model's state, and that of the random generators, stay as they were.
+        It runs the graphs, not the model, without patches: to look into a graph, say one that differs in `verify`.
+        Graphs that `verify` has not found equal on such inputs run too, with an `UnverifiedGraphWarning`. The model's
+        state, and that of the random generators, stay as they were.
 
         Args:
-            on_node: Called with the path and the value of each node, as it comes up.
+            on_node: Called with the path and the value of each node, when it is computed.
 
         Example:
             >>> import torch
@@ -268,24 +266,24 @@ class PatchableGraph(ModuleDelegate):
 
         For `torch.compile(..., fullgraph=True)`, `torch.export` and other tools that work on graphs. The modules have
         the names that they have in the model and share its parameters and buffers; patches are modules in the graphs
-        (`patch_mul`), and what they hold is looked up in each run. Compilers cannot look into `RecordPatch`.
+        (`patch_mul`), whose values are read in each run. Compilers cannot trace `RecordPatch`.
 
-        The graphs are a record of the run on the example inputs. What is returned gave, bit for bit, what this
-        `PatchableGraph` gives on `args` and `kwargs`, and raises on inputs that do not look like the example's, or lie
-        otherwise in memory than these, and after `train()` or `eval()` into another mode than the captured one. Nothing
-        is promised once the model is changed otherwise than by its weights.
+        The graphs are a record of the run on the example inputs. The result was compared with this `PatchableGraph` on
+        `args` and `kwargs`, bit for bit. It raises an error on inputs of another structure or memory layout than the
+        example's, and in another mode (`train()`, `eval()`) than the captured one. It is not valid after changes of the
+        model other than of its weights.
 
         Args:
             args: Inputs to compare with, positional.
             kwargs: Inputs to compare with, by keyword.
-            allow_doubts: Take graphs also where it is known that the model looked at values to find its way (these are
-                told in the error that you get without it).
-            any_size: Let inputs of other sizes in (of as many dimensions). Sizes that the model hands on as plain
-                numbers stay what they were: compare with the model on such inputs.
+            allow_doubts: Accept graphs of a model whose control flow depends on values (without it, the error lists
+                where).
+            any_size: Accept inputs of other sizes (with as many dimensions). Sizes that the model uses as plain numbers
+                stay what they were: compare with the model on such inputs.
 
         Raises:
-            TypeError: `args` is no tuple, or `kwargs` no dict.
-            GraphError: A part of the model has no graph, the graphs are in doubt, or they give other results.
+            TypeError: `args` is not a tuple, or `kwargs` is not a dict.
+            GraphError: A part of the model does not have a graph, the graphs are in doubt, or the results differ.
 
         Example:
             >>> import torch
@@ -322,20 +320,20 @@ class PatchableGraph(ModuleDelegate):
     ) -> None:
         """Writes graphs, options, structure and weights to one file, without pickle: JSON in a safetensors file.
 
-        Before that, every graph is compared with the model, bit for bit, on inputs that are made up to look like the
-        example's, and for other sizes of these too. What does not hold is not stored, with an `UnstoredFrameWarning`
-        that says why; patches that are active have no part in it.
+        Before that, every graph is compared with the model, bit for bit, on generated inputs like the example's, and
+        on others of other sizes. Graphs that differ are not stored, with an `UnstoredFrameWarning` that has the reason.
+        Active patches have no effect on it.
 
         Args:
-            file: The name of the file, or a file that is open for writing bytes, such as an `io.BytesIO`.
-            check: Calls (arguments, keyword arguments) to compare graphs and model on, too: the loaded graph takes
-                inputs of their sizes. Needed where no inputs can be made up that the model can work with.
+            file: The name of the file, or an open binary file such as an `io.BytesIO`.
+            check: More calls (arguments, keyword arguments) on which to compare graphs and model: the loaded graph
+                accepts inputs of their sizes. Needed if the model cannot run on generated inputs.
 
         Raises:
             SerializationError: Graphs and model cannot be compared, or differ on one of the `check` calls; or a graph
                 that *is* its module (edited, or custom) cannot be stored. Then nothing is written.
-            FileNotFoundError, IsADirectoryError: There is no such folder, or the name is that of a folder.
-            TypeError: `file` is neither the name of a file nor a file that takes bytes.
+            FileNotFoundError, IsADirectoryError: The folder does not exist, or `file` is a folder.
+            TypeError: `file` is neither the name of a file nor an open binary file.
 
         Example:
             >>> import tempfile, torch
@@ -360,23 +358,23 @@ class PatchableGraph(ModuleDelegate):
         model: Module | None = None,
         allow: Iterable[str] = (),
     ) -> PatchableGraph:
-        """Returns the `PatchableGraph` that `save` wrote to `file`, which needs none of the model's classes.
+        """Returns the `PatchableGraph` that `save` wrote to `file`. The model's classes are not needed.
 
-        Nothing in the file is run, and nothing is imported that `allow` does not name. The result refuses calls that
-        its graphs are no record of: other flags, other inputs than the example had, sizes that were not checked.
+        Nothing in the file is run, and nothing is imported except what `allow` names. The result raises an error for
+        calls that its graphs do not cover: other flags, other inputs than the example had, sizes that were not checked.
 
         Args:
-            file: The name of the file, or a file that is open for reading bytes, which is read from where it is.
-            model: The model itself: runs the frames that could not be stored, and all calls that the graphs do not
-                hold for, unless some of them were edited or are custom: then such calls are refused, as its code lacks
+            file: The name of the file, or an open binary file, which is read from its current position.
+            model: The model itself. It runs the frames that could not be stored, and all calls that the graphs do not
+                cover. If graphs were edited or are custom, such calls are errors instead, since the model's code lacks
                 the edits. Its weights are used; they must be those of the file.
             allow: Names of functions and classes outside of torch that the graphs may use (`"mylib.my_op"`), or of
-                packages with all in them (`"mylib"`): loading imports these, so the code in them runs.
+                whole packages (`"mylib"`). Loading imports these, which runs their code.
 
         Raises:
             SerializationError: The file was not written by `save`, is damaged, uses names that are not allowed, or is
                 not of this `model`.
-            FileNotFoundError, IsADirectoryError: There is no such file, or it is a folder.
+            FileNotFoundError, IsADirectoryError: The file does not exist, or is a folder.
 
         Example:
             >>> import tempfile, torch
@@ -394,7 +392,7 @@ class PatchableGraph(ModuleDelegate):
 
     @property
     def unstored(self) -> dict[str, str]:
-        """For the paths of frames that the file had no graph of, why not; empty where it was not loaded.
+        """The paths of frames that the file has no graph of, with the reasons; empty if it was not loaded from a file.
 
         Example:
             >>> import torch
@@ -411,9 +409,9 @@ class PatchableGraph(ModuleDelegate):
         """Returns a context manager in which calls of this object, and of its methods, run with these patches.
 
         Several patches on one path run in order. Contexts nest and add up: patches of inner ones run after those of
-        outer ones. A context holds for the thread (or task) that entered it. Calls of the original model are never
-        affected, and after the block the model is as it was. Patches with `steps` or `positions` have their effect at
-        some steps of a generation, or positions of the sequence, only: see `Patch`.
+        outer ones. A context is active in the thread (or task) that entered it. Calls of the original model are never
+        affected, and after the block the model is as it was. Patches with `steps` or `positions` only have an effect at
+        some steps of a generation, or positions of the sequence: see `Patch`.
 
         Args:
             patch_map: From node paths (strings or `NodePath` objects) to a patch or a list of patches.
@@ -452,30 +450,30 @@ class PatchableGraph(ModuleDelegate):
     ) -> DataArray:
         """Returns what `metric` gives for each combination of the values of `axes`, as an `xarray.DataArray`.
 
-        The numbers are those of a loop of `with pg.patch(...): metric(pg(*inputs))` under `torch.no_grad()`, only that
-        what the cells have in common is computed once: modules that ran before the first patched value return what they
-        returned without patches, cells share a forward in rows of the batch, and language models compute no logits
-        that the metric does not read. In rows the last bits may differ; with `batch=None` none does. Where it is not
-        certain that the numbers are the same, cells run one by one, and `result.attrs["remarks"]` says why.
+        The numbers are those of a loop of `with pg.patch(...): metric(pg(*inputs))` under `torch.no_grad()`, but what
+        the cells have in common is computed once: modules that ran before the first patched value return what they
+        returned without patches, cells share a forward as rows of a batch, and language models do not compute logits
+        that the metric does not read. In batches the last bits may differ; with `batch=None` all bits are equal. If it
+        is not certain that the numbers are the same, cells run one by one, and `result.attrs["remarks"]` says why.
 
         Args:
             axes: From names to values; these are the dimensions and coordinates of the result.
             make_patches: From a value of each axis, positional, to the patch map of a cell.
-            *inputs: What the model runs on, positional. The model may write into it: each run gets a copy.
+            *inputs: Inputs of the model, positional. The model may write into them: each run gets a copy.
             metric: From the output of the model to a number, a tensor of numbers, or a dict of numbers by name.
-            batch: How many cells share a forward at most: a number, `"auto"`, or `None` for one after the other.
-            progress: Whether to show how far it is, and how long it will take.
+            batch: The largest number of cells that share a forward: a number, `"auto"`, or `None` for one at a time.
+            progress: Whether to show a progress bar.
             backward: Whether to call `backward()` of each cell's metric, inside its patch context.
-            checkpoint: The name of a file in which what is done is kept; the same call goes on from there.
-            checkpoint_key: A text that tells what your functions (patches, metric) do, which is not looked at.
+            checkpoint: The name of a file for finished cells; the same call continues from it.
+            checkpoint_key: A text that identifies what your functions (patches, metric) do, which is not inspected.
             executor: What runs chunks of cells: an executor as in `concurrent.futures`, or Dask's.
             recipe: How other processes build or load the graph: a function, or a file that `save` wrote.
-            **input_kwargs: What the model runs on, by keyword.
+            **input_kwargs: Inputs of the model, by keyword.
 
         Raises:
             UnknownPathError, PatchMapError: Before anything runs, as `patch` does.
-            ExperimentError: Something cannot be done like this; or all cells failed.
-            SweepInterrupted: A `KeyboardInterrupt` whose `result` has what is done.
+            ExperimentError: The arguments are not supported together, or all cells failed.
+            SweepInterrupted: A `KeyboardInterrupt` whose `result` has the finished cells.
 
         Example:
             >>> import torch

@@ -29,7 +29,7 @@ class ParsedPath:
 
 
 def format_segment(name: str) -> str:
-    """Returns `name` as it stands in a path: plain where that is unambiguous, else as a JSON string."""
+    """Returns `name` as a path writes it: plain where that is unambiguous, else as a JSON string."""
     # Nearly all names are identifiers, which is quicker to see.
     return name if name.isidentifier() or _PLAIN.fullmatch(name) else json.dumps(name)
 
@@ -50,7 +50,7 @@ def parse_path(text: str) -> ParsedPath:
     """Takes the text of a path apart.
 
     Raises:
-        ValueError: The text is no path; the message shows where it stops being one.
+        ValueError: The text is not a path; the message shows where it stops being one.
 
     Example:
         >>> parse_path("h_0.output|sub_0")

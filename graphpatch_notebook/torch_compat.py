@@ -1,7 +1,8 @@
-"""The private names of torch that this package uses, each with the versions it was seen in and the test that tells."""
+"""The private names of torch that this package uses, with their versions and the tests that notice a change."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -22,7 +23,7 @@ _T = TypeVar("_T")
 def is_in_backward() -> bool:
     """Whether this code runs inside a backward pass.
 
-    `torch._C._current_graph_task_id`: torch 2.1 to 2.13. Told by: tests/laws/test_law_06_gradients.py.
+    `torch._C._current_graph_task_id`: torch 2.1 to 2.13. Tested by: tests/laws/test_law_06_gradients.py.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -30,7 +31,7 @@ def is_in_backward() -> bool:
 def is_overload(func: object) -> bool:
     """Whether `func` is an operator of `torch.ops`, which prints as such.
 
-    `torch._ops.OpOverload`, `OpOverloadPacket`, `HigherOrderOperator`: torch 2.4 to 2.13. Told by:
+    `torch._ops.OpOverload`, `OpOverloadPacket`, `HigherOrderOperator`: torch 2.4 to 2.13. Tested by:
     tests/graphs/test_code.py (torch.ops).
     """
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator))
@@ -39,7 +40,7 @@ def is_overload(func: object) -> bool:
 def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
     """Returns how `graph` prints its code: there is `set_codegen`, but nothing to ask it by.
 
-    `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Told by: tests/graphs/test_weaving.py.
+    `torch.fx.Graph._codegen`: torch 2.0 to 2.13. Tested by: tests/graphs/test_weaving.py.
     """
     return graph._codegen
 
@@ -47,7 +48,7 @@ def codegen_of(graph: torch.fx.Graph) -> torch.fx.graph.CodeGen:
 def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
     """Returns the forward pre-hooks of a module in order: id, hook, and whether it takes keyword arguments.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graphs/test_postprocessing.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/graphs/test_postprocessing.py.
     """
     with_kwargs = module._forward_pre_hooks_with_kwargs
     return [(key, hook, key in with_kwargs) for key, hook in module._forward_pre_hooks.items()]
@@ -56,7 +57,7 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., 
 def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any], bool]]:
     """Returns the forward hooks of a module, as `forward_pre_hooks` does.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/graphs/test_postprocessing.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/graphs/test_postprocessing.py.
     """
     with_kwargs = module._forward_hooks_with_kwargs
     return [(key, hook, key in with_kwargs) for key, hook in module._forward_hooks.items()]
@@ -65,7 +66,7 @@ def forward_hooks(module: torch.nn.Module) -> list[tuple[int, Callable[..., Any]
 def runs_hooks(module: torch.nn.Module) -> bool:
     """Whether `Module.__call__` goes the long way for `module`, past hooks, rather than straight to `forward`.
 
-    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Told by: tests/laws/test_law_03_edits.py.
+    The hook dictionaries of `torch.nn.Module`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_03_edits.py.
     """
     return bool(
         module._forward_hooks
@@ -81,18 +82,24 @@ def runs_hooks(module: torch.nn.Module) -> bool:
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether `module` is under FSDP: its parameters are gathered for a call, and their memory is freed afterwards.
 
-    `FSDPModule` is public since torch 2.6, and elsewhere before. Told by: tests/distributed/test_sharded_models.py.
+    `FSDPModule` is public since torch 2.6, and elsewhere before. Tested by: tests/distributed/test_sharded_models.py.
     """
+    kind: Any = type(module)
+    return _is_fully_sharded(kind)
+
+
+@functools.lru_cache(maxsize=1024)  # every frame of a capture asks; `fully_shard` makes a class of its own
+def _is_fully_sharded(kind: type) -> bool:
     homes = map(sys.modules.get, ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"))
     names = ("FSDPModule", "FullyShardedDataParallel")
-    kinds = tuple(kind for home in homes for name in names if (kind := getattr(home, name, None)) is not None)
-    return isinstance(module, kinds)
+    found = (getattr(home, name, None) for home in homes for name in names)
+    return issubclass(kind, tuple(wrapper for wrapper in found if wrapper is not None))
 
 
 def has_global_hooks() -> bool:
     """Whether there are hooks that run for all modules.
 
-    The same dictionaries. Told by: tests/experiments/test_sweep_pitfalls.py.
+    The same dictionaries. Tested by: tests/experiments/test_sweep_pitfalls.py.
     """
     return bool(_module_globals["_global_forward_hooks"] or _module_globals["_global_forward_pre_hooks"])
 
@@ -102,14 +109,14 @@ _module_globals = torch.nn.Module.__call__.__globals__
 without_torch_functions = torch._C.DisableTorchFunction
 """A context manager in which function modes see nothing: for the engine's own looks at tensors.
 
-`torch._C.DisableTorchFunction`: torch 2.0 to 2.13. Told by: tests/laws/test_law_02_identity.py.
+`torch._C.DisableTorchFunction`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_02_identity.py.
 """
 
 
 def is_tracing() -> bool:
     """Whether a `torch.jit.trace` is under way.
 
-    `torch._C._get_tracing_state`: torch 2.4 to 2.13. Told by: tests/graphs/test_laziness.py (torch.jit.trace).
+    `torch._C._get_tracing_state`: torch 2.4 to 2.13. Tested by: tests/graphs/test_laziness.py (torch.jit.trace).
     """
     return torch._C._get_tracing_state() is not None
 
@@ -117,7 +124,7 @@ def is_tracing() -> bool:
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns the softmax of `scores`, as torch's attention takes it: zeros where all scores are minus infinity.
 
-    `torch._safe_softmax`: torch 2.5 to 2.13. Before, attention itself gave NaN there, as `softmax` does. Told
+    `torch._safe_softmax`: torch 2.5 to 2.13. Before, attention itself gave NaN there, as `softmax` does. Tested
     by: tests/capture/test_decompositions.py.
     """
     return getattr(torch, "_safe_softmax", torch.softmax)(scores, dim)
@@ -126,16 +133,16 @@ def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
 def function_mode_depth() -> int:
     """Returns how many function modes are on; inside the handler of one, it is off.
 
-    `torch._C._len_torch_function_stack`: torch 2.0 to 2.13. Told by: tests/laws/test_law_02_identity.py
+    `torch._C._len_torch_function_stack`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_02_identity.py
     (awkward-custom-operators).
     """
     return torch._C._len_torch_function_stack()
 
 
 def pop_function_modes(depth: int) -> None:
-    """Switches off the function modes beyond the first `depth` that are on, which nobody else can do any more.
+    """Switches off the function modes beyond the first `depth` that are on, after an interrupt left them on.
 
-    `torch.overrides._pop_mode`: torch 2.0 to 2.13. Told by: tests/laws/test_law_05_interrupts.py.
+    `torch.overrides._pop_mode`: torch 2.0 to 2.13. Tested by: tests/laws/test_law_05_interrupts.py.
     """
     while torch._C._len_torch_function_stack() > depth:
         torch.overrides._pop_mode()
@@ -145,7 +152,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` runs code of `torch.compile`: a wrapper made by it, compiled in place, or its `forward` is.
 
     `OptimizedModule._orig_mod`, `Module._compiled_call_impl`: torch 2.2 to 2.13; `_torchdynamo_orig_callable` of
-    functions: torch 2.0 to 2.13. Told by: tests/integrations/test_torch_compile.py.
+    functions: torch 2.0 to 2.13. Tested by: tests/integrations/test_torch_compile.py.
     """
     state = module.__dict__  # none of these is on a class, and this is asked of every module
     if state.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules:
@@ -164,7 +171,7 @@ def _has_compiled_forward(owner: type) -> bool:
 def has_compiled_parts(root: torch.nn.Module) -> bool:
     """Whether `torch.compile` compiled `root`, or any module in it, so far.
 
-    Asked by each patch context. Compiling imports `torch._dynamo`: torch 2.0 to 2.15. Told by: the same tests.
+    Asked by each patch context. Compiling imports `torch._dynamo`: torch 2.0 to 2.15. Tested by: the same tests.
     """
     if "torch._dynamo" not in sys.modules:
         return False
@@ -196,10 +203,10 @@ def restore_gradients(were_enabled: bool, error: BaseException) -> None:
 class EagerCode:
     """Has all that `torch.compile` compiled run as it was written, from `hold` until `let_go`, which may come twice.
 
-    This is one switch for all threads, so it is turned back when nobody holds it any more.
+    This is one switch for all threads, so it is turned back when the last holder lets go.
 
     `torch.compiler.set_stance` (public): torch 2.6 and later. Before, there is no way: dynamo would fail on what looks
-    into compiled parts, or run them without it. Told by: tests/integrations/test_torch_compile.py, test_old_torch.py.
+    into compiled parts, or run them without it. Tested by: tests/integrations/test_torch_compile.py, test_old_torch.py.
 
     Attributes:
         is_possible: Whether this torch can.
@@ -235,7 +242,7 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Returns `function` such that `torch.compile` breaks its graph there and runs it as it was written.
 
     `torch._compile._disable_dynamo`: torch 2.1 to 2.13. The public `torch.compiler.disable` imports dynamo at once,
-    which takes as long as torch itself. Told by: tests/integrations/test_torch_compile.py, tests/test_packaging.py.
+    which takes as long as torch itself. Tested by: tests/integrations/test_torch_compile.py, tests/test_packaging.py.
     """
     return torch._compile._disable_dynamo(function)
 
@@ -243,7 +250,7 @@ def never_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def is_module_call(code: CodeType) -> bool:
     """Whether this is the code of torch that calls a module: its `self` is the module, which is called once there.
 
-    `torch.nn.Module._call_impl`: torch 2.0 to 2.13. Told by: tests/execution/test_failures.py.
+    `torch.nn.Module._call_impl`: torch 2.0 to 2.13. Tested by: tests/execution/test_failures.py.
     """
     return code is torch.nn.Module._call_impl.__code__
 
@@ -251,17 +258,17 @@ def is_module_call(code: CodeType) -> bool:
 def code_of_apply() -> CodeType | None:
     """Returns the code of `torch.autograd.Function.apply`, which calls the forward of a function.
 
-    A classmethod written in Python: torch 2.0 to 2.14. Since torch 2.15 it is one of C, of which tracebacks show
-    nothing. Told by: tests/execution/test_failures.py.
+    A classmethod written in Python: torch 2.0 to 2.14. Since torch 2.15 it is written in C, and tracebacks do not
+    show it. Tested by: tests/execution/test_failures.py.
     """
     function = getattr(torch.autograd.Function.__dict__["apply"], "__func__", None)
     return getattr(function, "__code__", None)
 
 
 def structure_of(value: object) -> Any:
-    """Returns how `value` is built up from its leaves, as torch's containers tell.
+    """Returns how `value` is built up from its leaves, as torch's pytree does.
 
-    `torch.utils._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+    `torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
     """
     return torch.utils._pytree.tree_structure(value)
 
@@ -269,7 +276,7 @@ def structure_of(value: object) -> Any:
 def structured(leaves: list[Any], structure: Any) -> Any:
     """Returns the value that is built up from `leaves` like `structure` says.
 
-    `torch.utils._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+    `torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
     """
     return torch.utils._pytree.tree_unflatten(leaves, structure)
 
@@ -277,7 +284,7 @@ def structured(leaves: list[Any], structure: Any) -> Any:
 def parts_of(structure: Any) -> list[Any]:
     """Returns the structures of the children of a container.
 
-    `TreeSpec.children`, a list called `children_specs` before: torch 2.4 to 2.13. Told by:
+    `TreeSpec.children`, a list called `children_specs` before: torch 2.4 to 2.13. Tested by:
     tests/integrations/test_exported.py.
     """
     children = getattr(structure, "children", None)
@@ -287,7 +294,7 @@ def parts_of(structure: Any) -> list[Any]:
 def version_of(value: Any) -> int | None:
     """Returns how often a tensor was written into; `None` where torch does not count that.
 
-    `Tensor._version`: torch 2.4 to 2.13. Told by: tests/patches/test_kinds.py.
+    `Tensor._version`: torch 2.4 to 2.13. Tested by: tests/patches/test_kinds.py.
     """
     try:
         return value._version  # type: ignore[no-any-return]
@@ -296,9 +303,9 @@ def version_of(value: Any) -> int | None:
 
 
 leaves_of = torch.utils._pytree.tree_leaves
-"""Returns the leaves of a value, as torch's containers tell: graphs call it.
+"""Returns the leaves of a value, as torch's pytree does: graphs call it.
 
-`torch.utils._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+`torch.utils._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
 """
 
 STRUCTURE_FUNCTIONS = frozenset(
@@ -311,7 +318,7 @@ STRUCTURE_FUNCTIONS = frozenset(
 )
 """What graphs of exported programs call to take values apart and put them together again.
 
-`torch.utils._pytree`, `torch.fx._pytree`: torch 2.4 to 2.13. Told by: tests/integrations/test_exported.py.
+`torch.utils._pytree`, `torch.fx._pytree`: torch 2.4 to 2.13. Tested by: tests/integrations/test_exported.py.
 """
 
 
@@ -319,7 +326,7 @@ def unflattens_programs() -> bool:
     """Whether `torch.export.unflatten` can be relied on to make modules of a program.
 
     In torch 2.4 it stops at bare assertions where modules are called twice, loses the branches of `torch.cond`, and
-    miscounts the outputs of programs that write into inputs. Told by: tests/integrations/test_old_torch.py.
+    miscounts the outputs of programs that write into inputs. Tested by: tests/integrations/test_old_torch.py.
     """
     return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.6")
 
@@ -329,8 +336,8 @@ def input_guards(program: torch.export.ExportedProgram) -> Callable[..., None] |
 
     `torch.export.unflatten` leaves it out.
 
-    `ExportedProgram._guards_code`, `_guards_fn` of its module: seen in torch 2.13; up to 2.8 there were none. Told by:
-    tests/integrations/test_exported.py.
+    `ExportedProgram._guards_code`, `_guards_fn` of its module: seen in torch 2.13; up to 2.8 there were none. Tested
+    by: tests/integrations/test_exported.py.
     """
     if not getattr(program, "_guards_code", True):
         return None
@@ -341,7 +348,7 @@ def input_guards(program: torch.export.ExportedProgram) -> Callable[..., None] |
 def native_namespaces() -> dict[str, object]:
     """Returns the namespaces that hold torch's own operators: nothing else is in them. By names for them.
 
-    `torch._C._VariableFunctions`, `torch._C._nn`, ...: torch 2.0 to 2.13. Told by:
+    `torch._C._VariableFunctions`, `torch._C._nn`, ...: torch 2.0 to 2.13. Tested by:
     tests/serialization/codecs/test_functions.py.
     """
     names = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
@@ -352,21 +359,21 @@ def native_namespaces() -> dict[str, object]:
 set_grad_enabled = torch._C._set_grad_enabled
 """What `torch.no_grad()` and the like call, and function modes see.
 
-`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Told by: tests/serialization/codecs/test_functions.py.
+`torch._C._set_grad_enabled`: torch 2.0 to 2.13. Tested by: tests/serialization/codecs/test_functions.py.
 """
 
 
 assert_that = torch._assert
 """What code that is to be traced calls in place of `assert`.
 
-`torch._assert`: torch 2.0 to 2.13. Told by: tests/serialization/codecs/test_functions.py.
+`torch._assert`: torch 2.0 to 2.13. Tested by: tests/serialization/codecs/test_functions.py.
 """
 
 
 def overload_path(func: object) -> str | None:
     """Returns the path in `torch.ops` of an operator (`aten.add.Tensor`); `None` where it is none.
 
-    `torch._ops.OpOverload`, `OpOverloadPacket`, of which `str` gives that path: torch 2.4 to 2.13. Told by:
+    `torch._ops.OpOverload`, `OpOverloadPacket`, whose `str` is that path: torch 2.4 to 2.13. Tested by:
     tests/serialization/codecs/test_functions.py.
     """
     return str(func) if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else None

@@ -69,7 +69,7 @@ class ScalarSpec:
         return isinstance(self.value, (bool, int, float, complex))
 
     def __str__(self) -> str:
-        # Six digits tell numbers apart; more only fill the tree.
+        # Six digits distinguish numbers; more only fill the tree.
         shown = float(f"{self.value:.6g}") if isinstance(self.value, float) else self.value
         return f"{type(self.value).__name__}({shown})" if self.is_number else type(self.value).__name__
 
@@ -86,7 +86,7 @@ class ObjectSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnknownSpec:
-    """A value of which nothing is known: a node that somebody added to a graph, and that was not run yet."""
+    """A value that is not known: of a node that was added to a graph and has not run yet."""
 
     def __str__(self) -> str:
         return "(not known)"
@@ -133,7 +133,7 @@ def key_text(key: Key) -> str:
 
 
 def children(value: Any) -> list[tuple[Key, Any]] | None:
-    """Returns the children of a container with their keys, or `None` where `value` is no container."""
+    """Returns the children of a container with their keys, or `None` if `value` is not a container."""
     kind = type(value)
     if kind is tuple or kind is list or isinstance(value, (tuple, list)):
         return list(enumerate(value))
@@ -151,7 +151,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def readable_children(value: Any) -> list[tuple[Key, Any]] | None:
-    """Returns the children of a container, or `None` where its own code fails when somebody looks inside."""
+    """Returns the children of a container, or `None` if its own code fails."""
     try:
         return children(value)
     except Exception:
@@ -160,7 +160,7 @@ def readable_children(value: Any) -> list[tuple[Key, Any]] | None:
 
 @dataclass(frozen=True, slots=True)
 class _DictKey:
-    """A dictionary key that is no string."""
+    """A dictionary key that is not a string."""
 
     key: Any
 
@@ -222,7 +222,7 @@ def rebuilt_sequence(like: Any, items: list[Any]) -> Any:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns a value like `value`, with `function` applied to all that it holds and that is no container.
+    """Returns a value like `value`, with `function` applied to everything in it but the containers.
 
     Where nothing becomes another object it is `value` itself; else containers are copied, never written into.
 

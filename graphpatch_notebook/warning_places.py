@@ -1,4 +1,4 @@
-"""Warnings of this package name a line of the user's code, whatever lies between that line and the warning.
+"""Warnings of this package name a line of the user's code, whatever code is between that line and the warning.
 
 Where no line of the user's made the run (a click did), they are collected instead, to be shown beside its results. This
 goes by context, as `warnings.catch_warnings` does not: that is one for all threads.

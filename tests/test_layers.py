@@ -233,7 +233,7 @@ SEES_SWITCHES = "capture/frame_recorder.py"  # notes that a module switches a mo
 COMPARE_TENSORS = {
     "experiments/engine/purity.py",
     "experiments/engine/strategies.py",
-    "notebook/run/run_state.py",
+    "notebook/run/model_calls.py",
     "serialization/loading.py",
 }
 
@@ -374,9 +374,8 @@ CLOSED = ("capture", "execution", "execution/replay")
 REACHED_INTO: dict[str, set[str]] = {
     "capture": set(
         (
-            "autograd_functions call_sites containers custom_graphs data_loops decompositions doubts "
-            "example_inputs forward_swap frame_count functions held_values identity inputs naming quantization "
-            "recorder records replaced_modules tensor_sources value_sizes"
+            "call_sites custom_graphs data_loops decompositions doubts functions held_values inputs naming observers "
+            "quantization recorder records"
         ).split()
     ),
     "execution": set(),
@@ -413,11 +412,11 @@ def offered(package: str) -> set[str]:
 
 
 # Private names of others that may be read: what `torch.nn.Module` keeps where it offers no public way to it, and of
-# `sys`, `inspect`, IPython and the random generators.
+# `sys`, `inspect`, IPython and the random generators; documented ones of `NodePath`, whose other names are children.
 READABLE = set(
     "_parameters _buffers _modules _non_persistent_buffers_set _version _is_view _getframe _current_frames _apply "
     "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _ParameterKind _repr_pretty_ "
-    "_repr_mimebundle_ _inst _rand".split()
+    "_repr_mimebundle_ _inst _rand _code _shape".split()
 )
 # What still reads the private attributes of objects of other files. This set shrinks, too.
 READ_PRIVATE = {
@@ -425,7 +424,6 @@ READ_PRIVATE = {
     "graphs/compiled_module.py": {"_frame", "_original_module", "_callees"},
     "graphs/hierarchy.py": {"_frame", "_original_module", "_callees"},
     "notebook/magics/cells.py": {"_since", "_kept"},
-    "notebook/magics/views.py": {"_code", "_shape"},
 }
 
 

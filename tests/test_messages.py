@@ -85,7 +85,7 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "'hidden': give a patch or a list of patches, not Tensor; write Replace",
         ),
         ("hidden", torch.relu, PatchMapError, "write CustomPatch(function) to apply it"),
-        ("hidden", [torch.ones(8)], PatchMapError, "a Tensor of shape (8,) is no Patch; write ReplacePatch(value)"),
+        ("hidden", [torch.ones(8)], PatchMapError, "a Tensor of shape (8,) is not a Patch; write ReplacePatch(value)"),
         ("hidden", ZeroPatch(any_shape="yes"), PatchMapError, "any_shape must be True or False, not 'yes'"),  # type: ignore[arg-type]
         (
             "hidden",
@@ -105,7 +105,7 @@ def patched(pg: PatchableGraph, path: str, patch: Any) -> Any:
             "hidden",
             ZeroPatch(slice=7),
             PatchValueError,
-            "ZeroPatch on 'hidden' (relu): there is no slice [7] in the value here, of shape (3, 8): index 7 is out of",
+            "ZeroPatch on 'hidden' (relu): slice [7] does not exist in the value here, of shape (3, 8): index 7 is out",
         ),
         (
             "mask",
@@ -150,7 +150,7 @@ def test_any_error_of_a_custom_function_names_the_patch(pg: PatchableGraph) -> N
 
 def test_steps_that_did_not_come_up_are_listed(pg: PatchableGraph) -> None:
     with pytest.warns(
-        PatchNotFiredWarning, match=re.escape("its steps (2, 9) did not come up: the last call had step 0")
+        PatchNotFiredWarning, match=re.escape("its steps (2, 9) were not reached: the last call had step 0")
     ):
         patched(pg, "hidden", ZeroPatch(steps=[9, 2]))
 

@@ -109,4 +109,4 @@ def test_verify_reports_each_frame(pg: PatchableGraph) -> None:
     assert [frame.reason for frame in report.differing] == ["output: the keys differ"]  # captured with a cache
     with_cache = pg.verify(torch.tensor([[5, 6, 7]]))
     assert with_cache.frames[0].status == "equal"  # caches are compared by what they hold
-    assert "uses an object (DynamicCache) that is none of its inputs" in str(with_cache.not_comparable[0])
+    assert "uses an object (DynamicCache) that is not one of its inputs" in str(with_cache.not_comparable[0])

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
-from graphpatch_notebook.capture.forward_swap import Swaps, observer
-from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk
+from graphpatch_notebook.capture.held_values import PLAIN_VALUES, Walk, reachable_modules
+from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
 from graphpatch_notebook.capture.recorder import Recorder
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.capture.sizes import Size
-from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.errors import CaptureError, CompilationWarning, DecompositionWarning
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.options import ExtractionOptions

@@ -26,7 +26,7 @@ _DUPLICATES = {"COPY", "DUP_TOP"}  # `a = b = f()` and `(a := f())`
 _PADDING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "NOT_TAKEN"}
 
 
-class _Code:
+class _Instructions:
     """The instructions of a code object, kept with it so that its `id` stays its own."""
 
     def __init__(self, code: CodeType) -> None:
@@ -46,20 +46,20 @@ class _Code:
 
 
 # Hashing a code object hashes its whole content: look them up by id, and keep them alive.
-_codes: dict[int, _Code] = {}
+_codes: dict[int, _Instructions] = {}
 
 
-def _known(code: CodeType) -> _Code:
+def _known(code: CodeType) -> _Instructions:
     known = _codes.get(id(code))
     if known is None:
-        known = _codes[id(code)] = _Code(code)
+        known = _codes[id(code)] = _Instructions(code)
     return known
 
 
 def instruction_offset(code: CodeType, lasti: int) -> int:
     """Returns the offset of the instruction that `lasti` means, however the interpreter has specialised it.
 
-    The same call stands at other offsets of `f_lasti` before and after Python 3.11 and later have warmed up.
+    The same call has other offsets in `f_lasti` before and after Python 3.11 and later specialize the code.
     """
     known = _known(code)
     return known.offsets[known.position(lasti)]
@@ -82,7 +82,7 @@ def assigned_variable(code: CodeType, lasti: int) -> Assigned:
     return known.assigned[lasti]
 
 
-def _read(code: _Code, lasti: int) -> Assigned:
+def _read(code: _Instructions, lasti: int) -> Assigned:
     position = code.position(lasti) + 1
     following = code.instructions[position : position + 40]
     # `a = f() if x else g()`: before Python 3.12, and in blocks, one branch jumps to the store of the other.
@@ -124,7 +124,7 @@ def _stored(instructions: Iterable[dis.Instruction]) -> Iterator[str | None]:
 
 
 def _single_steps(instructions: Iterable[dis.Instruction]) -> Iterator[tuple[str, Any]]:
-    """Yields names and arguments of instructions, of which Python 3.13 and later combine some."""
+    """Yields names and arguments of instructions; Python 3.13 and later combine some of them."""
     for instruction in instructions:
         if instruction.opname in _COMBINED:
             yield from zip(_COMBINED[instruction.opname], instruction.argval, strict=True)

@@ -1,6 +1,6 @@
 """Call sites: the chain of Python call sites from a module's `forward` down to a torch call.
 
-What an op *is* is its chain and how often the same chain came up before in its frame. Capture and live runs find
+What an op *is* is its chain and how often the same chain ran before in its frame. Capture and live runs find
 both here, so that they always agree.
 """
 
@@ -74,7 +74,7 @@ def _known(code: CodeType) -> _Code:
 
 
 def count_as_users(code: CodeType) -> None:
-    """Makes `code` count as the user's, wherever it stands: call sites go through it, names are read off it."""
+    """Makes `code` count as the user's, wherever it is: call sites go through it, names are read off it."""
     _known(code).is_users = True
 
 
@@ -129,7 +129,7 @@ def is_collecting_code(code: CodeType) -> bool:
 def is_offloading(frame: FrameType | None) -> bool:
     """Whether a torch call made from `frame` belongs to what moves weights and inputs: accelerate, or FSDP.
 
-    It does wherever one of its hooks stands above it: a weight may be loaded, or quantized, by code of others.
+    It does if one of its hooks called it: a weight may be loaded, or quantized, by code of others.
     """
     leaf = leaf_frame(frame)
     if leaf is None or _known(leaf.f_code).is_offloading:
@@ -143,7 +143,7 @@ def is_offloading(frame: FrameType | None) -> bool:
 
 
 def caller_of_hidden(frame: FrameType) -> FrameType | None:
-    """Returns the caller of a frame that is no user's code; `None` for one that is, and at the end of the walk."""
+    """Returns the caller of a frame that does not run the user's code; `None` for one that does, and at the end."""
     code = frame.f_code
     if code is _INVOKE or (_codes.get(id(code)) or _known(code)).is_users:
         return None
@@ -162,7 +162,7 @@ class SiteTable:
         self._sites: dict[tuple[int, ...], Site] = {}
 
     def site(self, frame: FrameType | None) -> Site | None:
-        """Returns the site of a torch call made from `frame`; `None` where no `forward` lies above it."""
+        """Returns the site of a torch call made from `frame`; `None` if no `forward` called it."""
         key, steps = chain(frame)
         if key is None:
             return None
@@ -198,7 +198,7 @@ def chain(frame: FrameType | None) -> tuple[tuple[int, ...] | None, list[tuple[C
 def chain_above(leaf: FrameType) -> tuple[int, ...]:
     """Returns the call sites above a frame of the user's code: what `chain` finds, without the leaf itself."""
     at = leaf.f_back
-    if at is not None and at.f_code is _INVOKE:  # the op stands in `forward` itself: most do
+    if at is not None and at.f_code is _INVOKE:  # the call is in `forward` itself, as most are
         return ()
     key: list[int] = []
     last = leaf
@@ -218,7 +218,7 @@ def chain_above(leaf: FrameType) -> tuple[int, ...]:
 def result_variable(frame: FrameType | None, function_name: str) -> Assigned:
     """Returns the user's variable that the result of a torch call made from `frame` is assigned to.
 
-    `None` where the call stands inside another of torch's functions: the variable is not for its result.
+    `None` if the call is inside another of torch's functions: the variable is not for its result.
     """
     while frame is not None and frame.f_code is not _INVOKE:
         code = frame.f_code

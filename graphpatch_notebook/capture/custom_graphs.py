@@ -16,10 +16,13 @@ from torch import Tensor, fx
 from torch.nn import Module
 
 from graphpatch_notebook.capture.functions import function_name
-from graphpatch_notebook.capture.records import Frame, InputParameter, Kind, Node, OpNode
+from graphpatch_notebook.capture.held_values import held_tensors
+from graphpatch_notebook.capture.inputs import input_parameters, signature_of
+from graphpatch_notebook.capture.naming import name_nodes
+from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, InputParameter, Kind, Node, OpNode, Ref
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.paths import unique_name
-from graphpatch_notebook.values import describe
+from graphpatch_notebook.values import ScalarSpec, ValueSpec, describe
 
 RECORD = "graphpatch_node"
 """The key in `fx.Node.meta` of the record of the node."""
@@ -42,7 +45,7 @@ def record_name(node: fx.Node) -> str:
 def extracted_graph(
     function: Callable[[Module], fx.Graph], module: Module, parameters: Sequence[InputParameter], path: str
 ) -> fx.Graph:
-    """Returns the graph that a custom extraction function makes of `module`, if it can stand for it.
+    """Returns the graph that a custom extraction function makes of `module`, if it can run in its place.
 
     Args:
         function: The custom extraction function.
@@ -118,7 +121,7 @@ def target_problem(node: fx.Node, owner: Module, module: Module, put: str) -> st
 
     Args:
         node: The node.
-        owner: What the graph is run with: `module`, or what stands for it.
+        owner: What the graph is run with: `module`, or a replacement of it.
         module: The user's module.
         put: How the owner gets a tensor, with a place for its name.
     """
@@ -219,7 +222,7 @@ def _value(node: fx.Node, module: Module, bound_inputs: dict[str, Any], lookup: 
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Returns, for each node, the nodes whose values nobody needs after it."""
+    """Returns, for each node, the nodes whose values are not needed after it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -294,3 +297,73 @@ def _kind(module: Module, path: str) -> Kind:
     if name in getattr(holder, "_parameters", ()):
         return "parameter"
     return "buffer" if name in getattr(holder, "_buffers", ()) else "attribute"
+
+
+# -- modules that were replaced ----------------------------------------------------------------------------------------
+
+
+REASON = "it was put in the place of the module that the graph was made with"
+
+
+class CalledModules:
+    """The modules that the custom graphs from a root frame down call, until the user replaces them."""
+
+    def __init__(self, root: Frame) -> None:
+        self._root = root
+        self._originals: dict[CallNode, Frame] = {}
+        self._calls = self._found()
+
+    def _found(self) -> list[tuple[Frame, CallNode, list[str]]]:
+        frames = [frame for frame in self._root.walk() if frame.custom_graph is not None]
+        return [(frame, call, str(call.target).split(".")) for frame in frames for call in frame.calls()]
+
+    def notice_others(self) -> bool:
+        """Brings the frames of calls whose module was replaced up to date; says whether there were any.
+
+        The frames of modules that are back where they were come back with them.
+        """
+        replaced = False
+        for frame, call, names in self._calls:
+            module = _called(frame.module, names)
+            if module is None or module is call.frame.module:
+                continue
+            original = self._originals.setdefault(call, call.frame)
+            call.frame = original if module is original.module else _frame(module, call, frame)
+            call.op = type(module).__name__
+            replaced = True
+        if replaced:
+            self._calls = self._found()
+            self.notice_others()  # a frame that came back may hold others that were replaced meanwhile
+        return replaced
+
+
+def _called(module: Module, names: list[str]) -> Module | None:
+    found: Module | None = module
+    for name in names:
+        found = found._modules.get(name) if found is not None else None
+    return found
+
+
+def _frame(module: Module, call: CallNode, parent: Frame) -> Frame:
+    """Returns an opaque frame of a call of `module`: what goes in and out, and what the module holds."""
+    output = call.frame.output_node
+    frame = Frame(module, call.frame.attribute_path, parent, call, opaque_reason=REASON)
+    frame.conditions, frame.capture = Conditions(module.training), parent.capture
+    frame.parameters = input_parameters(signature_of(module.forward))
+    for position, parameter in enumerate(frame.parameters):
+        given = call.args[position] if position < len(call.args) else call.kwargs.get(parameter.name)
+        node = Node(kind="input", op=parameter.name, target=parameter.name, spec=_spec(given))
+        node.base_name = parameter.name
+        frame.nodes.append(node)
+    for source, tensor in held_tensors(module):
+        path = source.attribute_path
+        frame.nodes.append(Node(kind=source.kind, op=path, target=path, spec=describe(tensor), base_name=path))
+    frame.nodes.append(Node(kind="output", op="output", target="output", spec=output.spec, base_name="output"))
+    name_nodes(frame)
+    return frame
+
+
+def _spec(given: Any) -> ValueSpec:
+    if isinstance(given, Ref) and not given.dig:
+        return given.node.spec
+    return ScalarSpec(None) if isinstance(given, Ref) else describe(given)

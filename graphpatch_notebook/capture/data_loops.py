@@ -1,8 +1,4 @@
-"""Loops that run as often as values say, or over what they say: `for expert in is_chosen.nonzero(): ...`.
-
-What is computed in such a loop is named by the turn in which it is: with other values, the same turn may be for
-something else. Loops are found in the source of the code, where that can be read.
-"""
+"""What depends on values of tensors: sizes of tensors, and how often loops run: `for expert in hit.nonzero(): ...`."""
 
 from __future__ import annotations
 
@@ -11,9 +7,11 @@ import functools
 import linecache
 from collections.abc import Iterator
 
+import torch
+
 from graphpatch_notebook.capture.functions import SIZE_READS
-from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, SourceLine, line_at
-from graphpatch_notebook.capture.value_sizes import comes_of_values, part_count_by_values
+from graphpatch_notebook.capture.records import CallNode, Frame, Node, Site, SourceLine, line_at, refs_in
+from graphpatch_notebook.values import ContainerSpec, TensorSpec
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -136,3 +134,51 @@ def _holds(part: ast.expr | ast.stmt, line: int) -> bool:
 
 def _last_line(part: ast.expr | ast.stmt) -> int:
     return part.end_lineno or part.lineno
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+PARTS = frozenset({"unbind", "split", "chunk", "tensor_split"})
+"""Functions that give the parts of a tensor; a loop over a tensor is one over what `unbind` gives."""
+
+_SIZED_BY_VALUES = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"})
+
+
+def part_count_by_values(node: Node) -> int | None:
+    """Returns how many parts a tensor was taken into at `node`, where that depends on values of tensors.
+
+    Example:
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> class Loop(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return sum(x[i] for i in (x > 0).nonzero())
+        >>> nodes = PatchableGraph(Loop(), torch.ones(3)).nodes.root.nodes
+        >>> [part_count_by_values(node) for node in nodes if node.op == "unbind"]
+        [3]
+    """
+    if node.op not in PARTS or node.kind != "op" or not isinstance(node.spec, ContainerSpec):
+        return None
+    return len(node.spec.children) if comes_of_values(node) else None
+
+
+def comes_of_values(node: Node) -> bool:
+    """Whether the tensor that `node` is made from, as its first argument, has a shape that depends on values."""
+    while (ref := next(refs_in(node.args), None)) is not None and ref.node is not node:
+        node = ref.node
+        if is_sized_by_values(node):
+            return True
+    return False
+
+
+def is_sized_by_values(node: Node) -> bool:
+    """Whether the function called at `node` gives as many entries as the values of its arguments say."""
+    if node.op in _SIZED_BY_VALUES or (node.op == "where" and len(node.args) == 1):
+        return True
+    if node.op != "getitem":
+        return False
+    indices = (found.node.spec for found in list(refs_in(node.args))[1:])
+    return any(isinstance(index, TensorSpec) and index.dtype in _BOOLS for index in indices)
+
+
+_BOOLS = (torch.bool, torch.uint8)

@@ -1,4 +1,4 @@
-"""Why a graph, a record of one run, may not do what its module does: typed reasons, of which `str` makes text."""
+"""Why a graph, a record of one run, may not do what its module does: typed reasons; `str` returns their text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Reason(enum.Enum):
     """A kind of doubt; its value is what a message says of the module."""
 
     READS_VALUE = "reads a value into Python ({what}: {line})"
-    COUNTS_PARTS = "reads a value into Python ({what}: it goes on with as many parts as values say)"
-    USES_OBJECT = "uses an object ({what}) that is none of its inputs"
-    IS_GIVEN_OBJECT = "it is given an object ({what}), and what is in that cannot be seen"
+    COUNTS_PARTS = "reads a value into Python ({what}: the number of parts depends on values)"
+    USES_OBJECT = "uses an object ({what}) that is not one of its inputs"
+    IS_GIVEN_OBJECT = "it is given an object ({what}), whose contents are unknown"
     HOOKS_ARE_LEFT_OUT = "hooks on a {what} that it calls would not run"
     HOLDS_UNKNOWN_VALUE = "it uses a value ({what}) that is neither made in it nor held by its module or its code"
-    SWITCHES_MODES = "switches autocast or inference mode, of which a graph knows nothing"
+    SWITCHES_MODES = "switches autocast or inference mode, which a graph does not record"
     HANDLES_ERROR = "a call of {what!r} raised, and was handled"
     WRITES_PARAMETER = "writes into a parameter ({what})"
     ROUNDS = (

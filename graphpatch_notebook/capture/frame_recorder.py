@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,19 @@ from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
 from graphpatch_notebook.capture.bytecode import Assigned
-from graphpatch_notebook.capture.containers import map_leaves
+from graphpatch_notebook.capture.data_loops import part_count_by_values
 from graphpatch_notebook.capture.doubts import Doubt, Reason
 from graphpatch_notebook.capture.functions import METADATA_READS, SIZE_READS, VALUE_READS
-from graphpatch_notebook.capture.identity import alias, memory_of, still_used, weak
+from graphpatch_notebook.capture.held_values import (
+    alias,
+    find_source,
+    held_tensors,
+    memory_of,
+    plain_tensors,
+    still_used,
+    tensor_flags,
+    weak,
+)
 from graphpatch_notebook.capture.quantization.packed_weights import held_by
 from graphpatch_notebook.capture.records import (
     CallNode,
@@ -30,12 +39,14 @@ from graphpatch_notebook.capture.records import (
     Site,
     Structure,
     ValueRead,
+    map_leaves,
 )
 from graphpatch_notebook.capture.sizes import Size
-from graphpatch_notebook.capture.tensor_sources import find_source, held_tensors, plain_tensors, tensor_flags
-from graphpatch_notebook.capture.value_sizes import part_count_by_values
 from graphpatch_notebook.torch_compat import is_fully_sharded
 from graphpatch_notebook.values import ContainerSpec, Key, ScalarSpec, ValueSpec, children, describe, readable_children
+
+if TYPE_CHECKING:
+    from graphpatch_notebook.capture.recorder import Recorder
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, Module,
@@ -45,30 +56,10 @@ _OF_THE_MODEL = ("parameter", "buffer", "attribute")
 _EMPTY = inspect.Parameter.empty
 
 
-class FrameStack(Protocol):
-    """What a frame needs of the recorder.
-
-    Attributes:
-        stack: The frames that run at this moment, innermost last.
-        owners: The nodes whose values lie in the same memory, by its address: of what lies there now.
-        freed_later: The addresses of weights that are gathered for a call only.
-        held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
-        kept_sizes: Sizes that were still in use when their frame was over.
-    """
-
-    stack: list[FrameRecorder]
-    owners: dict[int, list[Node]]
-    freed_later: set[int]
-    held: dict[int, tuple[Tensor, Tensor]]
-    kept_sizes: list[Size]
-
-    def original(self, value: Any) -> Any: ...
-
-
 class FrameRecorder:
     """The frame being recorded: its record, and for each live value the node that it came from."""
 
-    def __init__(self, record: Frame, recorder: FrameStack) -> None:
+    def __init__(self, record: Frame, recorder: Recorder) -> None:
         self.record = record
         self.recorder = recorder
         self.wants_ops = True
@@ -106,7 +97,7 @@ class FrameRecorder:
         return self._lookup(value) is not None
 
     def alias_of(self, value: Tensor) -> Tensor:
-        """Returns an alias of a tensor that was given and handed back, so that the two can be told apart."""
+        """Returns an alias of a tensor that a call received and returned, to distinguish the two values."""
         result, original = alias(value), self.recorder.original(value)
         node = self.node_of(value)
         # The model may put the alias where it had the tensor: `self.table = self.table.to(device)`. Both live anyway.
@@ -141,7 +132,7 @@ class FrameRecorder:
             self.register(child, node, (*dig, key))
 
     def _own(self, value: Any, node: Node) -> None:
-        """Notes in which memory the value of `node` lies."""
+        """Notes which memory the value of `node` uses."""
         if isinstance(value, Tensor):
             if (memory := memory_of(value)) is not None:
                 self.recorder.owners.setdefault(memory, []).append(node)
@@ -169,7 +160,7 @@ class FrameRecorder:
         return self._object_from_elsewhere(leaf)
 
     def _is_unchanged(self, known: Ref, inside: list[tuple[Key, Any]]) -> bool:
-        """Whether a container still holds what it held when it came up: some models assign into a child's output."""
+        """Whether a container still holds what it held when it was recorded: models assign into a child's output."""
         return all(
             self._lookup(child) == Ref(known.node, (*known.dig, key))
             for key, child in inside
@@ -205,7 +196,7 @@ class FrameRecorder:
         return Ref(node)
 
     def notice_switches(self) -> None:
-        """Notes a doubt where the frame's code has switched something that no torch call tells of."""
+        """Notes a doubt if the frame's code switched a mode, which torch functions do not show."""
         if _switches() != self._switches:
             self.doubt(Reason.SWITCHES_MODES)
 
@@ -215,7 +206,7 @@ class FrameRecorder:
             self.record.doubts.append(doubt)
 
     def pass_through(self, value: Any, result: Any) -> None:
-        """Notes that `result` is `value` on another device: the machinery that moves it is no part of the model."""
+        """Notes that `result` is `value` on another device: the code that moves it is not part of the model."""
         ref = self._lookup(value)
         if ref is not None and isinstance(result, Tensor):
             self.register(result, ref.node, ref.dig)
@@ -225,7 +216,7 @@ class FrameRecorder:
     def add_inputs(self, bound: dict[str, Any]) -> dict[str, Any]:
         """Adds a node for each parameter of `forward`; returns the values that `forward` is to be given."""
         given = dict(bound)
-        self.record.conditions.input_flags = tensor_flags(bound)
+        self.record.conditions.input_flags = tensor_flags(bound.values())
         for parameter in self.record.parameters:
             default = None if parameter.default is _EMPTY else parameter.default
             value = bound.get(parameter.name, default)
@@ -275,7 +266,7 @@ class FrameRecorder:
     # -- ops and calls -------------------------------------------------------------------------------------------------
 
     def count(self, site: Site) -> int:
-        """Returns how often `site` came up before in this frame, and counts."""
+        """Returns how often `site` ran before in this frame, and counts."""
         before = self._occurrences.get(site, 0)
         self._occurrences[site] = before + 1
         return before
@@ -303,7 +294,7 @@ class FrameRecorder:
         self.doubt(Reason.HANDLES_ERROR, str(call.target))
 
     def forget_old_owners(self, arguments: Any, result: Any) -> None:
-        """Notes that the memory of a new tensor, which shares none with the arguments, is no longer its old owners'."""
+        """Notes that the memory of a new tensor, which the arguments do not share, left its old owners."""
         theirs = {memory_of(tensor) for tensor in plain_tensors(arguments)}
         for tensor in plain_tensors(result):
             memory = memory_of(tensor)
@@ -364,7 +355,7 @@ class FrameRecorder:
         return result
 
     def _mark_mutated(self, tensor: Tensor) -> None:
-        """Marks the nodes whose values change with `tensor`: all that came up in its memory, in whatever frame."""
+        """Marks the nodes whose values change with `tensor`: those that use its memory, in any frame."""
         for node in self.recorder.owners.get(memory_of(tensor) or 0, ()):
             node.is_mutated_later = True
         if tensor._is_view():
@@ -416,13 +407,13 @@ class FrameRecorder:
 
 
 def _held_spec(module: Module, attribute_path: str, tensor: Tensor) -> ValueSpec:
-    """Returns what is known of a tensor that `module` holds; of a packed weight, what it stands for."""
+    """Returns what is known of a tensor that `module` holds; of a packed weight, the weight that it represents."""
     packed = held_by(module, attribute_path)
     return describe(tensor) if packed is None else packed[0].spec(packed[1])
 
 
 def _switches() -> tuple[bool, ...]:
-    """Returns the switches of torch that no torch call tells of."""
+    """Returns the modes of torch that torch functions do not show."""
     return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.is_inference_mode_enabled()
 
 

@@ -1,4 +1,8 @@
-"""What modules hold: one walk over their attributes, and what the containers and plain objects among them hold."""
+"""What modules hold, where it is, and which tensor is which.
+
+`Walk` finds what is in the attributes of modules, in containers and in plain objects; `find_source` where a tensor that
+no op made is held; `alias`, `memory_of` and `still_used` distinguish tensors that share memory.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,26 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.torch_compat import is_fully_sharded
+from graphpatch_notebook.capture.records import Kind
+from graphpatch_notebook.torch_compat import is_fully_sharded, without_torch_functions
+from graphpatch_notebook.values import readable_children
 
 MANY = 1000
-"""Items of larger containers are not looked into: these are data."""
+"""Larger containers are data: their items are not searched."""
 
 NOT_STATE = ("forward", "_old_forward", "_hf_hook")
-"""Forwards are swapped by this very package; the hook of accelerate keeps account of what it loaded."""
+"""This package swaps forwards; the hook of accelerate records what it loaded."""
 
 
-class _Way(enum.Enum):
-    """What there is to look at in values of one class."""
+class _Contents(enum.Enum):
+    """How values of one class are searched."""
 
     NOTHING, MODULE, TENSOR, ARRAY, GENERATOR, CONTAINER, FIXED, OBJECT = range(8)
 
@@ -34,31 +40,33 @@ PLAIN_VALUES: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 DICTS = frozenset({dict, OrderedDict})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 6
-# Their insides are not for others to write into: the program shares them, or other libraries keep account in them.
+# Models do not write into these: the whole program shares them, or other libraries keep their records in them.
 _CLOSED = (type, types.ModuleType, enum.Enum, bytes, weakref.ProxyType)
 _CLOSED_PACKAGES = ("torch.fx", "torch.distributed", "bitsandbytes", "logging", "threading", "asyncio", "concurrent")
-_ways: dict[type, _Way] = dict.fromkeys([*PLAIN_VALUES, bytes, torch.dtype, torch.device, torch.Size], _Way.NOTHING)
+_ways: dict[type, _Contents] = dict.fromkeys(
+    [*PLAIN_VALUES, bytes, torch.dtype, torch.device, torch.Size], _Contents.NOTHING
+)
 
 
-def _way(kind: type) -> _Way:
-    """Returns what there is to look at in values of a class."""
+def _way(kind: type) -> _Contents:
+    """Returns how values of a class are searched."""
     if kind not in _ways:
         if issubclass(kind, Tensor):
-            way = _Way.TENSOR
+            way = _Contents.TENSOR
         elif issubclass(kind, Module):
-            way = _Way.MODULE
+            way = _Contents.MODULE
         elif _is_generator(kind):
-            way = _Way.GENERATOR
+            way = _Contents.GENERATOR
         elif issubclass(kind, (list, dict, set, deque)):
-            way = _Way.CONTAINER
+            way = _Contents.CONTAINER
         elif issubclass(kind, (tuple, frozenset)):
-            way = _Way.FIXED
+            way = _Contents.FIXED
         elif "numpy" in sys.modules and issubclass(kind, sys.modules["numpy"].ndarray):
-            way = _Way.ARRAY
+            way = _Contents.ARRAY
         elif issubclass(kind, _CLOSED) or kind.__module__.startswith(_CLOSED_PACKAGES) or _is_callable(kind):
-            way = _Way.NOTHING
+            way = _Contents.NOTHING
         else:
-            way = _Way.OBJECT
+            way = _Contents.OBJECT
         _ways[kind] = way
     return _ways[kind]
 
@@ -67,12 +75,12 @@ def _is_callable(kind: type) -> bool:
     return any("__call__" in base.__dict__ for base in kind.__mro__)
 
 
-Place: TypeAlias = "tuple[Any, Any, Module | None, str]"
+Holder: TypeAlias = "tuple[Any, Any, Module | None, str]"
 """Something that holds values, a copy of it that holds the same, the module in which it is, and its name there."""
 
 
 class Walk:
-    """Finds what modules, or other values, hold: looks into attributes, containers and plain objects.
+    """Finds what modules, or other values, hold: searches attributes, containers and plain objects.
 
     Args:
         start: Where to begin.
@@ -87,9 +95,9 @@ class Walk:
     """
 
     def __init__(self, start: Iterable[Any]) -> None:
-        self.places: list[Place] = []
+        self.places: list[Holder] = []
         self.empty: list[Any] = []
-        self.slotted: list[Place] = []
+        self.slotted: list[Holder] = []
         self.tensors: list[tuple[Tensor, Module | None, str]] = []
         self.generators: list[Any] = []
         self.spans: dict[int, tuple[slice, slice, slice]] = {}
@@ -136,28 +144,28 @@ class Walk:
 
     def _look(self, name: str, value: Any, module: Module | None, depth: int) -> None:
         way = _ways.get(type(value)) or _way(type(value))
-        if way is _Way.NOTHING or id(value) in self.seen or depth > _DEEPEST:
+        if way is _Contents.NOTHING or id(value) in self.seen or depth > _DEEPEST:
             return
-        if way is _Way.MODULE:
+        if way is _Contents.MODULE:
             self._modules.append(value)
             return
         self.seen.add(id(value))
-        if way is _Way.GENERATOR:
+        if way is _Contents.GENERATOR:
             if is_own_generator(value):
                 self.generators.append(value)
-        elif way is _Way.ARRAY:
+        elif way is _Contents.ARRAY:
             if value.flags.writeable and value.dtype.kind in "biufc":
                 self.tensors.append((torch.from_numpy(value), module, name))
-        elif way is _Way.TENSOR:
+        elif way is _Contents.TENSOR:
             self.tensors.append((value, module, name))
             if attributes := _attributes_of(value):
                 self._look_into(name, attributes, module, depth)
         else:
-            if way is _Way.OBJECT and (slots := slots_of(value)):
+            if way is _Contents.OBJECT and (slots := slots_of(value)):
                 self.slotted.append((value, slots, module, name))
                 for key, item in slots.items():
                     self._look(f"{name}.{key}", item, module, depth + 1)
-            self._look_into(name, _attributes_of(value) if way is _Way.OBJECT else value, module, depth)
+            self._look_into(name, _attributes_of(value) if way is _Contents.OBJECT else value, module, depth)
 
     def _look_into(self, name: str, container: Any, module: Module | None, depth: int) -> None:
         if not container:
@@ -185,7 +193,7 @@ def state_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
 def _attributes_of(value: Any) -> Any:
     try:
         found = value.__dict__
-    except Exception:  # it has none, or stands for something that is gone
+    except Exception:  # it has none, or is a proxy of something that is gone
         return None
     return found if type(found) is dict else None
 
@@ -203,7 +211,7 @@ def is_offloaded(module: Module) -> bool:
 
 def is_own_generator(value: Any) -> bool:
     """Whether a value is a random generator, or an iterator, and none of those that all code shares."""
-    return _way(type(value)) is _Way.GENERATOR and not any(value is shared for shared in _shared_generators())
+    return _way(type(value)) is _Contents.GENERATOR and not any(value is shared for shared in _shared_generators())
 
 
 def _shared_generators() -> list[Any]:
@@ -217,3 +225,199 @@ def _is_generator(kind: type) -> bool:
     return issubclass(kind, (Iterator, torch.Generator, random.Random, *kinds)) and not issubclass(
         kind, random.SystemRandom
     )
+
+
+# -- modules, and the tensors in them ----------------------------------------------------------------------------------
+
+
+class TensorSource(NamedTuple):
+    """A tensor that a module holds: its kind, and its attribute path from the frame's module."""
+
+    kind: Kind
+    attribute_path: str
+
+
+def find_source(module: Module, tensor: Tensor) -> TensorSource | None:
+    """Returns where `module`, or a module inside it, holds this tensor object."""
+    own = _held_by(module, tensor)
+    if own is not None:
+        return own
+    for path, submodule in registered_modules(module):
+        if submodule is not module and (found := _held_by(submodule, tensor)) is not None:
+            return TensorSource(found.kind, f"{path}.{found.attribute_path}")
+    return None
+
+
+def _held_by(module: Module, tensor: Tensor) -> TensorSource | None:
+    for name, parameter in module._parameters.items():
+        if parameter is tensor:
+            return TensorSource("parameter", name)
+    for name, buffer in module._buffers.items():
+        if buffer is tensor:
+            return TensorSource("buffer", name)
+    for name, value in module.__dict__.items():
+        if value is tensor:
+            return TensorSource("attribute", name)
+    return None
+
+
+def held_tensors(module: Module) -> Iterator[tuple[TensorSource, Tensor]]:
+    """Yields all tensors that `module` itself holds, and can be run with others: parameters, buffers, attributes."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield TensorSource("parameter", name), parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield TensorSource("buffer", name), buffer
+    for name, value in module.__dict__.items():
+        if isinstance(value, Tensor):
+            yield TensorSource("attribute", name), value
+
+
+def reachable_modules(root: Module) -> list[Module]:
+    """Returns all modules that can be reached from `root`: registered ones, and those in plain lists and dicts."""
+    found: dict[int, Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in found:
+            continue
+        found[id(module)] = module
+        waiting.extend(child for child in module._modules.values() if child is not None)
+        waiting.extend(child for _, child in unregistered_modules(module))
+    return list(found.values())
+
+
+def registered_modules(module: Module) -> Iterator[tuple[str, Module]]:
+    """Yields `module` and all modules in it, each with its shortest attribute path: that is what code writes."""
+    waiting = deque([("", module)])
+    seen: set[int] = set()
+    while waiting:
+        path, current = waiting.popleft()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield path, current
+        waiting.extend((f"{path}.{n}" if path else n, m) for n, m in current._modules.items() if m is not None)
+
+
+def unregistered_modules(module: Module) -> Iterator[tuple[str, Module]]:
+    """Yields the modules that `module` holds in plain attributes, and lists, tuples and dicts of these."""
+    for name, value in module.__dict__.items():
+        if type(value) in PLAIN_VALUES or name == "_modules" or (type(value) in DICTS and not value):
+            continue
+        if isinstance(value, Module):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Module))
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in value.items() if isinstance(item, Module))
+
+
+class AttributePaths:
+    """Attribute paths between modules, for naming calls."""
+
+    def __init__(self, root: Module) -> None:
+        self._root = root
+        self._maps: dict[int, dict[int, str]] = {}
+
+    def path(self, module: Module, child: Module) -> str:
+        """Returns how `module`'s code would write `child`; from the root if `child` is elsewhere."""
+        inside = self._inside(module)
+        if child is not module and (path := inside.get(id(child))):
+            return path
+        from_root = self._inside(self._root).get(id(child), "")
+        if child is module:  # recursion: it is known by its own name
+            from_root = from_root.rsplit(".", 1)[-1]
+        return from_root or type(child).__name__.lower()
+
+    def _inside(self, module: Module) -> dict[int, str]:
+        known = self._maps.get(id(module))
+        if known is None:
+            known = self._maps[id(module)] = {id(child): path for path, child in registered_modules(module)}
+            for prefix, holder in registered_modules(module):
+                for name, child in unregistered_modules(holder):
+                    known.setdefault(id(child), f"{prefix}.{name}" if prefix else name)
+        return known
+
+
+def tensor_flags(values: Iterable[Any]) -> tuple[tuple[bool, bool], ...]:
+    """Returns for each tensor in some values whether it requires gradients, and whether it is contiguous."""
+    tensors: list[Tensor] = []
+    _collect_deep(values, tensors)
+    with without_torch_functions():  # a tensor's own class may refuse to answer
+        return tuple((t.requires_grad, t.layout is torch.strided and t.is_contiguous()) for t in tensors)
+
+
+def _collect_deep(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) not in PLAIN_VALUES:
+            _collect_deep((child for _, child in readable_children(value) or ()), found)
+
+
+def plain_tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors in a value and in the tuples, lists and dicts that it is made of."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            _collect(item, found)
+
+
+# -- which tensor is which ---------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Returns another tensor object over the same memory, or the same one where torch cannot make one."""
+    if type(tensor) is not Tensor:  # a parameter must stay one: code may put it back into its module
+        return tensor
+    try:
+        return tensor.view_as(tensor)
+    except RuntimeError:
+        return tensor
+
+
+def memory_of(value: Any) -> int | None:
+    """Returns the address of the memory of a tensor; `None` if it has none of its own."""
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return value.untyped_storage().data_ptr() or None
+    except Exception:  # sparse, not initialised yet, some subclasses
+        return None
+
+
+def weak(value: Any) -> Callable[[], Any]:
+    """Returns what gives `value`, weakly where Python can refer to it so."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def still_used(values: list[T], holders: int = 1) -> list[T]:
+    """Returns the values of a list that something outside of it refers to.
+
+    Args:
+        values: The values.
+        holders: How many references of the caller each of them has, the list included.
+    """
+    counts = [sys.getrefcount(value) for value in values]
+    own = next(sys.getrefcount(value) for value in [object()]) + holders - 1
+    return [value for value, count in zip(values, counts, strict=True) if count > own]

@@ -1,17 +1,28 @@
-"""Binds the arguments of a call to the parameters of `forward`, and back."""
+"""The arguments of `forward`: bound to its parameters, taken apart and put together again; and those of the example."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from graphpatch_notebook.capture.records import Frame, InputParameter
-from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, rebuilt, rebuilt_sequence
+from graphpatch_notebook.torch_compat import version_of, without_torch_functions
+from graphpatch_notebook.values import (
+    ContainerSpec,
+    ScalarSpec,
+    TensorSpec,
+    ValueSpec,
+    key_text,
+    readable_children,
+    rebuilt,
+    rebuilt_sequence,
+)
 
 _EMPTY = inspect.Parameter.empty
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -32,7 +43,7 @@ def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(forward)
-    except (TypeError, ValueError):  # a forward written in C tells nothing
+    except (TypeError, ValueError):  # a forward written in C has no signature
         return inspect.Signature(
             [
                 inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -141,7 +152,7 @@ def _fits(new_args: list[Any], args: tuple[Any, ...], parameter: inspect.Paramet
 
 
 class UnknownInputError(Exception):
-    """An input of the example was an object, of which nothing was kept (caught inside the package)."""
+    """An input of the example was an object, which was not kept (caught inside the package)."""
 
 
 def call_like(
@@ -191,3 +202,95 @@ def _made(
         items = [_made(f"{name}|{text}", child, tensor, number) for text, _, child in spec.children]
         return rebuilt(spec.type, [key for _, key, _ in spec.children], items)
     raise UnknownInputError(f"its input {name!r} is an object ({spec}), which cannot be made up")
+
+
+# -- example inputs ----------------------------------------------------------------------------------------------------
+
+
+_MOST = 10_000
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_Marks: TypeAlias = "dict[str, tuple[Any, ...]]"
+
+
+class ExampleInputs:
+    """References to the example inputs of a graph. Nothing is copied.
+
+    Make it before the inputs are used: what the capture itself changes (a cache that grows) is a change, too.
+
+    Attributes:
+        args: The positional ones.
+        kwargs: Those by keyword.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self._marks = self._look()
+
+    def change(self) -> str | None:
+        """Returns what is different from what it was when this object was made, in words; `None`: nothing.
+
+        Seen are writes into tensors that torch counts (not those through `.data`, numpy, or into inference tensors),
+        and what containers, and objects such as caches, hold.
+
+        Example:
+            >>> import torch
+            >>> x = torch.ones(2)
+            >>> inputs = ExampleInputs((x,), {})
+            >>> inputs.change()
+            >>> _ = x.add_(1)
+            >>> inputs.change()
+            'argument 0 was written into'
+        """
+        now = self._look()
+        for where, mark in self._marks.items():
+            if where not in now:
+                return f"{where} is gone"
+            if now[where] != mark:
+                return f"{where} {_difference(mark, now[where])}"
+        more = next((where for where in now if where not in self._marks), None)
+        return None if more is None else f"{more} is new"
+
+    def is_like(self, other: ExampleInputs) -> bool:
+        """Whether another object was made of the same inputs, and nothing had changed in them since."""
+        return self._marks == other._marks
+
+    def _look(self) -> _Marks:
+        named = [*((f"argument {i}", value) for i, value in enumerate(self.args)), *self.kwargs.items()]
+        marks: _Marks = {}
+        seen: set[int] = set()
+        for where, value in named:
+            for inner, mark in _marks_of(where, value, seen):
+                if len(marks) == _MOST:
+                    return marks
+                marks[inner] = mark
+        return marks
+
+
+def _marks_of(where: str, value: Any, seen: set[int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    if isinstance(value, Tensor):
+        with without_torch_functions():  # some subclasses have no shape otherwise: see `describe`
+            mark = ("tensor", id(value), version_of(value), str(tuple(value.shape)), value.requires_grad)
+        yield where, mark
+        return
+    if isinstance(value, _PLAIN):
+        # The text: NaN is not equal to itself, and `1` is equal to `True`.
+        yield where, ("plain", type(value), repr(value))
+        return
+    yield where, ("object", id(value))
+    if id(value) in seen or isinstance(value, (Module, type)) or callable(value):
+        return
+    seen.add(id(value))
+    inside = readable_children(value)
+    if inside is None:
+        inside = list(getattr(value, "__dict__", {}).items())
+    for key, child in inside:
+        yield from _marks_of(f"{where}.{key_text(key)}", child, seen)
+
+
+def _difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
+    if before[:2] != after[:2] or before[0] != "tensor":
+        return f"was {before[2]}, and is {after[2]}" if before[0] == after[0] == "plain" else "is another object"
+    if before[3] != after[3]:
+        return f"had the shape {before[3]}, and has {after[3]}"
+    return "was written into" if before[2] != after[2] else "requires gradients otherwise than before"

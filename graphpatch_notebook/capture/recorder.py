@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -17,16 +18,14 @@ from graphpatch_notebook.capture.call_sites import SiteTable, invoke
 from graphpatch_notebook.capture.custom_graphs import custom_frame_nodes, extracted_graph
 from graphpatch_notebook.capture.decompositions import Decomposition, chosen
 from graphpatch_notebook.capture.doubts import Reason
-from graphpatch_notebook.capture.frame_count import frame_count
 from graphpatch_notebook.capture.frame_recorder import FrameRecorder
 from graphpatch_notebook.capture.functions import function_name, raw_name, writes_in_place
-from graphpatch_notebook.capture.identity import still_used
+from graphpatch_notebook.capture.held_values import AttributePaths, still_used
 from graphpatch_notebook.capture.inputs import bind, input_parameters, signature_of, unbind
 from graphpatch_notebook.capture.naming import name_nodes
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.records import CallNode, CompositeCall, Conditions, Frame, Node, OpNode, Site
 from graphpatch_notebook.capture.sizes import Size
-from graphpatch_notebook.capture.tensor_sources import AttributePaths
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import function_mode_depth, is_overload, version_of
@@ -39,8 +38,34 @@ OpPlace: TypeAlias = "tuple[Site | None, int | None]"
 """The call site of an op, and its occurrence there; `None` for what is not recorded."""
 
 
+class FrameCount:
+    """Counts the frames that captures in its context are done with; may be read from another thread meanwhile.
+
+    Attributes:
+        frames: How many there are so far.
+    """
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+
+frame_count: ContextVar[FrameCount | None] = ContextVar("graphpatch_frame_count", default=None)
+"""Looked at once for each capture: set it before."""
+
+
 class Recorder(TorchFunctionMode):
-    """Records one run of a model. Observes `forward` calls and `autograd.Function.apply` in its context."""
+    """Records one run of a model. Observes `forward` calls and `autograd.Function.apply` in its context.
+
+    Attributes:
+        stack: The frames that run at this moment, innermost last.
+        owners: The nodes whose values are in the same memory, by its address: of what is there now.
+        freed_later: The addresses of weights that are gathered for a call only.
+        held: Aliases of the model's own tensors, by their id, each with the tensor that it is an alias of.
+        kept_sizes: Sizes that were still in use when their frame was over.
+        root_frame: The record, after the run.
+        failures: The frames that could not be recorded, each with the error.
+        unopened: The composite functions that were not opened, by name and reason, each with a frame that calls it.
+    """
 
     def __init__(self, root: Module, options: ExtractionOptions) -> None:
         super().__init__()
@@ -251,7 +276,7 @@ class Recorder(TorchFunctionMode):
             with self.mute():  # it may run the module, or parts of it
                 graph = extracted_graph(extract, module, record.parameters, record.attribute_path_from_root)
         except CaptureError:
-            raise  # a graph that cannot stand for the module is the user's to mend, not to be passed over
+            raise  # a graph that cannot run in place of the module is an error for the user
         except Exception as failure:
             self.failures.append((record, failure))
             record.custom_failure = f"its custom extraction function raised {type(failure).__name__}: {failure}"
@@ -340,7 +365,7 @@ _NO_HOOKS: frozenset[int] = frozenset()
 
 
 def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: Assigned) -> None:
-    """Makes the steps whose values an opened call returned stand for the call: at its site, under its name."""
+    """Gives the steps whose values an opened call returned the site and the name of the call."""
     for position, value in enumerate(result) if isinstance(result, tuple) else [(None, result)]:
         node = frame.node_of(value)
         if not isinstance(node, OpNode) or node.composite is not call or node.is_in_place:
@@ -356,18 +381,18 @@ def _settle(frame: FrameRecorder, call: CompositeCall, result: Any, variable: As
 def _distinct(output: Any, parent: FrameRecorder, seen: set[int]) -> Any:
     """Returns the output of a submodule with an alias of each tensor that the parent knows, or that comes twice.
 
-    So they can be told apart: the submodule may hand back what it was given, alone or in a container. Containers are
+    This distinguishes them: the submodule may return what it was given, alone or in a container. Containers are
     copied then, but for lists and dicts of the parent's own, into which the submodule may have written.
     """
     if isinstance(output, Tensor):
-        is_told = id(output) not in seen and not parent.knows(output)
+        is_distinct = id(output) not in seen and not parent.knows(output)
         seen.add(id(output))
-        return output if is_told else parent.alias_of(output)
+        return output if is_distinct else parent.alias_of(output)
     is_theirs = isinstance(output, (list, dict)) and parent.knows(output)
     if is_theirs or not isinstance(output, (tuple, list, dict)):
         return output
     for key, child in readable_children(output) or ():
-        told = _distinct(child, parent, seen)
-        if told is not child:
-            output = replaced(output, key, told)
+        other = _distinct(child, parent, seen)
+        if other is not child:
+            output = replaced(output, key, other)
     return output

@@ -11,7 +11,7 @@
     │   └── CallNode     a call of a submodule, with its Frame
     └── output           structure of what `forward` returned, over `Ref`s to nodes
 
-Arguments of a node are kept as they were, but for values that have a node: a `Ref` stands there.
+Arguments of a node are kept as they were, with a `Ref` in place of each value that has a node.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch.nn import Module
 
 from graphpatch_notebook.capture.doubts import Doubt
@@ -92,7 +93,7 @@ class CompositeCall:
     Attributes:
         name: The name of the function.
         site: Its call site.
-        occurrence: How often the same call site came up before in its frame, or in the call around it.
+        occurrence: How often the same call site ran before in its frame, or in the call around it.
         outer: The opened call that this one is a step of.
     """
 
@@ -119,7 +120,7 @@ class ValueRead:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for the value of a node of the same frame, or for what lies at `dig` in that value."""
+    """A reference to the value of a node of the same frame, or to the part at `dig` of that value."""
 
     node: Node
     dig: tuple[Key, ...] = ()
@@ -131,6 +132,20 @@ class Structure:
 
     type: type
     children: tuple[tuple[Key, Any], ...]
+
+
+def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Returns `value` with `leaf` applied to all but plain tuples, lists, dicts and slices; containers are new."""
+    kind = type(value)
+    if kind is torch.Size:  # holds integers only, and a leaf may become something else
+        return tuple([leaf(item) for item in value])
+    if kind is tuple or kind is list:
+        return kind([map_leaves(item, leaf) for item in value])
+    if kind is dict:
+        return {key: map_leaves(item, leaf) for key, item in value.items()}
+    if kind is slice:
+        return slice(map_leaves(value.start, leaf), map_leaves(value.stop, leaf), map_leaves(value.step, leaf))
+    return leaf(value)
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
@@ -308,7 +323,7 @@ class CallNode(Node):
 
 @dataclass(slots=True, eq=False)
 class InputParameter:
-    """A parameter of `forward`, as `inspect` tells it: its kind is that of `inspect.Parameter`."""
+    """A parameter of `forward`, as `inspect` describes it; `kind` is that of `inspect.Parameter`."""
 
     name: str
     kind: Any
@@ -366,15 +381,15 @@ class Frame:
         module: The user's module.
         attribute_path: Its attribute path from the module of the calling frame (`h.3`); empty for the root.
         parent: The calling frame.
-        call: The node of the calling frame that stands for this frame; `None` for the root.
+        call: The node of this call in the calling frame; `None` for the root.
         parameters: The parameters of `forward`, each with an `input` node, in order.
         nodes: All nodes in order of execution, inputs first, the output last.
         output: What `forward` returned, with a `Ref` for each value that has a node.
         conditions: What held for the module and its inputs when it was called.
         capture: What is known of the whole capture; all its frames share it.
-        opaque_reason: Why there is no graph of this frame; `None` where there is one. An opaque frame has nodes for
+        opaque_reason: Why this frame has no graph; `None` if it has one. An opaque frame has nodes for
             its boundary only: inputs, parameters, buffers, attributes, submodule calls, output.
-        doubts: Why its graph may not stand for the module on other inputs (it reads a value into Python, ...), or at
+        doubts: Why its graph may differ from the module on other inputs (it reads a value into Python, ...), or at
             all (a value that came by a side channel).
         custom_graph: The graph that a custom extraction function returned.
         is_edited: Whether the user edited the graph of this frame, which is the module from then on.

@@ -37,7 +37,7 @@ class Size(int):
         return size
 
     def release(self) -> None:
-        """Makes it a plain number: its frame is over, and whoever keeps it must not keep the frame."""
+        """Makes it a plain number: its frame is over, and a size that the model keeps must not keep the frame alive."""
         self.owner = self.ref = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 call_signature   does this call look like that one?
 model_state      has the model changed? snapshot, compare, restore
 comparison       do two runs do the same?
-dimensions       which dimension of a value is which? meta_runs: the runs at other sizes that tell
+dimensions       which dimension of a value is which? meta_runs: the runs at other sizes that answer it
 equality         are two values equal, bit for bit?
 sharding         is the model sharded over several processes?
 outer_values     what the code of a module reads from outside of it

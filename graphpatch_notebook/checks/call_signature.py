@@ -38,8 +38,8 @@ from graphpatch_notebook.values import (
 Dimension: TypeAlias = "int | str"
 """A size, or the name of a symbolic one, which is the same wherever it has this name."""
 
-Layout: TypeAlias = "tuple[int, ...] | str | None"
-"""How a tensor lies in memory: contiguous, not contiguous, its strides, or not known."""
+TensorLayout: TypeAlias = "tuple[int, ...] | str | None"
+"""How a tensor is laid out in memory: contiguous, not contiguous, its strides, or not known."""
 
 CONTIGUOUS, NOT_CONTIGUOUS = "contiguous", "not contiguous"
 
@@ -127,13 +127,13 @@ class TensorForm:
     Attributes:
         sizes: Its shape.
         device: Where it is.
-        layout: How it lies in memory.
+        layout: How it is laid out in memory.
         requires_grad: Whether it requires gradients; `None` where that is not known.
     """
 
     sizes: tuple[Dimension, ...]
     device: torch.device
-    layout: Layout = None
+    layout: TensorLayout = None
     requires_grad: bool | None = None
 
 
@@ -195,7 +195,7 @@ class CallSignature:
 
     @property
     def objects(self) -> list[str]:
-        """The classes of the objects among the inputs, of which nothing else is known."""
+        """The classes of the objects among the inputs; nothing else is known of these."""
         leaves = (leaf for name, spec in self.inputs for _, leaf in _leaves(name, spec))
         return [str(leaf) for leaf in leaves if isinstance(leaf, (ObjectSpec, UnknownSpec))]
 
@@ -328,7 +328,7 @@ def _has(value: Any, key: Any) -> bool:
 
 
 def _is_of_class(spec: ContainerSpec, value: Any) -> bool:
-    """Whether a container is of the class that the spec names; in a loaded graph another class stands for it."""
+    """Whether a container is of the class that the spec names; a loaded graph has another class in its place."""
     one, other = type(value), spec.type
     if one is torch.Size or other is torch.Size:  # graphs make tuples of sizes
         return one in _OF_SIZES and other in _OF_SIZES
@@ -338,8 +338,8 @@ def _is_of_class(spec: ContainerSpec, value: Any) -> bool:
 _OF_SIZES = (tuple, torch.Size)
 
 
-def layout_of(tensor: Tensor) -> Layout:
-    """Returns how a tensor lies in memory; strides are 0 where they make no difference."""
+def layout_of(tensor: Tensor) -> TensorLayout:
+    """Returns how a tensor is laid out in memory; strides are 0 where they make no difference."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return NOT_CONTIGUOUS
     if tensor.is_contiguous():
@@ -347,7 +347,7 @@ def layout_of(tensor: Tensor) -> Layout:
     return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _is_same_layout(was: Layout, now: Layout, is_sized: bool) -> bool:
+def _is_same_layout(was: TensorLayout, now: TensorLayout, is_sized: bool) -> bool:
     if was == NOT_CONTIGUOUS:
         return now != CONTIGUOUS
     if is_sized or not isinstance(was, tuple) or not isinstance(now, tuple):

@@ -22,7 +22,7 @@ from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.interrupts import afterwards
 
 
-class Outcome(enum.Enum):
+class ComparisonOutcome(enum.Enum):
     """How two runs compare."""
 
     EQUAL = enum.auto()
@@ -36,7 +36,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """How two runs compare.
 
     Attributes:
@@ -44,21 +44,21 @@ class Comparison:
         detail: Where they differ, which error there was, or why they cannot be compared.
     """
 
-    outcome: Outcome
+    outcome: ComparisonOutcome
     detail: str = ""
 
     @property
     def is_equal(self) -> bool:
         """Whether both do the same, bit for bit."""
-        return self.outcome is Outcome.EQUAL
+        return self.outcome is ComparisonOutcome.EQUAL
 
     @property
     def is_difference(self) -> bool:
         """Whether both ran, and do something else."""
-        return self.outcome in (Outcome.DIFFERENT, Outcome.RAISES)
+        return self.outcome in (ComparisonOutcome.DIFFERENT, ComparisonOutcome.RAISES)
 
     def __str__(self) -> str:
-        return f"its graph raises {self.detail}" if self.outcome is Outcome.RAISES else self.detail
+        return f"its graph raises {self.detail}" if self.outcome is ComparisonOutcome.RAISES else self.detail
 
 
 # A comparison puts buffers and random generators back, which two at a time must not do.
@@ -73,7 +73,7 @@ def compared(
     kwargs: dict[str, Any],
     *,
     within_rounding: bool = False,
-) -> Comparison:
+) -> RunComparison:
     """Compares two runs on copies of the same inputs, and leaves the model and the inputs as they were.
 
     Args:
@@ -106,7 +106,7 @@ def run_and_compare(
     kwargs: dict[str, Any],
     *,
     within_rounding: bool = False,
-) -> tuple[Any, Comparison]:
+) -> tuple[Any, RunComparison]:
     """Returns what `expected` returns on these very inputs, whose effects stay, and how `found` compares with it.
 
     `found` runs on copies, and what it changes is taken back. Takes what `compared` takes.
@@ -120,7 +120,7 @@ def run_and_compare(
         context = copy_context()  # what `expected` puts into context variables is not for `found`, nor the reverse
         result = expected(*args, **kwargs)
         if (change := before.unrepeatable_change()) is not None:
-            return result, Comparison(Outcome.UNREPEATABLE, change)
+            return result, RunComparison(ComparisonOutcome.UNREPEATABLE, str(change))
         after, has_gradients = ModuleState(model), torch.is_grad_enabled()
         with afterwards(after.restore, lambda: torch.set_grad_enabled(has_gradients)):
             before.restore()
@@ -128,7 +128,7 @@ def run_and_compare(
             try:
                 value = context.run(found, *copies[0], **copies[1])
             except Exception as error:
-                return result, Comparison(Outcome.RAISES, first_line(error))
+                return result, RunComparison(ComparisonOutcome.RAISES, first_line(error))
             return result, _comparison(
                 model, after, has_gradients, (value, copies), (result, (args, kwargs)), within_rounding
             )
@@ -136,9 +136,9 @@ def run_and_compare(
 
 def _comparison(
     model: Module, after: ModuleState, has_gradients: bool, found: Any, expected: Any, within_rounding: bool
-) -> Comparison:
+) -> RunComparison:
     if torch.is_grad_enabled() != has_gradients:
-        return Comparison(Outcome.DIFFERENT, "it leaves gradients switched on or off")
+        return RunComparison(ComparisonOutcome.DIFFERENT, "it leaves gradients switched on or off")
     try:
         text = (
             difference(found[0], expected[0], "output", within_rounding=within_rounding)
@@ -146,14 +146,14 @@ def _comparison(
             or ModuleState(model).difference(after)
         )
     except IncomparableError as error:
-        return Comparison(Outcome.NOT_COMPARABLE, str(error))
+        return RunComparison(ComparisonOutcome.NOT_COMPARABLE, str(error))
     except (RuntimeError, NotImplementedError) as error:  # the tensors of `torch.func`
-        return Comparison(Outcome.NOT_COMPARABLE, f"its values cannot be compared ({first_line(error)})")
-    return Comparison(Outcome.EQUAL) if text is None else Comparison(Outcome.DIFFERENT, text)
+        return RunComparison(ComparisonOutcome.NOT_COMPARABLE, f"its values cannot be compared ({first_line(error)})")
+    return RunComparison(ComparisonOutcome.EQUAL) if text is None else RunComparison(ComparisonOutcome.DIFFERENT, text)
 
 
-def _not_copied(error: Exception) -> Comparison:
-    return Comparison(Outcome.NOT_COMPARABLE, f"its inputs cannot be copied ({first_line(error)})")
+def _not_copied(error: Exception) -> RunComparison:
+    return RunComparison(ComparisonOutcome.NOT_COMPARABLE, f"its inputs cannot be copied ({first_line(error)})")
 
 
 def first_line(error: Exception) -> str:

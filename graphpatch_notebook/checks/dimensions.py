@@ -1,6 +1,6 @@
 """Where each dimension of each value comes from: the one place that decides which dimension is which.
 
-When somebody asks for the first time, the captured model runs again at other sizes of its inputs, on the meta device
+At the first question the captured model runs again at other sizes of its inputs, on the meta device
 (`meta_runs`). Each dimension of a value then has a *profile*: its sizes in all these runs. Two dimensions are the same
 one if their profiles are equal. What never changes is the model's own; what changes follows the inputs (as one of their
 sizes, or a product, a sum, a rounding up of these), or the values of tensors.
@@ -17,21 +17,21 @@ from typing import TypeAlias, TypeGuard
 
 import torch
 
+from graphpatch_notebook.capture.data_loops import is_sized_by_values
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, CallNode, Frame, Node, Ref, refs_in
-from graphpatch_notebook.capture.value_sizes import is_sized_by_values
-from graphpatch_notebook.checks.meta_runs import MetaRunError, Shapes, input_shapes, run_on_meta
+from graphpatch_notebook.checks.meta_runs import InputShapes, MetaRunError, input_shapes, run_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, TensorSpec, ValueSpec, describe, leaves
 
-Place: TypeAlias = "tuple[int, int]"
+InputDim: TypeAlias = "tuple[int, int]"
 """A dimension of the inputs: the number of the tensor among them, and the position in its shape; see `input_shapes`."""
 
 Profile: TypeAlias = "tuple[int, ...]"
 """The sizes of one dimension: in the capture, and in each of the runs at other sizes."""
 
-Inputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
+CallInputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
 """The arguments of a `forward`, positional and by keyword."""
 
 
@@ -80,10 +80,10 @@ class Dimensions:
         self._tensor_count = sum(
             isinstance(leaf, TensorSpec) for node in root.inputs() for _, leaf in leaves(node.spec)
         )
-        self.groups: list[list[Place]] = []
+        self.groups: list[list[InputDim]] = []
         self.reason: str | None = None
         self._values_runs: list[int] = []
-        self._rejected: list[Place] = []
+        self._rejected: list[InputDim] = []
         self._profiles: dict[int, tuple[Profile, ...]] = {}
         self._reordered: dict[int, set[Profile]] | None = None
         self._is_far = False
@@ -103,7 +103,7 @@ class Dimensions:
         is_alone = len(places) <= _FEW
         rejected = [place for place in places if not (is_alone and self._vary([place]))]
         for is_tied in (lambda a, b: self._size(a) == self._size(b) and a[1] == b[1], self._have_one_size):
-            tied: list[list[Place]] = []
+            tied: list[list[InputDim]] = []
             for place in rejected:
                 group = next((group for group in tied if is_tied(group[0], place)), None)
                 tied.append([place]) if group is None else group.append(place)
@@ -119,13 +119,13 @@ class Dimensions:
         if any(type(read.value) is int for read in reads) and self._run(self._sizes[0], more=1):
             self._values_runs.append(len(self._sizes) - 1)
 
-    def _size(self, place: Place) -> int:
+    def _size(self, place: InputDim) -> int:
         return self._sizes[0][place[0]][place[1]]
 
-    def _have_one_size(self, one: Place, other: Place) -> bool:
+    def _have_one_size(self, one: InputDim, other: InputDim) -> bool:
         return self._size(one) == self._size(other)
 
-    def _vary(self, places: list[Place]) -> bool:
+    def _vary(self, places: list[InputDim]) -> bool:
         """Runs the model with other sizes at `places`; says whether it could."""
         size = self._size(places[0])
         if not any(self._run(self._at(places, other)) for other in (2 * size + 3, size + 1, size - 1) if other > 0):
@@ -153,13 +153,15 @@ class Dimensions:
                 any(self._run(self._at([place], 2 * self._size(place)), flipped=flag) for flag in flags)
         return True
 
-    def _at(self, places: list[Place], size: int) -> list[list[int]]:
+    def _at(self, places: list[InputDim], size: int) -> list[list[int]]:
         shapes = [list(shape) for shape in self._sizes[0]]
         for number, dim in places:
             shapes[number][dim] = size
         return shapes
 
-    def _run(self, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None) -> bool:
+    def _run(
+        self, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
+    ) -> bool:
         try:
             found = run_on_meta(self._root, shapes, more_entries, more, flipped)
         except MetaRunError:
@@ -170,7 +172,7 @@ class Dimensions:
 
     def _suppose(self) -> None:
         """Takes dimensions of one size at one position for one, as nothing can be tried."""
-        groups: dict[Place, list[Place]] = {}
+        groups: dict[InputDim, list[InputDim]] = {}
         for number, shape in enumerate(self._sizes[0]):
             for dim, size in enumerate(shape):
                 groups.setdefault((size, dim), []).append((number, dim))
@@ -206,7 +208,7 @@ class Dimensions:
         return tuple(map(self._coinciding, spec.shape)) if known is None else known
 
     def is_known(self, spec: TensorSpec) -> bool:
-        """Whether more than sizes that coincide tells of the dimensions of a value."""
+        """Whether the dimensions of a value are known from more than sizes that coincide."""
         return id(spec) in self._profiles
 
     def follows_inputs(self, profile: Profile) -> bool:
@@ -296,7 +298,7 @@ class Dimensions:
     def _order(self, frame: Frame) -> None:
         """Follows what is sorted from where it is: into modules that are called, not out of the frame that sorts it.
 
-        Whoever sorts rows puts them back before returning them.
+        Code that sorts rows puts them back before it returns them.
         """
         assert self._reordered is not None
         for node in frame.nodes:
@@ -364,7 +366,7 @@ def _tensors(spec: ValueSpec) -> list[TensorSpec]:
     return [leaf for _, leaf in leaves(spec) if isinstance(leaf, TensorSpec)]
 
 
-def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: Inputs | None = None) -> str | None:
+def shape_problem(frame: Frame, spec: ValueSpec, shape: torch.Size, inputs: CallInputs | None = None) -> str | None:
     """Returns in words how `shape` differs from what was captured, or `None` where it may differ like that.
 
     Args:
@@ -421,7 +423,7 @@ def _size_problem(known: Dimensions, spec: TensorSpec, shape: torch.Size) -> str
     return None
 
 
-def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inputs: Inputs) -> str | None:
+def _problem_beside_cache(frame: Frame, spec: TensorSpec, shape: torch.Size, inputs: CallInputs) -> str | None:
     """Returns in words how a shape differs in a frame that is given an object, such as a cache; `None` where it may.
 
     There, one step may do under a name what another one does not: pack the heads that share keys into the sequence,

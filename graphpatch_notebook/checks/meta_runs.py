@@ -22,21 +22,20 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from graphpatch_notebook.capture import record
-from graphpatch_notebook.capture.containers import map_leaves
-from graphpatch_notebook.capture.forward_swap import innermost_forward
+from graphpatch_notebook.capture.data_loops import is_sized_by_values
 from graphpatch_notebook.capture.functions import VALUE_READS, raw_name
+from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.inputs import call_like
+from graphpatch_notebook.capture.observers import innermost_forward
 from graphpatch_notebook.capture.quantization.packed_weights import packing_of
 from graphpatch_notebook.capture.recorder import OpPlace, Recorder
-from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead
-from graphpatch_notebook.capture.tensor_sources import reachable_modules
-from graphpatch_notebook.capture.value_sizes import is_sized_by_values
+from graphpatch_notebook.capture.records import CallNode, CompositeCall, Frame, Node, Site, ValueRead, map_leaves
 from graphpatch_notebook.checks.sharding import communicates
 from graphpatch_notebook.options import ExtractionOptions
 from graphpatch_notebook.torch_compat import without_torch_functions
 from graphpatch_notebook.values import ContainerSpec, ScalarSpec, TensorSpec, ValueSpec, leaves
 
-Shapes: TypeAlias = "Sequence[Sequence[int]]"
+InputShapes: TypeAlias = "Sequence[Sequence[int]]"
 """The shapes of the tensors among the inputs of the root, in order, and then the whole numbers among them."""
 
 META = torch.device("meta")
@@ -49,7 +48,7 @@ class MetaRunError(Exception):
 
 
 def run_on_meta(
-    root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
+    root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
 ) -> dict[int, ValueSpec]:
     """Returns what the captured nodes hold when the inputs have other shapes, by the ids of the nodes.
 
@@ -61,13 +60,13 @@ def run_on_meta(
         flipped: What the example gave to the one flag that is given the other way round.
 
     Raises:
-        MetaRunError: It cannot be told.
+        MetaRunError: The model cannot run like that.
     """
     return dict(_matched(root, recorded_on_meta(root, shapes, more_entries, more, flipped)))
 
 
 def recorded_on_meta(
-    root: Frame, shapes: Shapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
+    root: Frame, shapes: InputShapes, more_entries: int = 0, more: int = 0, flipped: ScalarSpec | None = None
 ) -> Frame:
     """Returns the record of such a run. Takes and raises what `run_on_meta` does."""
     if communicates(root):  # a copy shares the hooks that do it, and what they know of the weights
@@ -90,7 +89,7 @@ def recorded_on_meta(
     return result[0]
 
 
-def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: ScalarSpec | None) -> Frame:
+def _run(root: Frame, shapes: InputShapes, more_entries: int, more: int, flipped: ScalarSpec | None) -> Frame:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model, copies = _copied(root)
@@ -105,7 +104,7 @@ def _run(root: Frame, shapes: Shapes, more_entries: int, more: int, flipped: Sca
             lambda spec: next(numbers)[0] if _is_size(spec) else not spec.value if spec is flipped else spec.value,
         )
         with _OnMeta(specs[0].device if specs else torch.device("cpu")):
-            return record(_Replay(model, root, more_entries, more), args, kwargs)
+            return record(_MetaRecorder(model, root, more_entries, more), args, kwargs)
 
 
 def input_shapes(root: Frame) -> list[list[int]]:
@@ -157,7 +156,7 @@ def _copied(root: Frame) -> tuple[Module, dict[int, Any]]:
 
 
 def _is_machinery(hook: Callable[..., Any]) -> bool:
-    """Whether a hook belongs to how the model works: what users' hooks do is no business of a run without values."""
+    """Whether a hook belongs to how the model works: users' hooks do not run without values."""
     return str(getattr(hook, "__module__", "")).split(".")[0] in ("torch", "transformers", "accelerate")
 
 
@@ -165,7 +164,7 @@ def _is_machinery(hook: Callable[..., Any]) -> bool:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Keeps tensors without values on the meta device, while the model is told that they are on `device`.
+    """Keeps tensors without values on the meta device, and reports `device` as their device to the model.
 
     What the model makes of plain numbers is made as ever: a table, say, that it keeps somewhere for the next run.
     """
@@ -229,7 +228,7 @@ def _any_index(value: Any) -> Any:
 _TRUTHS = (torch.bool, torch.uint8)
 
 
-class _Replay(Recorder):
+class _MetaRecorder(Recorder):
     """Records a run in which the values that go into Python are those of the capture."""
 
     def __init__(self, model: Module, captured: Frame, more_entries: int, more: int) -> None:
@@ -284,7 +283,7 @@ class _Replay(Recorder):
 
 
 def _count(node: Node) -> int:
-    """Returns how many entries there were where values tell their number."""
+    """Returns how many entries there were, where values decide that."""
     spec = node.spec
     while isinstance(spec, ContainerSpec) and spec.children:
         spec = spec.children[0][2]
@@ -297,7 +296,7 @@ def _count(node: Node) -> int:
 
 
 def _sized(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> Any:
-    """Returns what a function gives of which values tell how many entries that has."""
+    """Returns a result of `count` entries, for a function whose values decide how many there are."""
 
     def entries(*more: int) -> Tensor:
         return torch.empty((count, *more), dtype=torch.long, device=META)

@@ -2,7 +2,7 @@
 
 Walk            finds what modules hold: the containers, tensors and random generators in their attributes
 ModuleState     a snapshot of that: `change`, `change_in` (of one module), `restore`
-Fingerprint     tells whether a model is as it was, without keeping anything alive
+Fingerprint     compares a model with what it was, without keeping anything alive
 copied          a copy of inputs: what a run may change besides the model
 """
 
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.held_values import (
     DICTS,
     MANY,
@@ -34,10 +33,11 @@ from graphpatch_notebook.capture.held_values import (
     REGISTRIES,
     Walk,
     is_own_generator,
+    memory_of,
+    registered_modules,
     state_attributes,
 )
-from graphpatch_notebook.capture.identity import memory_of
-from graphpatch_notebook.capture.tensor_sources import registered_modules
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.checks.equality import difference
 from graphpatch_notebook.checks.outer_values import outer_objects, plain_outer_values
 from graphpatch_notebook.checks.sharding import is_distributed
@@ -53,7 +53,7 @@ LARGE = 64 * 2**20
 def copied(value: Any, shared: Iterable[Tensor] = ()) -> Any:
     """Returns a copy of inputs: tensors with the same strides, aliases among them and leaves as they were.
 
-    Modules and functions are shared, and so is what has no state, such as `object()`: it is told by its identity.
+    Modules and functions are shared, and so is what has no state, such as `object()`: only its identity counts.
 
     Args:
         value: The inputs.
@@ -78,7 +78,7 @@ def _prepare(value: Any, memo: dict[int, Any], seen: dict[int, Any]) -> None:
 
 
 def _is_sentinel(value: Any) -> bool:
-    """Whether an object can only be told by which one it is: it has no contents, and equals nothing but itself."""
+    """Whether only the identity of an object counts: it has no contents, and equals only itself."""
     kind = type(value)
     if getattr(kind, "__eq__", None) is not object.__eq__ or hasattr(kind, "__deepcopy__"):
         return False
@@ -295,29 +295,28 @@ class ModuleState:
         To write into a tensor is a change, also if it holds the same afterwards. Hooks are none: contexts of this
         package, and transformers, add some in the middle of a run.
         """
-        changes = self.changes_in(module, has_hooks=False)
-        return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
-
-    def changes_in(self, module: Module | None, *, counts_writes: bool = True, has_hooks: bool = True) -> list[Change]:
-        """Returns the changes in what one module holds, or anywhere, as `change_in` does."""
-        span = _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
-        if not counts_writes:
-            span = (*span[:2], slice(0))
         has_contents = module is not None and module.training
+        changes = self._changes(self._span(module), has_versions=True, has_contents=has_contents, has_hooks=False)
         with without_torch_functions():
-            return list(self._changes(span, has_versions=True, has_contents=has_contents, has_hooks=has_hooks))
+            return next((change for change in changes if change.kind is not ChangeKind.HOOK), None)
 
-    def unrepeatable_change(self) -> str | None:
-        """Returns the first change that no graph repeats, or that `restore` did not take back, in words.
+    def replaced_in(self, module: Module) -> list[Change]:
+        """Returns all changes in what one module holds, but writes into its tensors."""
+        places, empty, _ = self._span(module)
+        with without_torch_functions():
+            return list(self._changes((places, empty, slice(0))))
+
+    def _span(self, module: Module | None) -> tuple[slice, slice, slice]:
+        return _EVERYWHERE if module is None else self._walk.spans.get(id(module), _NOWHERE)
+
+    def unrepeatable_change(self) -> Change | None:
+        """Returns the first change that no graph repeats, or that `restore` did not take back.
 
         Graphs write into tensors as the module does, and draw the same random numbers from torch.
         """
         changes = self._changes(_EVERYWHERE)
         with without_torch_functions():
-            change = next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch", "own"})), None)
-        if change is not None and change.kind is ChangeKind.RANDOM:
-            return "it draws random numbers of Python or numpy"
-        return None if change is None else str(change)
+            return next(itertools.chain(changes, self._outer_changes(), self._random_changes({"torch", "own"})), None)
 
     def _changes(
         self,
@@ -431,7 +430,7 @@ class ModuleState:
                     _write(tensor, content, counts_writes)
 
     def separated(self, value: Any) -> Any:
-        """Returns a value that stays what it is when this state is put back, or the model runs once more.
+        """Returns a value that stays what it is when this state is put back, or the model runs again.
 
         Usually that is the value itself; a copy where it holds a tensor, or a part of one, that the model keeps.
         """
@@ -531,7 +530,7 @@ def _changed_items(container: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
 
 
 def _are_shards(saved: Any, name: str) -> bool:
-    """Whether these are parameters of which FSDP puts the whole in place of the shards, and keeps account of it."""
+    """Whether these are parameters that FSDP manages: it replaces shards by whole tensors, and records that."""
     return name == "_parameters" and any(map(is_distributed, saved.values()))
 
 

@@ -1,7 +1,7 @@
 """Is the model sharded over several processes, so that each of them computes with parts of its values?
 
 Of a model under tensor parallelism, a process holds some heads, some neurons, or one term of a sum: what a slice, a
-position, a head or a number means there is another thing than in the whole value. FSDP is no such case: its weights are
+position, a head or a number means something else there than in the whole value. FSDP is different: its weights are
 whole while a module runs.
 """
 
@@ -24,16 +24,18 @@ _DISTRIBUTED = "DTensor"
 def sharding(root: Frame) -> str | None:
     """Returns in words over what the model of a capture is sharded; `None` where each process holds whole values.
 
-    Told by the values of the capture that are a `DTensor`, and by `tp_size`, as models of transformers have it.
+    It looks for a `DTensor` among the values of the capture, and for `tp_size`, which transformers sets.
     """
     if "torch.distributed.tensor" not in sys.modules and "torch.distributed._tensor" not in sys.modules:
         return None
     if not torch.distributed.is_initialized() or (count := torch.distributed.get_world_size()) == 1:
         return None
-    is_sharded = _is_parallel(root.module) or any(
-        _is_distributed(node) for frame in root.walk() for node in frame.nodes
-    )
-    return f"the model is sharded over {count} processes" if is_sharded else None
+    findings = root.capture.findings
+    if sharding not in findings:  # each patch context asks
+        findings[sharding] = _is_parallel(root.module) or any(
+            _is_distributed(node) for frame in root.walk() for node in frame.nodes
+        )
+    return f"the model is sharded over {count} processes" if findings[sharding] else None
 
 
 def communicates(root: Frame) -> bool:
@@ -54,7 +56,7 @@ def _is_distributed(node: Node) -> bool:
 
 
 def is_distributed(value: object) -> bool:
-    """Whether a value is a `DTensor`, of which each process holds a part."""
+    """Whether a value is a `DTensor`: each process holds a part of it."""
     return type(value).__name__ == _DISTRIBUTED
 
 

@@ -1,9 +1,12 @@
 """Execution: patched runs of the user's own model.
 
-`patch_map` checks the patches before anything runs, `plan` sorts them by frame, and `context` says what is active
-where. `live` runs module calls and patches their boundaries (`module_hooks`); `live_mode` patches the operations
-inside; `apply` patches one value, after it has checked that the value is the one that was captured. `steps` and
-`positions` limit a patch to parts of a generation. `replay/` reuses recorded results in sweeps.
+A `CapturedModel` holds a model and the records of its capture. `patch_map` checks a patch map before anything runs,
+`plan` sorts its patches by frame, and `context` makes them active in a `with` block: it swaps the forwards of the
+modules on the way, and reports patches that never fire (`reports`). A call in the block is a `live.Run`: `frames` says
+which captured frame a module call is, `live` patches inputs, parameters and outputs (through `module_hooks` and
+`stand_in` where needed), `live_mode` patches the operations inside, and `apply` patches one value, after a check that
+it is the captured one. `steps` and `positions` limit patches to parts of a generation, `tracebacks` names the node that
+raised an error, and `replay/` reuses the results of frames in sweeps.
 """
 
 from __future__ import annotations
@@ -11,29 +14,30 @@ from __future__ import annotations
 from graphpatch_notebook.execution.apply import apply_to_rows
 from graphpatch_notebook.execution.captured_model import CapturedModel
 from graphpatch_notebook.execution.context import PatchContext, call_patched, innermost
-from graphpatch_notebook.execution.frame_watch import FrameWatch, frames_seen
-from graphpatch_notebook.execution.generation_config import (
+from graphpatch_notebook.execution.live import FrameWatch, frames_seen
+from graphpatch_notebook.execution.plan import Entry
+from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
+from graphpatch_notebook.execution.stand_in import (
     GENERATION_CONFIG,
     compiling_nothing,
     copied_config,
     generating_with,
+    held_value,
+    tensor_at,
 )
-from graphpatch_notebook.execution.plain_fx import verified_fx_module
-from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.positions import Restriction, restriction_of, token_inputs
-from graphpatch_notebook.execution.stand_in import held_value, tensor_at
-from graphpatch_notebook.execution.steps import Step, StepCount, Steps
+from graphpatch_notebook.execution.steps import GenerationStep, GenerationSteps, StepCount
+from graphpatch_notebook.execution.verified_fx import verified_fx_module
 
 __all__ = [
     "GENERATION_CONFIG",
     "CapturedModel",
     "Entry",
     "FrameWatch",
+    "GenerationStep",
+    "GenerationSteps",
     "PatchContext",
     "Restriction",
-    "Step",
     "StepCount",
-    "Steps",
     "apply_to_rows",
     "call_patched",
     "compiling_nothing",

@@ -1,4 +1,4 @@
-"""Applies patches to a value: digs, clones, checks, and says where it went wrong."""
+"""Applies patches to a value: follows the path into containers, copies, checks, and names what went wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.checks.dimensions import Inputs, shape_problem
+from graphpatch_notebook.checks.dimensions import CallInputs, shape_problem
 from graphpatch_notebook.errors import (
     AliasedPatchWarning,
     GraphPatchError,
@@ -17,10 +17,10 @@ from graphpatch_notebook.errors import (
     PatchValueError,
     add_note,
 )
-from graphpatch_notebook.execution.fired import FiredPatches
 from graphpatch_notebook.execution.frames import RunningFrames
 from graphpatch_notebook.execution.plan import Entry
-from graphpatch_notebook.execution.steps import HeldBackError, Steps
+from graphpatch_notebook.execution.reports import FiredPatches
+from graphpatch_notebook.execution.steps import GenerationSteps, HeldBackError
 from graphpatch_notebook.inspection.resolution import Target
 from graphpatch_notebook.patches.kinds import AddPatch, Patch, ReplacePatch, ZeroPatch
 from graphpatch_notebook.patches.slices import index_text
@@ -32,7 +32,7 @@ _BUILT_IN = (ZeroPatch, AddPatch, ReplacePatch)
 
 
 class MissingChildError(Exception):
-    """The container that came up does not hold the value to patch (caught inside the package)."""
+    """The container in this run does not hold the value to patch (caught inside the package)."""
 
 
 class Applier:
@@ -47,7 +47,7 @@ class Applier:
 
     __slots__ = ("fired", "frames", "is_under_mode", "steps")
 
-    def __init__(self, frames: RunningFrames, steps: Steps | None) -> None:
+    def __init__(self, frames: RunningFrames, steps: GenerationSteps | None) -> None:
         self.frames = frames
         self.steps = steps
         self.fired = FiredPatches()
@@ -118,8 +118,8 @@ class Applier:
         """Hides torch calls from the function mode: the engine looks at tensors by these, too."""
         return without_torch_functions() if self.is_under_mode else _NOTHING_TO_HIDE
 
-    def _steps_for(self, entry: Entry) -> Steps | None:
-        """Returns what an entry for some steps or positions goes by; raises where this is no step that it is for."""
+    def _steps_for(self, entry: Entry) -> GenerationSteps | None:
+        """Returns the steps, for an entry for some steps or positions; raises if it is not for this step."""
         steps = self.steps
         if entry.restriction is None:
             return None
@@ -129,8 +129,8 @@ class Applier:
             raise HeldBackError
         return steps
 
-    def _inputs_for(self, entry: Entry) -> Inputs | None:
-        """Returns the arguments of the frame that runs, if the entry stands on one of its ops."""
+    def _inputs_for(self, entry: Entry) -> CallInputs | None:
+        """Returns the arguments of the running frame, if the entry patches one of its ops."""
         frame_run, target = self.frames.stack[-1], entry.target
         is_here = frame_run.plan is not None and frame_run.plan.frame is target.frame
         return frame_run.inputs if is_here and target.node.kind == "op" and not target.dig else None
@@ -138,25 +138,27 @@ class Applier:
 
 _NOTHING_TO_HIDE = nullcontext()
 _RECOMPUTED_STEP = (
-    "{path!r} is recomputed in backward (activation checkpointing), where it cannot be told which step of a generation "
-    "it belongs to: switch checkpointing off, or drop steps= and positions="
+    "{path!r} is recomputed in backward (activation checkpointing), where the step of a generation that it belongs to "
+    "is not known: switch checkpointing off, or drop steps= and positions="
 )
 
 
-def apply_entry(entry: Entry, value: Any, steps: Steps | None = None, inputs: Inputs | None = None) -> Any:
+def apply_entry(
+    entry: Entry, value: Any, steps: GenerationSteps | None = None, inputs: CallInputs | None = None
+) -> Any:
     """Returns `value` with the patches of `entry` applied; the same object where they changed nothing.
 
     Containers on the way to a dug value are copied, never written into.
 
     Args:
         entry: The patches.
-        value: What came up.
-        steps: Tells positions; needed for entries that have some.
-        inputs: The arguments of the frame's `forward`, for an entry on an op: more can be told of shapes by these.
+        value: The value in this run.
+        steps: The steps of a generation; needed for entries with positions.
+        inputs: The arguments of the frame's `forward`, for an entry on an op: they explain more of its shape.
 
     Raises:
         HeldBackError: The value holds none of the positions of the patch.
-        MissingChildError: The value to patch is not in the container that came up.
+        MissingChildError: The container does not hold the value to patch.
         PatchShapeError: The value is not of the kind that was captured.
         PatchValueError: A patch cannot be applied to it.
     """
@@ -176,19 +178,23 @@ def _warn_of_lost_writes(entry: Entry) -> None:
     )
 
 
-def _apply_at(entry: Entry, value: Any, dig: tuple[Key, ...], steps: Steps | None, inputs: Inputs | None) -> Any:
+def _apply_at(
+    entry: Entry, value: Any, dig: tuple[Key, ...], steps: GenerationSteps | None, inputs: CallInputs | None
+) -> Any:
     __tracebackhide__ = True
     if not dig:
         return _apply(entry, value, steps, inputs)
     try:
         child = take(value, dig[0])
     except (LookupError, AttributeError, TypeError) as error:
-        raise MissingChildError(f"there is no {dig[0]!r} in the {type(value).__name__} that came up") from error
+        raise MissingChildError(f"the {type(value).__name__} in this run does not hold {dig[0]!r}") from error
     patched = _apply_at(entry, child, dig[1:], steps, inputs)
     return value if patched is child else replaced(value, dig[0], patched)
 
 
-def _apply(entry: Entry, value: Any, steps: Steps | None, inputs: Inputs | None, *, is_own: bool = False) -> Any:
+def _apply(
+    entry: Entry, value: Any, steps: GenerationSteps | None, inputs: CallInputs | None, *, is_own: bool = False
+) -> Any:
     __tracebackhide__ = True
     target = entry.target
     if isinstance(value, Tensor) and isinstance(target.spec, TensorSpec) and value.shape != target.spec.shape:
@@ -207,7 +213,7 @@ def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
     Args:
         entry: The entry.
         value: The rows.
-        is_own: Whether nobody else has them: patches that write then write into them, and not into a copy.
+        is_own: Whether nothing else refers to them: then patches write into them, not into a copy.
 
     Raises:
         PatchShapeError: The value is not of the kind that was captured.
@@ -225,7 +231,7 @@ def apply_to_rows(entry: Entry, value: Tensor, *, is_own: bool = False) -> Any:
 
 
 def _apply_patch_at(indices: list[int], dim: int, patch: Patch[Any], target: Target, value: Tensor) -> Tensor:
-    """Applies a patch of which only what it does at some indices along `dim` is kept."""
+    """Applies a patch, and keeps its effect at some indices along `dim` only."""
     __tracebackhide__ = True
     if len(indices) == value.shape[dim]:
         return _checked(_apply_patch(patch, target, value), patch, target, value)
@@ -266,7 +272,7 @@ def _apply_patch(patch: Patch[Any], target: Target, value: Any, *, is_own: bool 
         raise
     except Exception as error:
         if isinstance(patch, _BUILT_IN) and isinstance(error, (RuntimeError, IndexError, TypeError, ValueError)):
-            # All that the error says stands in the message, and its traceback lies in this package alone.
+            # The message says all that the error does, and its traceback is inside this package.
             raise PatchValueError(_explain(patch, target, value, error)) from None
         shown = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
         add_note(error, f"raised by {shown}: the value here is {_shown(value)}")
@@ -288,7 +294,7 @@ def _check_kind(patch: Patch[Any], target: Target, value: Any) -> None:
         )
 
 
-def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
+def _check_shape(entry: Entry, value: Tensor, inputs: CallInputs | None) -> None:
     if all(patch.any_shape for patch in entry.patches):
         return
     target = entry.target
@@ -297,12 +303,12 @@ def _check_shape(entry: Entry, value: Tensor, inputs: Inputs | None) -> None:
         raise PatchShapeError(
             f"{target.path!r} ({target.node.op}) was of shape {tuple(target.spec.shape)} when it was captured, and is "  # type: ignore[union-attr]
             f"of shape {tuple(value.shape)} now: {problem}, so the name may mean another value here; if this is "
-            "meant, give the patch any_shape=True"
+            "intended, give the patch any_shape=True"
         )
 
 
 def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) -> str:
-    """Returns in words why a built-in patch cannot be applied to a tensor."""
+    """Returns why a built-in patch cannot be applied to a tensor."""
     who = f"{type(patch).__name__} on {target.path!r} ({target.node.op})"
     index, new = getattr(patch, "slice", None), getattr(patch, "value", None)
     part, there = value, f"the value here, of shape {tuple(value.shape)}"
@@ -310,7 +316,7 @@ def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) ->
         try:
             part = value[index]
         except (RuntimeError, IndexError, TypeError, ValueError):
-            return f"{who}: there is no slice [{index_text(index)}] in {there}: {error}"
+            return f"{who}: slice [{index_text(index)}] does not exist in {there}: {error}"
         there = f"slice [{index_text(index)}] of {there}"
     if isinstance(new, Tensor) and not _broadcasts(new, part):
         wanted = there if index is None else f"the shape {tuple(part.shape)} of {there}"
@@ -323,7 +329,7 @@ def _explain(patch: Patch[Any], target: Target, value: Any, error: Exception) ->
 
 
 def _broadcasts(new: Tensor, part: Tensor) -> bool:
-    """Whether torch writes `new` into `part`; leading dimensions of size one do no harm."""
+    """Whether torch writes `new` into `part`, where leading dimensions of size one are allowed."""
     try:
         shape = torch.broadcast_shapes(new.shape, part.shape)
     except RuntimeError:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.custom_graphs import REASON, CalledModules
+from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.capture.replaced_modules import REASON, CalledModules
 from graphpatch_notebook.execution.patch_map import entries_of
 from graphpatch_notebook.execution.plan import Callers, Entry, RunPlan, make_plan
 from graphpatch_notebook.graphs import CompiledGraphModule, GraphModule, build_hierarchy, own_graphs

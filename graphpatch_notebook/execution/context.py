@@ -2,14 +2,14 @@
 
 A context belongs to the thread (or task) that entered it: a context variable holds the active ones. For the length of
 the block, the modules whose frames hold patches have their `forward` swapped, and a forward hook where their output is
-patched; without a run of the `PatchableGraph` in this very context, both do nothing.
+patched; unless the `PatchableGraph` is called in the same context, both do nothing.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
@@ -18,26 +18,21 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.autograd_functions import apply_observer, visible_apply
 from graphpatch_notebook.capture.call_sites import is_own
-from graphpatch_notebook.capture.forward_swap import Swaps, observer
+from graphpatch_notebook.capture.observers import Swaps, apply_observer, observer, visible_apply
 from graphpatch_notebook.errors import (
     CheckpointWarning,
     GraphError,
     GraphPatchError,
-    PatchNotFiredError,
     PatchNotFiredWarning,
-    SharedGradientWarning,
 )
 from graphpatch_notebook.execution.captured_model import CapturedModel
-from graphpatch_notebook.execution.frame_watch import new_run
-from graphpatch_notebook.execution.live import Run
-from graphpatch_notebook.execution.module_hooks import ModuleHooks
+from graphpatch_notebook.execution.live import Run, new_run
+from graphpatch_notebook.execution.module_hooks import ModuleHooks, forwards_may_be_wrapped
 from graphpatch_notebook.execution.patch_map import Snapshot
-from graphpatch_notebook.execution.plan import Entry, RunPlan
-from graphpatch_notebook.execution.python_stack import forwards_may_be_wrapped
-from graphpatch_notebook.execution.repetitions import Repetitions, warn_of_data_loops
-from graphpatch_notebook.execution.steps import StepCount, Steps
+from graphpatch_notebook.execution.plan import RunPlan
+from graphpatch_notebook.execution.reports import Reports, count_of_patches, warn_of_data_loops, warn_of_other_uses
+from graphpatch_notebook.execution.steps import GenerationSteps, StepCount
 from graphpatch_notebook.execution.tracebacks import explain, hide_way_to
 from graphpatch_notebook.interrupts import Block, afterwards, discards_value
 from graphpatch_notebook.torch_compat import (
@@ -107,7 +102,7 @@ class PatchContext:
         return "<PatchContext, not active: its patches hold inside of a block, `with pg.patch(...):`>"
 
     def __del__(self) -> None:
-        """Tells of a line that is `pg.patch(...)` and no more: its value is dropped at once."""
+        """Warns of a line that is only `pg.patch(...)`: its value is dropped at once."""
         if self._was_entered:
             return
         frame = sys._getframe().f_back
@@ -150,7 +145,7 @@ class ActiveContext:
         block: The `with` block that it is entered by, if that is known.
         held: What it changes in the model.
         calls: The calls that were made in it.
-        reports: What the user is told about its patches.
+        reports: Reports its patches that do not fire.
         step_count: The steps of a generation so far.
         after_call: Called after each call of the `PatchableGraph` in it.
         is_left: Whether it was left.
@@ -166,7 +161,7 @@ class ActiveContext:
         self.held = _HeldModel()
         self.calls = _Calls()
         is_strict = origin.is_strict or (outer is not None and outer.reports.is_strict)
-        self.reports: _Reports = _Reports(is_strict=is_strict, is_quiet=origin.is_quiet)
+        self.reports: Reports = Reports(is_strict=is_strict, is_quiet=origin.is_quiet)
         self.step_count: StepCount = StepCount() if outer is None else outer.step_count
         self.after_call: tuple[Callable[[], None], ...] = () if outer is None else outer.after_call
         if origin.after_call is not None:
@@ -212,7 +207,7 @@ class _Calls:
         is_used: The same, or in a context inside it.
         direct: The module of the model that was called directly, without patches, first.
         has_direct_with_gradients: Whether one was called directly while gradients were enabled.
-        awaits_backward: Whether a patched call is to be computed again in backward (activation checkpointing).
+        awaits_backward: Whether backward will compute a patched call again (activation checkpointing).
     """
 
     __slots__ = ("awaits_backward", "direct", "has_direct_with_gradients", "has_runs", "is_used")
@@ -222,43 +217,6 @@ class _Calls:
         self.direct: Module | None = None
         self.has_direct_with_gradients = False
         self.awaits_backward = False
-
-
-class _Reports:
-    """What the user is told about the patches of a context that do not fire: each message once.
-
-    Args:
-        is_strict: Whether it is an error.
-        is_quiet: Whether nothing is said.
-
-    Attributes:
-        repetitions: What was said about calls beyond those of the example.
-    """
-
-    def __init__(self, *, is_strict: bool, is_quiet: bool) -> None:
-        self.is_strict = is_strict
-        self.is_quiet = is_quiet
-        self.repetitions = Repetitions()
-        self._given: set[str] = set()
-
-    def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
-        """Reports patches that never fired, each with the reason in words."""
-        reasons = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
-        self.give(f"{_patches(unfired)} never fired {where}: {reasons}")
-
-    def give(self, message: str) -> None:
-        """Gives one message."""
-        if self.is_quiet:
-            return
-        if self.is_strict:
-            raise PatchNotFiredError(message)
-        if message not in self._given:
-            self._given.add(message)
-            warn_each_time(message, PatchNotFiredWarning)
-
-
-def _patches(unfired: Sequence[object]) -> str:
-    return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
 
 
 # -- which contexts are active -----------------------------------------------------------------------------------------
@@ -276,15 +234,15 @@ def innermost(captured: CapturedModel) -> ActiveContext | None:
 def _entered_here() -> tuple[ActiveContext, ...]:
     """Returns the active contexts of this thread or task, the innermost last.
 
-    A task that was started inside of a block keeps a copy of the variable, and with it the context, when the block
-    has ended: what was left stays left.
+    A task that was started inside a block keeps a copy of the variable, and with it the context, after the block has
+    ended: contexts that were left are not active in it.
     """
     active = _active.get()
     return tuple(context for context in active if not context.is_left and not _is_over(context)) if active else active
 
 
 def _is_over(context: ActiveContext) -> bool:
-    """Takes a context back whose block was ended by an interrupt that kept it from doing so itself."""
+    """Takes a context back if an interrupt ended its block without a call of `__exit__`."""
     if context.block is None or not context.block.is_over():
         return False
     take_back(context)
@@ -315,11 +273,11 @@ def enter(captured: CapturedModel, plan: RunPlan, origin: PatchContext) -> Activ
 
 
 def _to_hook(plan: RunPlan) -> list[Module]:
-    """Returns the modules of which inputs or output are patched by hooks, rather than in their swapped `forward`.
+    """Returns the modules whose inputs or output are patched by hooks, rather than in their swapped `forward`.
 
-    Inputs, always: a model may hang hooks on its modules in the middle of a run (transformers does since 5.2, to
-    collect hidden states), and these are to see patched inputs. It is too late then for a hook that comes first; not
-    for one on outputs, which is to come last.
+    Inputs always are: a model may register hooks on its modules during a run (transformers does since 5.2, to collect
+    hidden states), which must see patched inputs. Our hook on inputs must come before these, so it is registered now.
+    A hook on the output must come last, so it can be registered later.
     """
     wraps = forwards_may_be_wrapped()
     return plan.with_patched_inputs + [m for m in plan.with_other_boundaries if wraps or runs_hooks(m)]
@@ -342,7 +300,7 @@ def leave(context: ActiveContext) -> None:
 
 
 def take_back(context: ActiveContext) -> None:
-    """Makes the model what it was before `context` was entered, and says nothing."""
+    """Makes the model what it was before `context` was entered, without reports."""
     with afterwards(partial(_let_go, context)):
         pass
 
@@ -366,7 +324,9 @@ def call_patched(
     __tracebackhide__ = True
     root, plan, calls, reports = context.captured.module, context.plan, context.calls, context.reports
     is_direct = function is root
-    steps = Steps(plan.root.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
+    steps = (
+        GenerationSteps(plan.root.frame, plan.restricted, context.step_count, is_direct) if plan.restricted else None
+    )
     run = new_run(root, plan, context.held.hooks, steps, reports.repetitions)
     calls.has_runs = calls.is_used = True
     outer, applied = observer.get(), apply_observer.get()
@@ -393,12 +353,12 @@ def call_patched(
     if steps is not None:
         unfired = steps.settle(unfired, fired.ids)
     if fired.with_other_uses:
-        _warn_of_other_uses(fired.with_other_uses)
+        warn_of_other_uses(fired.with_other_uses)
     if unfired:
         reports.unfired(unfired, "during this call")
     if context.after_call and not is_inside:
-        for tell in context.after_call:
-            tell()
+        for callback in context.after_call:
+            callback()
     return result
 
 
@@ -413,7 +373,7 @@ def _observed(
     __tracebackhide__ = True
     token = observer.set(run)
     try:
-        # A method may compile the model at its own discretion, as `generate` does with a static cache.
+        # Methods may compile the model themselves, as `generate` does with a static cache.
         is_plain = function is run.root and not has_compiled_parts
         if is_plain and not run.plan.sees_ops:
             return function(*args, **kwargs)
@@ -426,22 +386,12 @@ def _observed(
     except Exception as error:
         hide_way_to(error)
         fired = run.applier.fired
-        if fired.ids:  # else it has nothing to do with patches: a method refuses its arguments, say
+        if fired.ids:  # else patches did not cause it: a method may have refused its arguments
             explain(error, run.root, [run.plan.root.frame], fired.changes(run.plan))
         raise
     finally:
         observer.reset(token)
         eager.let_go()
-
-
-def _warn_of_other_uses(paths: list[str]) -> None:
-    shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    warn(
-        f"the gradients of probed inputs are those of other uses of the same tensors, too: {shown}. Their modules are "
-        "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
-        SharedGradientWarning,
-        stacklevel=level_of_caller(),
-    )
 
 
 def report_idle(context: ActiveContext) -> None:
@@ -451,11 +401,11 @@ def report_idle(context: ActiveContext) -> None:
     comparison, but calling the model only is taken for a mistake.
     """
     calls, reports = context.calls, context.reports
-    # Callers who are told about each call are told about none, too.
+    # With `after_call`, the caller knows that no call was made.
     if calls.direct is not None and context.own and not calls.is_used and not context.after_call:
         reports.give(
-            f"{_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself was called "
-            "in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
+            f"{count_of_patches(context.own)} never fired in this context: the {type(calls.direct).__name__} itself "
+            "was called in it, which is never patched, and the PatchableGraph was not: call pg(...), or a method of it"
         )
         return
     idle = context.step_count.take_idle(context.own)
@@ -467,11 +417,11 @@ def report_idle(context: ActiveContext) -> None:
 
 
 def _recomputing(module: Module) -> Run | None:
-    """Returns a run for a `forward` that nobody observes but that recomputes, in backward, what was patched before."""
+    """Returns a run for an unobserved `forward`, if it recomputes in backward what was patched before."""
     if not is_in_backward():
         _note_direct_call(module)
         return None
-    # Backward may run in a thread of the autograd engine, which has no context of ours.
+    # Backward may run in a thread of the autograd engine, which does not have the context variable.
     here = _entered_here()
     candidates = here or tuple(_entered)
     mine = [c for c in candidates if id(module) in c.plan.watched_ids and c.calls.has_runs]
@@ -481,16 +431,16 @@ def _recomputing(module: Module) -> Run | None:
     is_ambiguous = any(c.captured is not context.captured for c in mine) or (not here and len(mine) > 1)
     if context.calls.has_direct_with_gradients or is_ambiguous:
         raise GraphPatchError(
-            f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it cannot be told "
-            "whether for a patched call or for another one: run backward inside the one context of its forward, and "
-            "do not call the original model in that context"
+            f"{type(module).__name__} is recomputed in backward (activation checkpointing), and it is ambiguous "
+            "whether for a patched call or for another one: run backward inside the one context of its forward, and do "
+            "not call the original model in that context"
         )
     context.calls.awaits_backward = False
     frames = context.plan.callers.frames_of(module)
     if len(frames) > 1 and any(plan.frame in frames for plan in context.plan.root.walk()):
         raise GraphPatchError(
             f"{type(module).__name__} is called several times and recomputed in backward (activation checkpointing): "
-            "it cannot be told which call is recomputed; switch checkpointing off to patch it"
+            "which call is recomputed is not known; switch checkpointing off to patch it"
         )
     return Run(context.captured.module, context.plan, context.held.hooks)
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch.nn import Module
 
-from graphpatch_notebook.checks.dimensions import Inputs
+from graphpatch_notebook.checks.dimensions import CallInputs
 from graphpatch_notebook.execution.plan import FramePlan, RunPlan
-from graphpatch_notebook.execution.repetitions import Repetitions
+from graphpatch_notebook.execution.reports import Repetitions
 
 
 class FrameRun:
@@ -24,7 +24,7 @@ class FrameRun:
 
     __slots__ = ("counts", "inputs", "plan", "sites")
 
-    def __init__(self, plan: FramePlan | None, inputs: Inputs = ((), {})) -> None:
+    def __init__(self, plan: FramePlan | None, inputs: CallInputs = ((), {})) -> None:
         self.plan = plan
         self.sites = None if plan is None else plan.sites
         self.counts: dict[int, int] = {}
@@ -55,7 +55,7 @@ class RunningFrames:
         return self._plan.custom.get(id(module)) if plan is None else plan
 
     def next_plan(self, module: Module) -> tuple[FramePlan | None, int]:
-        """Returns the plan of the next frame of `module`, and which call of it that is."""
+        """Returns the plan of the next frame of `module`, and the number of that call."""
         caller = self.stack[-1]
         key = id(module)
         index = caller.counts.get(key, 0)
@@ -68,7 +68,7 @@ class RunningFrames:
         return (None if by_index is None else by_index.get(index)), index
 
     def _plan_without_caller(self, module: Module) -> FramePlan | None:
-        """The plan of a module that other methods of the model call from outside any frame: each of these calls."""
+        """Returns the plan of a module that methods of the model call outside of all frames."""
         (frame,) = self._plan.callers.frames_of(module)
         by_index = self._plan.root.calls.get(id(module))
         plans = self._plan.root.walk() if by_index is None else by_index.values()

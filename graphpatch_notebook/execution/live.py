@@ -5,28 +5,31 @@ Only frames on the way to a patched value are seen at all, and only those with p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.autograd_functions import apply_observer
 from graphpatch_notebook.capture.call_sites import invoke
+from graphpatch_notebook.capture.inputs import given_input, with_input, with_other_tensor
+from graphpatch_notebook.capture.observers import Swaps, apply_observer
 from graphpatch_notebook.execution.apply import Applier
-from graphpatch_notebook.execution.boundary import patched_inputs, replacements, watch_inputs, with_aliases
 from graphpatch_notebook.execution.frames import FrameRun, RunningFrames
-from graphpatch_notebook.execution.live_mode import LiveMode
-from graphpatch_notebook.execution.module_hooks import ModuleHooks, takes_hooks
+from graphpatch_notebook.execution.live_mode import LiveMode, is_in_checkpoint
+from graphpatch_notebook.execution.module_hooks import ModuleHooks, is_called_by_module_call, takes_hooks
 from graphpatch_notebook.execution.plan import FramePlan, RunPlan
-from graphpatch_notebook.execution.python_stack import is_called_by_module_call, is_in_checkpoint
-from graphpatch_notebook.execution.repetitions import Repetitions
-from graphpatch_notebook.execution.stand_in import bound_with
-from graphpatch_notebook.execution.steps import Steps
+from graphpatch_notebook.execution.reports import Repetitions
+from graphpatch_notebook.execution.stand_in import bound_with, held_value, tensor_at
+from graphpatch_notebook.execution.steps import GenerationSteps
 from graphpatch_notebook.execution.tracebacks import explain
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.torch_compat import runs_hooks
+from graphpatch_notebook.values import take
 
 
 class Run:
@@ -45,7 +48,7 @@ class Run:
         root: Module,
         plan: RunPlan,
         hooks: ModuleHooks,
-        steps: Steps | None = None,
+        steps: GenerationSteps | None = None,
         repetitions: Repetitions | None = None,
     ) -> None:
         self.root = root
@@ -58,6 +61,16 @@ class Run:
         self._hooks = hooks
         self._with_patched_inputs: set[int] = set()
         self._awaiting_output: dict[int, list[tuple[int, FramePlan]]] = {}
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether there are patches. Loaded graphs ask this, and the next, of the run that calls them."""
+        return len(self.plan.entries) > 0
+
+    @property
+    def has_edited_graphs(self) -> bool:
+        """Whether an edited graph runs in it."""
+        return any(frame_plan.frame.is_edited for frame_plan in self.plan.root.walk())
 
     def on_forward(
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -95,19 +108,19 @@ class Run:
         return self.applier.at_boundary(plan.output, output) if plan.output else output
 
     def on_inputs(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Applies the patches on a module's inputs where its own hooks are to see them too."""
+        """Applies the patches on a module's inputs before its own hooks, which see the patched inputs."""
         __tracebackhide__ = True
         plan, _ = self._frames.next_plan(module)
-        self._with_patched_inputs.discard(id(module))  # of a call that another hook broke off
+        self._with_patched_inputs.discard(id(module))  # of a call that another hook ended early
         if plan is None or not (plan.inputs or plan.watched_inputs) or plan.override is not None:
             return None
         if self.applier.steps is not None and len(self._stack) == 1:
             self._count_step(module, args, kwargs)
         self._with_patched_inputs.add(id(module))
         if plan.probed_inputs and self.has_gradients:
-            args, kwargs = with_aliases(self.applier, plan, args, kwargs)
-        watch_inputs(self.applier, plan, args, kwargs)
-        return patched_inputs(self.applier, plan, args, kwargs)
+            args, kwargs = _with_aliases(self.applier, plan, args, kwargs)
+        _watch_inputs(self.applier, plan, args, kwargs)
+        return _patched_inputs(self.applier, plan, args, kwargs)
 
     def on_output(self, module: Module, output: Any) -> Any:
         """Applies the patches on a module's output, after the module's own hooks."""
@@ -129,7 +142,7 @@ class Run:
         __tracebackhide__ = True
         applier = self.applier
         if plan.probed_inputs and self.has_gradients and id(module) not in self._with_patched_inputs:
-            args, kwargs = with_aliases(applier, plan, args, kwargs)
+            args, kwargs = _with_aliases(applier, plan, args, kwargs)
         override = plan.override
         if override is not None:
             patched = partial(applier.in_graph, override.entries)
@@ -138,9 +151,9 @@ class Run:
             self._with_patched_inputs.discard(id(module))
         else:
             if plan.watched_inputs:
-                watch_inputs(applier, plan, args, kwargs)
+                _watch_inputs(applier, plan, args, kwargs)
             if plan.inputs:
-                args, kwargs = patched_inputs(applier, plan, args, kwargs)
+                args, kwargs = _patched_inputs(applier, plan, args, kwargs)
         if plan.tensors or plan.watched_tensors:
             return self._run_with_tensors(module, plan, forward, args, kwargs)
         return self._invoke(plan, forward, args, kwargs)
@@ -153,11 +166,11 @@ class Run:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs `forward` with patched parameters, buffers and attributes, on a stand-in where any is replaced."""
+        """Runs `forward` with patched parameters, buffers and attributes, on a stand-in if any is replaced."""
         __tracebackhide__ = True
-        bound_to = getattr(forward, "__self__", None)  # a stand-in itself where the calling frame runs on one
+        bound_to = getattr(forward, "__self__", None)  # a stand-in itself, if the calling frame runs on one
         module = bound_to if isinstance(bound_to, Module) else module
-        replaced = replacements(self.applier, plan, module)
+        replaced = _replacements(self.applier, plan, module)
         if not replaced:
             return self._invoke(plan, forward, args, kwargs)
         stand_in, bound = bound_with(module, replaced, forward)
@@ -194,14 +207,168 @@ class Run:
             steps.outside(module, kwargs)
 
     def _hooks_follow(self, module: Module) -> bool:
-        """Whether the module's own hooks run after this `forward`; then ours is made to follow them."""
+        """Whether the module's own hooks run after this `forward`; then registers ours after them."""
         if not runs_hooks(module) or not takes_hooks(module) or not is_called_by_module_call():
             return False
         self._hooks.hold(module)
         return True
 
     def _drop_abandoned(self, module: Module) -> None:
-        """Forgets earlier calls of `module` whose output never came: a hook of the model raised, and was handled."""
+        """Forgets earlier calls of `module` without an output: a hook of the model raised, which was handled."""
         waiting = self._awaiting_output.get(id(module))
         while waiting and waiting[-1][0] >= len(self._stack):
             waiting.pop()
+
+
+# -- what a module call is given --------------------------------------------------------------------------------------
+
+
+def _watch_inputs(applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Applies the entries on inputs that only look."""
+    with applier.unseen():
+        for position, name, entry in plan.watched_inputs:
+            if position < len(args):
+                value = args[position]
+            elif name in kwargs:
+                value = kwargs[name]
+            else:
+                value = given_input(plan.frame.parameters, name, args, kwargs)
+            applier.watch(entry, value)
+
+
+def _patched_inputs(
+    applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with the entries on inputs applied."""
+    __tracebackhide__ = True
+    for name, entries in plan.inputs.items():
+        given = given_input(plan.frame.parameters, name, args, kwargs)
+        value = applier.at_boundary(entries, given)
+        if value is not given:
+            args, kwargs = with_input(plan.frame.parameters, name, value, args, kwargs)
+    return args, kwargs
+
+
+def _with_aliases(
+    applier: Applier, plan: FramePlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with an alias of its own for each tensor that a patch looks at.
+
+    A caller may use the tensor elsewhere, too (the residual stream): the gradient of the alias is that of what the
+    module does with it.
+    """
+    seen: set[int] = set()
+    with_other_uses = applier.fired.with_other_uses
+    with applier.unseen():
+        for entry in plan.probed_inputs:
+            value = given_input(plan.frame.parameters, entry.target.node.target, args, kwargs)
+            try:
+                for key in entry.target.dig:
+                    value = take(value, key)
+            except (LookupError, AttributeError, TypeError):  # reported when the patch is applied
+                continue
+            if not isinstance(value, Tensor) or not value.requires_grad or id(value) in seen:
+                continue
+            if not torch.is_grad_enabled():  # an alias would have no gradient, and the module might ask for one
+                with_other_uses.append(entry.target.path)
+                continue
+            alias = value.view_as(value)
+            # A module may ask whether two of its inputs are one tensor: then they stay one.
+            args, count = with_other_tensor(args, value, alias)
+            named = {name: with_other_tensor(given, value, alias) for name, given in kwargs.items()}
+            kwargs = {name: given for name, (given, _) in named.items()}
+            count += sum(each for _, each in named.values())
+            if count:
+                seen.add(id(alias))
+            if count != 1:
+                with_other_uses.append(entry.target.path)
+    return args, kwargs
+
+
+def _replacements(applier: Applier, plan: FramePlan, module: Module) -> dict[str, Tensor]:
+    """Returns the tensors that patches put in place of those that `module` holds, by attribute path."""
+    __tracebackhide__ = True
+    with applier.unseen():
+        for path, entry in plan.watched_tensors:
+            held = module._parameters
+            applier.watch(entry, held[path] if path in held else tensor_at(module, path))
+    found: dict[str, Tensor] = {}
+    for path, entries in plan.tensors.items():
+        with applier.unseen():
+            value = held_value(module, path)
+        patched = applier.at_boundary(entries, value)
+        if patched is not value:
+            found[path] = patched
+    return found
+
+
+# -- runs whose frames are seen ----------------------------------------------------------------------------------------
+
+
+class FrameWatch(Protocol):
+    """Sees all frames of a run."""
+
+    def begin(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Called when a frame begins; returns what runs in place of its `forward`, if anything does."""
+
+    def returned(self, output: Any) -> None:
+        """Called when the `forward` of the innermost frame returned, before patches on its output."""
+
+    def end(self) -> None:
+        """Called when the innermost frame has ended, also by an error."""
+
+
+watch: ContextVar[FrameWatch | None] = ContextVar("graphpatch_frame_watch", default=None)
+"""Sees the frames of the patched runs that begin in this context."""
+
+
+@contextmanager
+def frames_seen(frame_watch: FrameWatch, modules: Iterable[Module]) -> Iterator[None]:
+    """Shows `frame_watch` all frames of patched runs in the block, not only those of patched modules.
+
+    Args:
+        frame_watch: Sees the frames.
+        modules: The modules whose calls are seen.
+    """
+    swaps = Swaps()
+    with afterwards(swaps.let_go), holding(watch, frame_watch):
+        swaps.hold(module for module in modules if takes_hooks(module))
+        yield
+
+
+class WatchedRun(Run):
+    """A patched run with a `FrameWatch` that sees all its frames."""
+
+    frame_watch: FrameWatch
+
+    def on_forward(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        instead = self.frame_watch.begin(module, forward, args, kwargs)
+        try:
+            output = super().on_forward(module, instead or forward, args, kwargs)
+            self.frame_watch.returned(output)
+            return output
+        finally:
+            self.frame_watch.end()
+
+    def run_frame(
+        self, module: Module, plan: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        output = super().run_frame(module, plan, forward, args, kwargs)
+        self.frame_watch.returned(output)  # before the patches on the output
+        return output
+
+
+def new_run(*args: Any) -> Run:
+    """Returns a patched run; a `FrameWatch` of this context sees its frames."""
+    frames = watch.get()
+    if frames is None:
+        return Run(*args)
+    run = WatchedRun(*args)
+    run.frame_watch = frames
+    return run

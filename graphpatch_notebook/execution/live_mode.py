@@ -1,4 +1,4 @@
-"""The function mode of a patched run: applies patches where the call sites of their ops come up."""
+"""The function mode of a patched run: applies patches to ops when their call sites are reached."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -15,13 +16,12 @@ from graphpatch_notebook.capture.decompositions import decomposition_of
 from graphpatch_notebook.errors import GraphPatchError
 from graphpatch_notebook.execution.apply import Applier, write_back
 from graphpatch_notebook.execution.plan import Entry, FramePlan, OpEntries, SiteEntries
-from graphpatch_notebook.execution.python_stack import is_in_checkpoint
 from graphpatch_notebook.torch_compat import function_mode_depth
 from graphpatch_notebook.values import replaced
 
 
 class LiveMode(TorchFunctionMode):
-    """Applies patches where the call sites of their ops come up: one mode for the whole run, however deep it goes."""
+    """Applies patches to ops when their call sites are reached: one mode for the whole run, at all depths."""
 
     def __init__(self, applier: Applier, *, has_gradients: bool) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class LiveMode(TorchFunctionMode):
         return self._patched(entries, result, args, kwargs or {})
 
     def on_apply(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Applies patches on the call of an `autograd.Function`; what happens inside belongs to its one node."""
+        """Applies patches on the call of an `autograd.Function`; all that happens inside is part of its one node."""
         __tracebackhide__ = True
         if function_mode_depth() < self.depth:  # an operator's own autograd function
             return apply(*args, **kwargs)
         entries = self._entries_at(sys._getframe(1))
-        # Unlike in `__torch_function__`, the mode is on here: nor are the patches' own calls ops of the model.
+        # Unlike in `__torch_function__`, the mode is on here; calls that patches make are not ops of the model, either.
         with self.frames.inside_one_node():
             result = apply(*args, **kwargs)
             return result if entries is None else self._patched(entries, result, args, kwargs)
@@ -71,7 +71,7 @@ class LiveMode(TorchFunctionMode):
     def open_call(
         self, inside: FramePlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a composite function step by step, with the patches that stand `inside`."""
+        """Runs a composite function step by step, with the patches `inside` it."""
         decomposition = decomposition_of(func)
         active = [entry for entry in inside.entries if self.applier.may_apply(entry)]
         if decomposition is None or not active:  # the model may call another function here this time
@@ -85,7 +85,7 @@ class LiveMode(TorchFunctionMode):
             return decomposition.make_steps()(*args, **kwargs)
 
     def _entries_at(self, leaf: FrameType) -> SiteEntries | None:
-        """Returns the entries on the op that is called from this Python frame, and counts that it came up."""
+        """Returns the entries on the op that this Python frame calls, and counts the call."""
         frame = self.stack[-1]
         sites = frame.sites
         if sites is None:
@@ -144,3 +144,16 @@ _RECOMPUTED = (
     "patch a value outside of that function"
 )
 _NOTHING: dict[tuple[int, ...], OpEntries] = {}
+
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+def is_in_checkpoint() -> bool:
+    """Whether activation checkpointing lies between the calling frame and this one: it runs again in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not call_sites.is_invoke(frame.f_code):
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False

@@ -5,14 +5,17 @@ One pair of hooks for each module, however many contexts want it.
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from graphpatch_notebook.capture.forward_swap import observer
+from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.execution.stand_in import original_of
 
 _lock = threading.Lock()
@@ -52,7 +55,7 @@ class ModuleHooks:
         self._modules: dict[int, Module] = {}
 
     def hold(self, module: Module) -> None:
-        """Makes sure that what `module` is given and gives is seen, after its own hooks, until `let_go`."""
+        """Sees the inputs and the output of `module`, after its own hooks, until `let_go`."""
         if id(module) in self._modules:
             return
         self._modules[id(module)] = module
@@ -87,3 +90,28 @@ def _on_output(module: Module, _args: Any, output: Any) -> Any:
     __tracebackhide__ = True
     on_output = getattr(observer.get(), "on_output", None)
     return output if on_output is None else on_output(original_of(module), output)
+
+
+_MODULE_FILE = Module.__call__.__code__.co_filename
+_MODULE_CALLERS = {"_call_impl", "inner", "_slow_forward"}
+
+
+def is_called_by_module_call() -> bool:
+    """Whether the swapped `forward` was called by `Module.__call__`, which runs the module's hooks afterwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _MODULE_FILE:
+            return code.co_name in _MODULE_CALLERS
+        if not (call_sites.is_own(code) or call_sites.is_offloading_code(code) or call_sites.is_collecting_code(code)):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def forwards_may_be_wrapped() -> bool:
+    """Whether models may wrap the forwards of their modules during a run, inside of hooks.
+
+    Transformers before 5.2 does, to collect hidden states: these must be the values before the patches.
+    """
+    return hasattr(sys.modules.get("transformers.utils.generic"), "OutputRecorder")

@@ -85,14 +85,14 @@ _PROBES = (ProbePatch, RecordPatch)
 
 
 def _is_plain(probe: Patch[Any]) -> bool:
-    """Whether nothing can be wrong with a probe, on any node: a whole model may be probed at once."""
+    """Whether a probe is valid on any node. A short way, since a whole model may be probed at once."""
     get = probe.__dict__.get
     has_places = get("steps") is not None or get("positions") is not None or get("position_dim") is not None
     return not has_places and {type(probe.any_shape), type(probe.allow_empty)} == {bool}
 
 
 def _entries(root: Frame, target: Target, patches: Sequence[Patch[Any]], problems: list[str]) -> list[Entry]:
-    """Returns one entry for all the patches, or one for each where some have steps or positions of their own."""
+    """Returns one entry for all the patches, or one for each if some have steps or positions."""
     if all(patch.steps is None and patch.positions is None for patch in patches):
         return [Entry(target, tuple(patches))]
     entries = [_entry(root, target, patch, problems) for patch in patches]
@@ -109,14 +109,12 @@ def _entry(root: Frame, target: Target, patch: Patch[Any], problems: list[str]) 
 
 
 def _check_fields(kind: type[Patch[Any]]) -> None:
-    """Raises a `ValueError` if a class of patches has a field of its own that would be taken for another."""
+    """Raises a `ValueError` if a class of patches redefines a field of `Patch`."""
     for name in ("steps", "positions", "position_dim"):
         if inspect.getattr_static(kind, name) is not inspect.getattr_static(Patch, name) or (
             kind.__dataclass_fields__[name] is not Patch.__dataclass_fields__[name]
         ):
-            raise ValueError(
-                f"every patch has a field {name!r}, which this class defines anew: rename that of the class"
-            )
+            raise ValueError(f"every patch has a field {name!r}, which this class redefines: rename that of the class")
 
 
 def _problems(target: Target, patches: Any) -> list[str]:
@@ -130,7 +128,7 @@ def _problems(target: Target, patches: Any) -> list[str]:
         if isinstance(patch, type) and issubclass(patch, Patch):
             found.append(f"{target.path!r}: {patch.__name__} is a class; write {patch.__name__}(...)")
         elif not isinstance(patch, Patch):
-            found.append(f"{target.path!r}: {_shown(patch)} is no Patch{_meant(patch)}")
+            found.append(f"{target.path!r}: {_shown(patch)} is not a Patch{_meant(patch)}")
         elif problem := _problem(target, patch, None if patch.any_shape else shape):
             found.append(f"{target.path!r}: {type(patch).__name__}: {problem}")
     return found
@@ -142,13 +140,13 @@ def _problem(target: Target, patch: Patch[Any], shape: torch.Size | None) -> str
     problem = patch.selection_problem(shape, "")
     if problem is None or shape is None:
         return problem
-    # Which sizes inputs may change is found out by runs of the model: only where the answer depends on it.
+    # Runs of the model find out which sizes depend on the inputs: only if the answer depends on it.
     fixed = fixed_sizes(target.frame, target.node, target.spec)
     return patch.selection_problem(fixed, f"the value recorded here, of shape {tuple(shape)},")
 
 
 def _meant(given: Any) -> str:
-    """Returns how what stands in place of a patch would be written as one."""
+    """Returns how to write as a patch what was given instead of one."""
     if isinstance(given, (Tensor, bool, int, float, complex)):
         return "; write ReplacePatch(value) to put it there"
     return "; write CustomPatch(function) to apply it" if callable(given) else ""

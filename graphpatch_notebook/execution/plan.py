@@ -1,8 +1,9 @@
-"""What a patch context does, laid out by frame: which patches stand on which values of which frame.
+"""The plan of a patched run: which values of which frames are patched.
 
-[(target, patches), ...]  ->  FramePlan of the root
-                              ├── inputs, tensors, output, ops: the entries of this frame
-                              └── calls: module and call number -> FramePlan of the submodule's frame
+[(target, patches), ...]  ->  RunPlan
+                              └── FramePlan of the root
+                                  ├── inputs, tensors, output, sites: the entries of this frame
+                                  └── calls: module and call number -> FramePlan of the submodule's frame
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _PROBES = (ProbePatch, RecordPatch)
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The patches that stand on one value.
+    """The patches on one value.
 
     Attributes:
         target: The value.
         patches: The patches, in order.
-        observed_shape: The recorded shape, if the patches only look at the value and nothing else is to be done.
-        watch: The operation of the only patch, where all it does is to look at the result of a call.
+        restriction: The steps and positions at which the patch (then the only one) has an effect; `None` for all.
+        observed_shape: The recorded shape, if the patches only look at the value as it is.
         is_special: Whether the value is not simply the result of a call (written in place, or unpacked from it).
-        restriction: The steps and positions at which the patch (then the only one) has its effect; `None` for all.
+        watch: The operation of the only patch, if it only looks at the result of a call.
     """
 
     target: Target
@@ -53,7 +54,7 @@ class Entry:
     watch: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        # The most common patch by far, on many nodes at once: entries that only look at a tensor take a short way.
+        # Probes are the most common patches, on many nodes at once: they take a short way.
         node, spec, patches = self.target.node, self.target.spec, self.patches
         self.is_special = node.is_in_place or node.position is not None
         if self.restriction is not None or self.target.dig or node.is_mutated_later or not isinstance(spec, TensorSpec):
@@ -66,7 +67,7 @@ class Entry:
             self.observed_shape = spec.shape
 
 
-# Without gradients, in eval mode, these do not call what is in them, but for where a function mode is on.
+# Without gradients, in eval mode, these do not call the modules in them, unless a function mode is on.
 _FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -197,7 +198,7 @@ class FramePlan:
         """Adds an entry of this frame."""
         self.entries.append(entry)
         node = entry.target.node
-        # What the model writes into later is shown as a copy, and so are some positions of a value.
+        # Patches see a copy of a value that the model writes into later, and of some positions of a value.
         shows_itself = not node.is_mutated_later and (entry.restriction is None or entry.restriction.positions is None)
         if node.kind == "input" and shows_itself and any(isinstance(patch, _PROBES) for patch in entry.patches):
             self.probed_inputs.append(entry)
@@ -218,7 +219,7 @@ class FramePlan:
             self.tensors.setdefault(node.target, []).append(entry)
 
     def _inside(self, call: CompositeCall | None, entry: Entry) -> FramePlan:
-        """Returns the plan for what lies inside of `call`, where `entry` stands: this one outside of all such calls."""
+        """Returns the plan for the steps inside `call`, to which `entry` is added; this plan outside of such calls."""
         if call is None:
             return self
         at_call = self._inside(call.outer, entry)._at(call.site, call.occurrence)
@@ -233,7 +234,7 @@ class FramePlan:
         return self.sites.entries_at(site, occurrence)
 
     def settle(self) -> None:
-        """Sets apart what only looks at the boundary: a model that is probed whole has hundreds of these."""
+        """Sets entries apart that only look at inputs and parameters: if a model is probed, there are hundreds."""
         if self.override is not None:
             self.override.names = frozenset(self.override.entries)
         for name, entries in list(self.inputs.items()):
@@ -261,8 +262,8 @@ class RunPlan:
         custom: Custom graphs by the id of the module that each *is*, in all calls of it.
         watched: The modules whose calls must be seen.
         watched_ids: Their ids.
-        with_patched_inputs: The modules of which inputs are patched.
-        with_other_boundaries: The other modules of which the output is, or an input is probed.
+        with_patched_inputs: The modules whose inputs are patched.
+        with_other_boundaries: The other modules whose output is patched, or whose inputs are probed.
         restricted: Those of the entries that are for some steps or positions only.
         sees_ops: Whether ops are patched.
     """
@@ -285,7 +286,7 @@ class RunPlan:
 
     @functools.cached_property
     def data_loops(self) -> dict[SourceLine, list[str]]:
-        """The paths that mean turns of loops over data, by the head of the loop."""
+        """The paths that name iterations of loops over data, by the head of the loop."""
         found: dict[SourceLine, list[str]] = {}
         for entry in self.entries if self.entries and data_loops(self.entries[0].target.frame.root) else ():
             if (loop := data_loop_of(entry.target.frame, entry.target.node)) is not None:
@@ -334,7 +335,7 @@ def make_plan(
 
 
 def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
-    """Raises where the graph that calls a module has, as operations of its own, what hooks made of the output."""
+    """Raises if hooks change a module's output, and the graph that calls it has these operations as its own."""
     frame, call = entry.target.frame, entry.target.frame.call
     above = plans.get(id(frame.parent))
     if entry.target.node.kind != "output" or not frame.conditions.hooks or above is None or above.override is None:
@@ -346,7 +347,7 @@ def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
     made = [n for n in after if n.site is not None and n.site != call.site and n.site.steps[: len(steps)] == steps]
     if made:
         raise PatchMapError(
-            f"{entry.target.path!r} is what forward hooks of the module returned, and what they do is part of the "
+            f"{entry.target.path!r} is what forward hooks of the module returned, and their operations are part of the "
             f"graph that calls it, which was edited: patch {format_path((*above.frame.path, made[-1].name))!r}, "
             "which is what the last of them computed"
         )
@@ -354,12 +355,12 @@ def _refuse_before_hooks(entry: Entry, plans: Mapping[int, FramePlan]) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which frames are planned where certain ones are wanted.
+    """Which frames are planned if certain ones hold patches.
 
     Attributes:
         frames: The frames, the root first.
-        above: For each but the root, the number of the frame whose plan has its own.
-        watched: The modules whose calls must be seen to tell these frames from all others.
+        above: For each but the root, the number of the frame whose plan holds its plan.
+        watched: The modules whose calls must be seen to identify these frames.
     """
 
     frames: Sequence[Frame]
@@ -368,10 +369,10 @@ class Layout:
 
 
 def _keep(frame: Frame, frames: dict[int, Frame], callers: Callers) -> None:
-    """Has `frame` planned, and the frames above it as far as they are needed to tell it.
+    """Adds `frame` to those that are planned, and the frames above it that are needed to identify it.
 
-    A module that is called once in the whole capture is told by the call itself. Should it come up more often in a
-    run, it counts as called again, whichever of the modules above it was. Modules that may run fused are always kept.
+    A call of a module that is called once in the whole capture needs no other frame. If a run calls it more often, it
+    counts as called again, whatever calls it. Modules that may run fused are always planned.
     """
     while id(frame) not in frames:
         frames[id(frame)] = frame
@@ -417,7 +418,7 @@ class Callers:
         return len(self.frames_of(module)) == 1
 
     def layout(self, root: Frame, wanted: Iterable[Frame]) -> Layout:
-        """Returns which frames are planned where patches stand in those that are `wanted`."""
+        """Returns which frames are planned if those that are `wanted` hold patches."""
         distinct = {id(frame): frame for frame in wanted}
         key = (id(root), *distinct)
         known = self._layouts.get(key)
@@ -439,10 +440,10 @@ class Callers:
         return Layout(frames, above, self._modules_to_watch(frames))
 
     def _calling_frames(self, planned: Mapping[int, Frame]) -> Iterator[Frame]:
-        """Yields the frames in which modules are called that have several frames, one of which is planned.
+        """Yields the frames that call a module with several frames, if one of these is planned.
 
-        Also those of what is planned meanwhile. Their modules are watched, so that a call in one of them is not taken
-        for one in a frame above it.
+        This includes frames that are planned meanwhile. Their modules are watched, so that a call in one of them is
+        not mistaken for one in a frame above it.
         """
         seen: set[int] = set()
         while new := [frame.module for frame in planned.values() if id(frame.module) not in seen]:
@@ -453,10 +454,10 @@ class Callers:
                     yield from (f.parent for f in frames if len(frames) > 1 and f.parent is not None)
 
     def _modules_to_watch(self, planned: Iterable[Frame]) -> list[Module]:
-        """Returns the modules whose frames must be seen to tell those that are planned from all others.
+        """Returns the modules whose frames must be seen to identify those that are planned.
 
-        These are the modules of its frames, and whatever else calls one of these: otherwise a call from elsewhere
-        would be taken for one of the calls that the plan counts.
+        These are the modules of the planned frames, and all that call one of these: otherwise a call from elsewhere
+        would be mistaken for one of the calls that the plan counts.
         """
         watched = {id(frame.module): frame.module for frame in planned}
         for module in list(watched.values()):

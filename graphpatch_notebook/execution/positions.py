@@ -1,7 +1,7 @@
-"""Where a restricted patch has its effect: the steps, and the dimension of its value that runs along a sequence.
+"""Where a restricted patch has an effect: the steps, and the dimension of its value that runs along a sequence.
 
-Decided on entry: a dimension of a node's value runs along the sequence if it is, at all sizes, as long as that
-(`checks.dimensions`). Whatever is not plain is an error: a guess would be a silently wrong number.
+Decided when a context is entered: a dimension of a node's value runs along the sequence if it has, at all sizes, the
+same length (`checks.dimensions`). All other cases are errors: a guess could give silently wrong numbers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """Where one patch on one value has its effect.
+    """Where one patch on one value has an effect.
 
     Attributes:
         steps: The steps; `None` for all.
         positions: The positions; `None` for all.
         dim: The dimension of the value that runs along the sequence.
-        is_encoder: Whether that sequence is the one of an encoder, which is there whole from the start.
+        is_encoder: Whether that is the sequence of an encoder, which is complete from the start.
     """
 
     steps: Selection | None
@@ -46,10 +46,10 @@ class Restriction:
 
 
 def restriction_of(root: Frame, target: Target, patch: Patch[Any]) -> Restriction | None:
-    """Returns where `patch` has its effect on `target`, or `None` where it has it always.
+    """Returns where `patch` has an effect on `target`; `None` for everywhere.
 
     Raises:
-        ValueError: It cannot be told, with the reason and the repair in words.
+        ValueError: That is not known; the message has the reason and the repair.
     """
     if patch.steps is None and patch.positions is None:
         return None
@@ -103,7 +103,7 @@ def _dimension(root: Frame, target: Target, given: int | None) -> tuple[int, boo
     if known.is_placed_by_values(target.frame, target.node, target.spec, asked, filter(None, sequences.values())):
         raise ValueError(
             f"the entries of its shape {shape} are chosen, or sorted, by values (tokens that are routed to an expert, "
-            "say), so they do not stand at positions of the sequence, however many they are; choose a part with slice="
+            "say), so they are not at positions of the sequence, however many they are; choose a part with slice="
         )
     if len(found) == 1:
         return found[0]
@@ -121,7 +121,7 @@ def _unclear(
         return f"{asked} of its shape {shape} is that of the example's sequence, {lengths}; {repair}"
     if len(set(dims)) < len(dims):
         return (
-            f"the example had {lengths}, so it cannot be told whose positions its shape {shape} has; make the "
+            f"the example had {lengths}, so it is not known whose positions its shape {shape} has; make the "
             "PatchableGraph with an example whose encoder and decoder sequences differ in length"
         )
     return (
@@ -141,7 +141,7 @@ def _sequence(root: Frame) -> Profile | None:
 
 
 def _encoder_sequence(root: Frame) -> Profile | None:
-    """Returns the dimension of what the encoder gave that is its sequence."""
+    """Returns the dimension of the encoder's output that is its sequence."""
     encoder = encoder_of(root)
     if encoder is None:
         return None

@@ -1,11 +1,12 @@
 """Runs a module's forward with other parameters, buffers or attributes, without touching the module.
 
-The forward is bound to a *stand-in*: a shallow copy of the module, which shares everything with it but the patched
-tensors. So other threads, and the user, never see them. What the forward itself changes is handed on to the module.
+The forward is bound to a *stand-in*: a shallow copy of the module, which shares everything with it except the patched
+tensors. So other threads, and the user, never see these. Changes by the forward itself are copied to the module.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import innermost_forward, is_swapped, observer, original_forward
+from graphpatch_notebook.capture.observers import innermost_forward, is_swapped, observer, original_forward
 from graphpatch_notebook.capture.quantization.packed_weights import Packing, held_by
 from graphpatch_notebook.errors import PatchValueError
+from graphpatch_notebook.torch_compat import EagerCode
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_graphpatch_original"
@@ -85,10 +87,14 @@ class StandIn:
                     holder[name] = type(value)(swapped.get(id(item), item) for item in value)
 
     def bind(self, forward: Callable[..., Any], original: Module | None = None) -> Callable[..., Any]:
-        """Returns `forward` of the module (or of `original`, of which the module is a stand-in), bound to the stand-in.
+        """Returns `forward` of the module, bound to the stand-in.
+
+        Args:
+            forward: The forward.
+            original: The module that it belongs to, if the module is a stand-in itself.
 
         Raises:
-            PatchValueError: The forward is a function of its own that cannot be bound to another module.
+            PatchValueError: The forward is a function that cannot be bound to another module.
         """
         original = original or self._original
         if getattr(forward, "__self__", None) is original and hasattr(forward, "__func__"):
@@ -103,8 +109,8 @@ class StandIn:
     def forget_in_calls(self, replacements: dict[str, Tensor]) -> None:
         """Makes calls of the stand-in see the module's own tensors again.
 
-        They are frames of their own, with nodes of their own. What the module's hooks did to the stand-in before the
-        call (as pruning does) is kept.
+        Calls are separate frames, with separate nodes. What the module's hooks did to the stand-in before the call (as
+        pruning does) is kept.
         """
         original = self._original
         own = {id(new): tensor_at(original, path) for path, new in replacements.items()}
@@ -127,7 +133,7 @@ class StandIn:
         self._remember()
 
     def hand_on_changes(self, but: Sequence[str] = ()) -> None:
-        """Does to the module what the forward did to the stand-in, all `but` the attributes of these names."""
+        """Copies to the module what the forward changed in the stand-in, except the attributes named in `but`."""
         for inner in self._inner:
             inner.hand_on_changes()
         after = {name: value for name, value in self.module.__dict__.items() if name not in but}
@@ -137,7 +143,7 @@ class StandIn:
 
 
 def original_of(module: Module) -> Module:
-    """Returns the user's module that `module` stands in for; `module` itself where it is that."""
+    """Returns the user's module that `module` is a stand-in for; `module` itself if it is not one."""
     while (original := module.__dict__.get(_ORIGINAL)) is not None:
         module = original
     return module
@@ -156,7 +162,7 @@ def tensor_at(module: Module, path: str) -> Any:
 
 
 def held_value(module: Module, path: str) -> Any:
-    """Returns what the node of a tensor that `module` holds stands for: the tensor, or the weight packed in it."""
+    """Returns the value of the node of a tensor that `module` holds: the tensor, or the weight packed in it."""
     packed = held_by(module, path)
     return tensor_at(module, path) if packed is None else packed[0].unpacked(packed[1])
 
@@ -164,7 +170,7 @@ def held_value(module: Module, path: str) -> Any:
 def bound_with(
     module: Module, replacements: dict[str, Tensor], forward: Callable[..., Any]
 ) -> tuple[StandIn, Callable[..., Any]]:
-    """Returns a stand-in for `module` with some tensors replaced, and what runs in place of `forward` with these.
+    """Returns a stand-in for `module` with some tensors replaced, and what to call in place of `forward`.
 
     Raises:
         PatchValueError: The forward cannot run with these tensors.
@@ -192,3 +198,52 @@ def _hand_on(before: dict[str, Any], after: dict[str, Any], to: dict[str, Any]) 
     for name in before:
         if name not in after:
             to.pop(name, None)
+
+
+# -- a generation config of its own, for models of transformers (which need not be installed) --------------------------
+
+GENERATION_CONFIG = "generation_config"
+# Bound to the object that `generate` runs on, so these are not copied from a stand-in to the model.
+_BOUND = ("_compiled_call", "_last_compile_config")
+
+
+def copied_config(module: Module) -> Any:
+    """Returns a copy of a model's generation config; `None` where the model has none, or cannot generate."""
+    config = module.__dict__.get(GENERATION_CONFIG)
+    return copy.deepcopy(config) if callable(getattr(module, "generate", None)) else None
+
+
+def generating_with(config: Any, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method `generate` of a model, run as if `config` were the model's generation config.
+
+    The model never sees `config`: if it differs from the model's, the method runs on a stand-in.
+    """
+
+    def generate_with(*args: Any, **kwargs: Any) -> Any:
+        module: Module = generate.__self__  # type: ignore[attr-defined]  # a bound method
+        if _are_equal(config, module.__dict__.get(GENERATION_CONFIG)):
+            return generate(*args, **kwargs)
+        stand_in = StandIn(module, {}, {GENERATION_CONFIG: config})
+        try:
+            return stand_in.bind(generate)(*args, **kwargs)
+        finally:
+            stand_in.hand_on_changes(but=_BOUND)
+
+    return generate_with
+
+
+def compiling_nothing(module: Module) -> dict[str, Any]:
+    """Returns the keyword arguments that keep `generate` from compiling decoding steps, as it does with a static cache.
+
+    For patched runs; empty if this torch can be asked to run compiled code eagerly. With an older torch, patches on ops
+    would only have an effect at the first step.
+    """
+    is_known = hasattr(getattr(module, GENERATION_CONFIG, None), "disable_compile")
+    return {"disable_compile": True} if is_known and not EagerCode.is_possible else {}
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(vars(one) == vars(other)))
+    except (RuntimeError, TypeError, ValueError):  # tensors among the values
+        return False

@@ -1,10 +1,10 @@
-"""The steps of a generation: which one runs, and where in the sequence its tokens stand.
+"""The steps of a generation: which one is running, and the positions of its tokens in the sequence.
 
     StepCount            of a context: lasts over its calls
-    └── Steps            of one call of the `PatchableGraph`, or of a method of it
-        └── Step         one call of the model within it
+    └── GenerationSteps            of one call of the `PatchableGraph`, or of a method of it
+        └── GenerationStep         one call of the model within it
 
-What is known of transformers here goes by names and methods: it need not be installed.
+The caches of transformers are recognized by names and methods: transformers need not be installed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _CACHES = (
 
 
 class HeldBackError(Exception):
-    """None of the positions of a patch are in the value that came up (caught inside the package)."""
+    """The value has none of the positions of a patch, or it is not a step of the patch (caught inside the package)."""
 
 
 @dataclass(slots=True)
 class StepCount:
-    """What a context knows of the calls made in it; contexts inside it go on with the same count.
+    """The steps of the calls made in a context; contexts inside it share the count.
 
     Attributes:
         last: The step of the last direct call.
-        idle: Entries (by id) that had no effect so far in direct calls that were no step or position of theirs, with
-            the reason.
+        idle: Entries (by id) without an effect so far, since no direct call was at their steps or positions, with the
+            reason.
         fired: Entries that had an effect (by id).
         fitting: Entries (by id) whose value is known to have a dimension as long as the sequence.
     """
@@ -55,15 +55,15 @@ class StepCount:
 
 
 @dataclass(slots=True)
-class Step:
+class GenerationStep:
     """One call of the model.
 
     Attributes:
         number: From zero.
-        past: How many positions the cache holds; `None` where nobody asks.
-        length: How many tokens the model is given; `None` where that is not known.
+        past: How many positions the cache holds; `None` if no patch needs it.
+        length: How many tokens the model is given; `None` if that is not known.
         batch: How many sequences there are.
-        encoder_length: How many positions an encoder sees; `None` where there is none, or it is not known.
+        encoder_length: How many positions an encoder sees; `None` without an encoder, or if it is not known.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Step:
     encoder_length: int | None = None
 
 
-class Steps:
+class GenerationSteps:
     """The steps of one call.
 
     Args:
@@ -89,15 +89,15 @@ class Steps:
         self.count = count
         self.is_direct = is_direct
         self._asks_positions = any(entry.restriction and entry.restriction.positions for entry in restricted)
-        self._begun: list[Step] = []
+        self._begun: list[GenerationStep] = []
         self._outside: dict[int, int] = {}
-        self.current = Step(0, 0)
+        self.current = GenerationStep(0, 0)
         self._skipped: set[int] = set()
         self._held_back: set[int] = set()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begins the next step: the model is called."""
-        step = Step(len(self._begun))
+        """Begins the next step: a call of the model."""
+        step = GenerationStep(len(self._begun))
         if self._asks_positions:
             self._place(step, args, kwargs)
         if self.is_direct:
@@ -111,13 +111,13 @@ class Steps:
         number = len(self._begun)
         if self._outside.get(id(module)) == number:
             raise PatchValueError(
-                f"steps cannot be told: {type(module).__name__} is called repeatedly, not by the model's own forward; "
+                f"steps are not known: {type(module).__name__} is called repeatedly, not by the model's own forward; "
                 "drop steps= and positions=, or call the model itself"
             )
         self._outside[id(module)] = number
-        self.current = Step(number, 0, encoder_length=_length_among(TOKENS, kwargs))
+        self.current = GenerationStep(number, 0, encoder_length=_length_among(TOKENS, kwargs))
 
-    def _place(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _place(self, step: GenerationStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step.past = self._past(args, kwargs)
         inputs = {name: self._input(name, args, kwargs) for name in (*DECODER_TOKENS, *TOKENS, "encoder_outputs")}
         step.length = _length_among(token_inputs(self._root), inputs)
@@ -126,8 +126,8 @@ class Steps:
         before = self._begun[-1] if self._begun else step
         if step.past == 0 and (step.length or 0) < (before.length or 0):
             raise PatchValueError(
-                f"the positions of the {step.length} tokens of step {step.number} cannot be told: no cache that tells "
-                f"how many came before was given with them ({', '.join(_CACHES[:3])}, ...); use steps= and slice="
+                f"the positions of the {step.length} tokens of step {step.number} are not known: no cache of the "
+                f"earlier ones was given with them ({', '.join(_CACHES[:3])}, ...); use steps= and slice="
             )
 
     def _past(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -152,7 +152,7 @@ class Steps:
 
         Raises:
             HeldBackError: There are none.
-            PatchShapeError: They cannot be told.
+            PatchShapeError: They are not known.
         """
         restriction, target = entry.restriction, entry.target
         assert restriction is not None
@@ -181,8 +181,8 @@ class Steps:
             if past == 0 and step.batch > 1:
                 self.count.fitting[id(entry)] = entry
             return past
-        # Keys and values, once the cache has been put before them. Tokens of several sequences in one row could be as
-        # many by accident.
+        # Keys and values, after those in the cache were put before them. The number of tokens of several sequences in
+        # one row could be the same by accident.
         is_whole = restriction.dim > 0 and length is not None and size == past + length
         if is_whole and (id(entry) in self.count.fitting or step.batch * (length or 0) != size):
             self.count.fitting[id(entry)] = entry
@@ -193,8 +193,8 @@ class Steps:
             raise HeldBackError
         raise PatchShapeError(
             f"{target.path!r} has {size} entries in dimension {restriction.dim} at step {step.number}, where the model "
-            f"is given {length} tokens after {past} others: which positions these are cannot be told; choose with "
-            "steps= and slice="
+            f"is given {length} tokens after {past} others: their positions are not known; choose with steps= and "
+            "slice="
         )
 
     def _first_of_encoder(self, target: Target, restriction: Restriction, size: int) -> int:
@@ -202,16 +202,17 @@ class Steps:
         if length is not None and size != length:
             raise PatchShapeError(
                 f"{target.path!r} has {size} entries in dimension {restriction.dim}, where the encoder has {length} "
-                "positions: they cannot be told; choose with steps= and slice="
+                "positions: those of its entries are not known; choose with steps= and slice="
             )
         return 0
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     def settle(self, unfired: list[tuple[Entry, str]], fired: set[int]) -> list[tuple[Entry, str]]:
-        """Returns what is to be reported of the entries that did not fire.
+        """Returns the entries to report, of those that did not fire.
 
-        A direct call is one step only: that it was none of a patch's steps is news at the end of the context, if ever.
+        A direct call is one step only: that a patch is not for that step is reported at the end of the context, if then
+        no other call was.
         """
         idle = self.count.idle
         self.count.fired.update({id(entry): entry for entry in self._restricted if id(entry) in fired})
@@ -222,20 +223,20 @@ class Steps:
         return [(entry, why) for entry, why in unfired if id(entry) not in held_back]
 
     def why_not(self, entry: Entry) -> str | None:
-        """Returns why an entry was held back, in words, or `None` where steps and positions are not the reason."""
+        """Returns why an entry was held back; `None` if steps and positions are not the reason."""
         restriction = entry.restriction
         if restriction is None or not self._begun:
             return None
         if restriction.steps is not None and not any(step.number in restriction.steps for step in self._begun):
             numbers = [step.number for step in self._begun]
             came = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-            return f"its steps ({restriction.steps}) did not come up: {self._call} had {came}"
+            return f"its steps ({restriction.steps}) were not reached: {self._call} had {came}"
         if id(entry) in self._held_back:
             most = max((step.past or 0) + (step.length or 0) for step in self._begun) - 1
             where = "" if restriction.steps is None else " at its steps"
-            return f"its positions ({restriction.positions}) did not come up{where}: {self._call} had 0 to {most}"
+            return f"its positions ({restriction.positions}) were not reached{where}: {self._call} had 0 to {most}"
         if id(entry) in self._skipped:
-            return f"it came up, but not at its steps ({restriction.steps})"
+            return f"its value was computed, but not at its steps ({restriction.steps})"
         return None
 
     @property
@@ -257,7 +258,7 @@ def _length_among(names: Iterable[str], inputs: Mapping[str, Any]) -> int | None
 def _length_of(name: str, cache: Any) -> int:
     """Returns how many positions a cache holds: an object of transformers, or (keys, values) for each layer."""
     unknown = PatchValueError(
-        f"steps and positions cannot be told: the {type(cache).__name__} given as {name} does not say how many tokens "
+        f"steps and positions are not known: the {type(cache).__name__} given as {name} does not say how many tokens "
         "it holds (as the caches of transformers do by get_seq_length); drop steps= and positions="
     )
     if hasattr(cache, "get_seq_length"):

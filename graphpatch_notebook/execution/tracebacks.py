@@ -1,8 +1,8 @@
-"""Which node raised an error, read off the traceback: no run pays for it before there is an error.
+"""Finds the node that raised an error from the traceback, so that runs without errors have no cost.
 
-The traceback of an error holds the same chain of call sites by which ops are told in a run, and the module calls
-between them. So the way from the outermost `forward` down to the error is also a way down the captured frames. Where a
-loop makes several nodes of one call site, all of them are candidates.
+The traceback of an error holds the chain of call sites that identifies an op in a run, and the module calls between
+them. So the way from the outermost `forward` down to the error is also a way down the captured frames. If a loop makes
+several nodes of one call site, all of them are candidates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphpatch_notebook.capture import call_sites
-from graphpatch_notebook.capture.autograd_functions import TRANSPARENT
+from graphpatch_notebook.capture.observers import TRANSPARENT
 from graphpatch_notebook.capture.records import Frame, Node, Ref, SourceLine, line_at
 from graphpatch_notebook.errors import GraphPatchError, add_note, has_note
 from graphpatch_notebook.execution.frames import FrameRun
@@ -36,18 +36,18 @@ _APPLY = code_of_apply()
 
 
 @dataclass(slots=True)
-class _Way:
+class _TracebackPath:
     """The way down a traceback, as far as it has been followed.
 
     Attributes:
-        frames: The captured frames that this may be: several where a module was called in a loop.
+        frames: The captured frames that this may be: several if a module was called in a loop.
         module: The module whose frame it is.
         steps: The call sites from its `forward` on, outermost first.
         fx_name: The name of the node of a graph that runs.
         leaf: The innermost Python frame of the user's code.
         call: The arguments of the torch call that was made there, if any Python frame holds them.
-        counts: How often this frame called which module so far (by id), where the run saw it.
-        opened: The call sites down to a call that was opened into its steps: the last of these has this site itself.
+        counts: How often this frame called each module so far (by id), if the run saw it.
+        opened: The call sites down to a call that was opened into its steps: the last step has this site itself.
     """
 
     frames: list[Frame]
@@ -84,12 +84,12 @@ class _Way:
 
 
 def hide_way_to(error: Exception) -> None:
-    """Has notebooks leave out the way down to an error of ours, a page of torch's lines: its message names the node.
+    """Hides the way down to an error of ours in notebooks, a page of torch's lines: the message names the node.
 
-    The traceback itself stays whole: IPython and pytest skip frames with a variable of this name, if they are told to.
+    The traceback itself stays complete: IPython and pytest skip frames with a variable of this name, on request.
     """
     if not isinstance(error, GraphPatchError) or error.__cause__ is not None:
-        return  # code of the user's lies on the way, which is to be seen
+        return  # the user's code raised it, and must be visible
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename == _FILE_OF_CALLS or call_sites.is_own(frame.f_code)):
         _hide(frame)
@@ -107,18 +107,18 @@ def _hide(frame: FrameType) -> None:
 
 
 def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: Sequence[str]) -> None:
-    """Adds to an error that a patched run met a note that names the node, unless it says already where it comes from.
+    """Adds a note to an error in a patched run that names the node, unless it has one already.
 
     Args:
         error: The error, caught around a call of `module`, or of a method of it.
         module: The module.
         frames: The captured frames that this call may be.
-        patched: What was patched in this run before, in words.
+        patched: The patches that were applied in this run before, as texts.
     """
-    # Those that mean something to the interpreter are passed on untouched; ours name their path themselves.
+    # Errors with a meaning to the interpreter must not change; our own name their path themselves.
     if isinstance(error, (GraphPatchError, StopIteration, StopAsyncIteration)) or has_note(error):
         return
-    with contextlib.suppress(Exception):  # the user's error must come through, whatever becomes of the note
+    with contextlib.suppress(Exception):  # the user must see the error, even if the note fails
         failure = _failure_in(error.__traceback__, frames, module)
         more = f", and {len(patched) - _MOST_PATCHED} more" if len(patched) > _MOST_PATCHED else ""
         before = f"patched before: {', '.join(patched[:_MOST_PATCHED])}{more}"
@@ -126,7 +126,7 @@ def explain(error: Exception, module: Module, frames: Sequence[Frame], patched: 
 
 
 def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module: Module) -> Failure:
-    way = _Way(list(frames), module)
+    way = _TracebackPath(list(frames), module)
     for python_frame, lasti in _entries(traceback):
         if python_frame.f_code is _OPENED:  # the steps of an opened call are nodes themselves
             way.call, way.opened = None, list(way.steps)
@@ -148,7 +148,7 @@ def _failure_in(traceback: TracebackType | None, frames: Sequence[Frame], module
 
 
 def _is_last_step(node: Node) -> bool:
-    """Whether the node is the last step of a call that capture opened, and stands for all of it."""
+    """Whether the node is the last step of a call that capture opened, and represents all of it."""
     refs = (value for value in node.args if isinstance(value, Ref))
     return any(ref.node.composite is not None and ref.node.composite is not node.composite for ref in refs)
 
@@ -159,7 +159,7 @@ def _entries(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]
         traceback = traceback.tb_next
 
 
-def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
+def _follow(way: _TracebackPath, python_frame: FrameType, lasti: int) -> None:
     code = python_frame.f_code
     owner = python_frame.f_locals.get("self")
     name = name_assigned_at(code, line_at(code, lasti))
@@ -192,14 +192,14 @@ def _follow(way: _Way, python_frame: FrameType, lasti: int) -> None:
 
 
 def _is_call(python_frame: FrameType) -> bool:
-    """Whether this Python frame is one that holds the arguments of a torch call: in our mode, or of a function's."""
+    """Whether this Python frame holds the arguments of a torch call: a function mode, or an autograd function."""
     code = python_frame.f_code
     if code is _APPLY:
         return not issubclass(python_frame.f_locals["cls"], TRANSPARENT)
     return code.co_name in ("__torch_function__", "on_apply") and call_sites.is_own(code)
 
 
-def _frame_text(way: _Way) -> str:
+def _frame_text(way: _TracebackPath) -> str:
     name = type(way.module).__name__
     if not way.frames:
         return f"code of a {name} that was not captured"
@@ -207,13 +207,13 @@ def _frame_text(way: _Way) -> str:
     return f"code of {' or '.join(paths[:_MOST])} ({name})"
 
 
-def _line(way: _Way) -> SourceLine:
+def _line(way: _TracebackPath) -> SourceLine:
     code, offset = next((step for step in reversed(way.steps) if not call_sites.is_own(step[0])), way.steps[-1])
     return SourceLine(code.co_filename, line_at(code, offset), code.co_name)
 
 
-def _locals_text(way: _Way) -> tuple[str, ...]:
-    """Returns the shapes of the local variables there, where no mode saw the arguments of the call itself."""
+def _locals_text(way: _TracebackPath) -> tuple[str, ...]:
+    """Returns the shapes of the local variables there, if no mode saw the arguments of the call itself."""
     found = way.leaf.f_locals if way.leaf is not None and way.call is None else {}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     return (f"variables there: {arguments_text((), tensors)}",) if tensors else ()

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from graphpatch_notebook.capture.containers import map_leaves
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import (
     CallNode,
@@ -38,6 +37,7 @@ from graphpatch_notebook.capture.records import (
     Node,
     Ref,
     Structure,
+    map_leaves,
     refs_in,
 )
 from graphpatch_notebook.errors import GraphError

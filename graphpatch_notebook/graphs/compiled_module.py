@@ -17,7 +17,7 @@ from torch.nn import Module, ModuleList
 from graphpatch_notebook.capture.custom_graphs import RECORD
 from graphpatch_notebook.capture.records import CallNode, Frame, Node
 from graphpatch_notebook.checks.call_signature import CallSignature
-from graphpatch_notebook.checks.comparison import Comparison
+from graphpatch_notebook.checks.comparison import RunComparison
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.build import BuiltGraph, build
 from graphpatch_notebook.graphs.copies import PackedGraph
@@ -55,7 +55,7 @@ class CompiledGraphModule(GraphModule):
     _edited_calls: EditedCalls | None
     _aliases: dict[str, Any]
     _callee_by_frame: dict[int, GraphModule]
-    _last_comparison: tuple[CallSignature, Comparison] | None
+    _last_comparison: tuple[CallSignature, RunComparison] | None
 
     def __init__(self, frame: Frame, hierarchy: Hierarchy) -> None:
         super().__init__(frame, hierarchy)
@@ -132,11 +132,11 @@ class CompiledGraphModule(GraphModule):
         return list(map(str, self._frame.doubts))
 
     @property
-    def last_comparison(self) -> tuple[CallSignature, Comparison] | None:
+    def last_comparison(self) -> tuple[CallSignature, RunComparison] | None:
         """How the graph compared with the module when `verify` ran last, and in which calls."""
         return self._last_comparison
 
-    def note_comparison(self, signature: CallSignature, comparison: Comparison) -> None:
+    def note_comparison(self, signature: CallSignature, comparison: RunComparison) -> None:
         """Keeps how the graph compares with the module in such calls."""
         self.__dict__["_last_comparison"] = signature, comparison
 

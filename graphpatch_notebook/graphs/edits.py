@@ -29,7 +29,7 @@ from graphpatch_notebook.capture.custom_graphs import (
     reference_problem,
 )
 from graphpatch_notebook.capture.doubts import Reason
-from graphpatch_notebook.capture.forward_swap import invoke, original_forward
+from graphpatch_notebook.capture.observers import invoke, original_forward
 from graphpatch_notebook.capture.records import Frame, Node
 from graphpatch_notebook.checks.call_signature import (
     Aspect,
@@ -38,7 +38,7 @@ from graphpatch_notebook.checks.call_signature import (
     current_settings,
     inputs_of_call,
 )
-from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared
+from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared
 from graphpatch_notebook.checks.model_state import ChangeKind, ModuleState
 from graphpatch_notebook.errors import EditedGraphWarning, GraphError
 from graphpatch_notebook.graphs.build import AUXILIARY
@@ -85,7 +85,7 @@ class EditedCalls:
         self._looked_at = [frame.module, *(node.frame.module for node in frame.calls())]
         self._look = ModuleState(frame.module, is_look=True)
         self._is_as_captured = True
-        self._compared: dict[Hashable, Comparison] = {}
+        self._compared: dict[Hashable, RunComparison] = {}
         self._has_warned = False
 
     def note_unused_inputs(self, graph: fx.Graph) -> None:
@@ -129,9 +129,7 @@ class EditedCalls:
 
     def _look_again(self) -> None:
         """Forgets what was compared if the modules have changed, by more than writes and new hooks."""
-        changes = [
-            change for module in self._looked_at for change in self._look.changes_in(module, counts_writes=False)
-        ]
+        changes = [change for module in self._looked_at for change in self._look.replaced_in(module)]
         if changes:
             self._look = ModuleState(self._frame.module, is_look=True)
         if any(change.kind is not ChangeKind.HOOK or change.before is not ABSENT for change in changes):
@@ -147,20 +145,22 @@ class EditedCalls:
         is_used = difference.name.partition("|")[0] not in self._unused
         return not (is_used and _is_size(difference.was) and _is_size(difference.now))
 
-    def _comparison(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
+    def _comparison(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunComparison:
         if not self._goes_by_values and key in self._compared:
             return self._compared[key]
         if self._recorded is None:
-            return Comparison(Outcome.NOT_COMPARABLE, "what it was before it was edited is not known in a copy")
+            return RunComparison(
+                ComparisonOutcome.NOT_COMPARABLE, "what it was before it was edited is not known in a copy"
+            )
         # Without context variables: libraries collect hidden states in some, which these runs are not to add to.
         found = Context().run(self._run_both, self._recorded, args, kwargs)
         if len(self._compared) >= _MOST_SIGNATURES:
             self._compared.clear()
-        if found.outcome is not Outcome.RAISES:  # a lack of memory, say, is not a property of the call
+        if found.outcome is not ComparisonOutcome.RAISES:  # a lack of memory, say, is not a property of the call
             self._compared[key] = found
         return found
 
-    def _run_both(self, recorded: Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comparison:
+    def _run_both(self, recorded: Recorded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunComparison:
         module = self._frame.module
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -172,13 +172,13 @@ class EditedCalls:
         with unobserved():
             return compared(module, run, graph, args, kwargs, within_rounding=self._is_rounded)
 
-    def _judge(self, comparison: Comparison) -> None:
+    def _judge(self, comparison: RunComparison) -> None:
         if comparison.is_difference:
             raise self._error(
                 f"before it was edited, it did something else than the module ({comparison}), for it has sizes, flags "
                 "or branches of the example in it"
             )
-        if comparison.outcome is Outcome.UNREPEATABLE:
+        if comparison.outcome is ComparisonOutcome.UNREPEATABLE:
             raise self._error(f"it is unlike the example's, and cannot be compared with the module ({comparison})")
         if not comparison.is_equal and not self._has_warned:
             self._has_warned = True

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleList, Parameter
 
-from graphpatch_notebook.capture.forward_swap import Swaps, invoke, original_forward
+from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.graphs.copies import FrameReference

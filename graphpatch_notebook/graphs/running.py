@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import (
+from graphpatch_notebook.capture.held_values import plain_tensors
+from graphpatch_notebook.capture.observers import (
     Observer,
     Swaps,
     innermost_forward,
     invoke,
     observer,
 )
-from graphpatch_notebook.capture.tensor_sources import plain_tensors
 from graphpatch_notebook.errors import GraphError
 from graphpatch_notebook.interrupts import afterwards, holding
 from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks

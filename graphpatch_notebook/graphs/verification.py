@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 from torch.nn import Module
 
 from graphpatch_notebook.capture.doubts import Doubt, Reason, listed
-from graphpatch_notebook.capture.forward_swap import Swaps, invoke, original_forward
+from graphpatch_notebook.capture.held_values import reachable_modules
+from graphpatch_notebook.capture.observers import Swaps, invoke, original_forward
 from graphpatch_notebook.capture.records import Frame
-from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.checks.call_signature import CallSignature, inputs_of_call
-from graphpatch_notebook.checks.comparison import Comparison, Outcome, compared, run_and_compare
+from graphpatch_notebook.checks.comparison import ComparisonOutcome, RunComparison, compared, run_and_compare
 from graphpatch_notebook.checks.model_state import ModuleState, copied
 from graphpatch_notebook.checks.outer_values import outer_objects
 from graphpatch_notebook.graphs.compiled_module import CompiledGraphModule
@@ -174,7 +174,7 @@ class _Verifier:
     def __init__(self, root: GraphModule) -> None:
         self._root: GraphModule | None = root
         self._stack: list[tuple[GraphModule | None, dict[int, int]]] = []
-        self.found: dict[GraphModule, Comparison] = {}
+        self.found: dict[GraphModule, RunComparison] = {}
 
     def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph_module = self._graph_module(module)
@@ -196,7 +196,7 @@ class _Verifier:
         signature = CallSignature.of(inputs_of_call(frame, args, kwargs))
         doubts = frame.doubts or [Doubt(Reason.IS_GIVEN_OBJECT, name) for name in signature.objects[:1]]
         if doubts := doubts or [*_hooks_left_out(frame), *_unknown_values(frame)][:1]:
-            result, comparison = run(*args, **kwargs), Comparison(Outcome.NOT_COMPARABLE, listed(doubts))
+            result, comparison = run(*args, **kwargs), RunComparison(ComparisonOutcome.NOT_COMPARABLE, listed(doubts))
         else:
             result, comparison = run_and_compare(module, run, _graph_of(graph_module), args, kwargs)
         self._note(graph_module, signature, comparison)
@@ -211,7 +211,7 @@ class _Verifier:
         signature = CallSignature.of(inputs_of_call(root.frame, args, kwargs))
         self._note(root, signature, compared(root.frame.module, run, _graph_of(root), args, kwargs))
 
-    def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: Comparison) -> None:
+    def _note(self, graph_module: CompiledGraphModule, signature: CallSignature, comparison: RunComparison) -> None:
         self.found[graph_module] = comparison
         graph_module.note_comparison(signature, comparison)
 
@@ -260,7 +260,7 @@ def _unknown_values(frame: Frame) -> Iterator[Doubt]:
     yield from (Doubt(Reason.HOLDS_UNKNOWN_VALUE, str(n.spec)) for n in constants if id(n.target()) not in held)
 
 
-def _report(graph_module: GraphModule, found: dict[GraphModule, Comparison]) -> FrameReport:
+def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) -> FrameReport:
     frame = graph_module.frame
     comparison = found.get(graph_module)
     status: Status = "equal"

@@ -22,7 +22,7 @@ def sources(location: Location) -> list[Ref]:
         >>> import torch
         >>> from graphpatch_notebook import PatchableGraph
         >>> pg = PatchableGraph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2))
-        >>> root = Location.of_root(pg._root_frame)
+        >>> root = Location.of_root(pg.nodes.root)
         >>> [source.node.name for source in sources(root.below("sub_0", "input"))]
         ['input']
     """

@@ -1,6 +1,11 @@
-"""The notebook layer: chosen patches as data, magics, completion, code export. The only place that knows IPython.
+"""The notebook layer, the only part of the package that imports IPython and widgets.
 
-`register_patch_kind` adds a kind of patch to all of it.
+A graph has one session (`session`): the chosen patches as data. The magics (`magics`, with `completion`) and the tree
+browser (`browser`) edit the session, and find nodes with `search`. Cells run under its patches (`magics`), the *Run*
+button of the browser runs the model with them (`run`), and `export` writes them as Python code. `display` has the
+tables, progress bars and widgets that show results, and `extension` adds all of this to an IPython shell.
+
+`register_patch_kind` adds a kind of patch to all of these.
 """
 
 from __future__ import annotations

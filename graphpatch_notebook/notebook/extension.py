@@ -1,4 +1,4 @@
-"""What `%load_ext graphpatch` adds to a shell, and `%unload_ext graphpatch` takes away again."""
+"""The IPython extension: `%load_ext graphpatch` adds the magics and the completer, `%unload_ext` removes them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from graphpatch_notebook.notebook.magics.magics import GraphPatchMagic
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, forget_workspace, workspace_of
 
 _NAME = "graphpatch"
-_NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # of the extension
+_NAMES = frozenset({"graphpatch", "graphpatch_notebook"})  # the names that the extension can be loaded under
 
 
 class Extension:
     """The extension in one shell.
 
     Args:
-        shell: The `InteractiveShell` (much of it has no types).
+        shell: The `InteractiveShell`. Typed as `Any` because most of IPython has no types.
     """
 
     def __init__(self, shell: Any) -> None:
-        proxy = weakref.proxy(shell)  # the extensions of all shells are kept: they must not keep their shells
+        proxy = weakref.proxy(shell)  # `_extensions` must not keep shells alive
         self.magic = GraphPatchMagic(proxy, workspace_of(shell))
         self._transformer = CellTransformer(lambda: str(proxy.ast_node_interactivity))
         tables = shell.magics_manager.magics
@@ -31,20 +31,20 @@ class Extension:
         shell.register_magic_function(self.magic.graphpatch, magic_kind="line_cell", magic_name=_NAME)
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
-        # Also where the next cell is not one of ours: what an untimely interrupt left must not be applied in it.
+        # Patches that an interrupt left active must not apply to the next cell, whatever that is.
         shell.events.register("pre_execute", leave_what_is_left)
         self._completer = PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)
         self._completer.install()
 
     def _active(self) -> ActiveGraph | None:
-        """Returns the active graph; `None` also where there are several, of which none was picked."""
+        """Returns the active graph, or `None` if there is none, or several and none is selected."""
         try:
             return self.magic.workspace.find()
         except SessionError:
             return None
 
     def remove(self, shell: Any) -> None:
-        """Leaves the shell as it was."""
+        """Restores the shell."""
         self._completer.uninstall()
         shell.events.unregister("pre_execute", leave_what_is_left)
         for table in shell.magics_manager.magics.values():
@@ -63,14 +63,14 @@ _extensions: weakref.WeakKeyDictionary[Any, Extension] = weakref.WeakKeyDictiona
 
 
 def load(shell: Any) -> None:
-    """Adds the extension to a shell; once, however often it is asked to."""
+    """Adds the extension to a shell. Does nothing if it is loaded."""
     if shell not in _extensions:
         _extensions[shell] = Extension(shell)
 
 
 def unload(shell: Any) -> None:
-    """Takes it away again, with the last of the names under which it was loaded."""
-    if len(_NAMES & shell.extension_manager.loaded) > 1:  # the name that is being unloaded is still among them
+    """Removes the extension when the last of the names that it was loaded under is unloaded."""
+    if len(_NAMES & shell.extension_manager.loaded) > 1:  # includes the name that is being unloaded
         return
     extension = _extensions.pop(shell, None)
     forget_workspace(shell)

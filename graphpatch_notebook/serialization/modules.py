@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
-from graphpatch_notebook.capture.forward_swap import observer
+from graphpatch_notebook.capture.observers import observer
 from graphpatch_notebook.capture.records import InputParameter
 from graphpatch_notebook.errors import StoredFormError, UnstoredFrameError
 from graphpatch_notebook.interrupts import holding
@@ -156,14 +156,12 @@ class Refusal:
 
 def is_patched_run() -> bool:
     """Whether patches are active in the current run."""
-    plan = getattr(observer.get(), "plan", None)
-    return plan is not None and len(plan.entries) > 0
+    return getattr(observer.get(), "is_patched", False)
 
 
 def is_edited_run() -> bool:
     """Whether an edited graph takes part in the current run."""
-    plan = getattr(observer.get(), "plan", None)
-    return plan is not None and any(part.frame.is_edited for part in plan.root.walk())
+    return getattr(observer.get(), "has_edited_graphs", False)
 
 
 def module_at(module: Module, path: str) -> Module | None:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any, TypeAlias
 
 from graphpatch_notebook.capture.records import CallNode, Frame, Ref, Structure
-from graphpatch_notebook.checks.dimensions import Place, dimensions_of
+from graphpatch_notebook.checks.dimensions import InputDim, dimensions_of
 from graphpatch_notebook.checks.meta_runs import MetaRunError, input_shapes, recorded_on_meta
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.interrupts import afterwards
@@ -63,7 +63,7 @@ class _Explorer:
         except MetaRunError:
             self._steps = None
 
-    def sizes(self, places: Sequence[Place]) -> list[int]:
+    def sizes(self, places: Sequence[InputDim]) -> list[int]:
         """Returns sizes at `places` with the same steps, that of the example first; none if all others differ."""
         size = self._shapes[places[0][0]][places[0][1]]
         found, is_different = [size], False
@@ -82,7 +82,7 @@ class _Explorer:
                     found.append(other)
         return [] if is_different and len(found) == 1 else found
 
-    def is_same(self, changes: Mapping[Place, int]) -> bool | None:
+    def is_same(self, changes: Mapping[InputDim, int]) -> bool | None:
         """Whether the steps are the same with these sizes; `None` if the model cannot be recorded there."""
         shapes = [list(shape) for shape in self._shapes]
         for (number, position), size in changes.items():

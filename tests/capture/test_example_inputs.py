@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.patchable_graph import captured
 from tests.zoo import installed
 

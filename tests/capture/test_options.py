@@ -277,18 +277,22 @@ class Unrun(nn.Module):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("custom_extraction_functions", {"Linear": abs}, "'Linear' is no class of modules; give the class itself, not"),
-        ("custom_extraction_functions", {nn.Linear(2, 2): abs}, "an object of Linear is no class .*its class: Linear$"),
-        ("custom_extraction_functions", {int: abs}, "the class int is no class of modules; give a subclass of torch"),
+        ("custom_extraction_functions", {"Linear": abs}, "'Linear' is not a class of modules; give the class itself"),
+        (
+            "custom_extraction_functions",
+            {nn.Linear(2, 2): abs},
+            "an object of Linear is not a class .*its class: Linear$",
+        ),
+        ("custom_extraction_functions", {int: abs}, "the class int is not a class of modules; give a subclass of"),
         ("custom_extraction_functions", {nn.Linear: 3}, "what it has for Linear is 3, which cannot be called; give a"),
         ("custom_extraction_functions", {nn.Linear: fx.Graph()}, "for Linear is an object of Graph, which cannot be"),
         ("custom_extraction_functions", [nn.Linear], "takes a dict .* not an object of list; give {torch.nn.Linear: f"),
         (
             "classes_to_skip_compiling",
             {"Linear"},
-            "'Linear' is no class of modules; give the class itself, not its nam",
+            "'Linear' is not a class of modules; give the class itself, not its",
         ),
-        ("classes_to_skip_compiling", [nn.ReLU()], "an object of ReLU is no class of modules; give its class: ReLU$"),
+        ("classes_to_skip_compiling", [nn.ReLU()], "an object of ReLU is not a class of modules; give its class: Re"),
         ("classes_to_skip_compiling", nn.Linear, "takes a set of classes, not the class Linear; give {Linear}, say$"),
         ("classes_to_skip_compiling", "Linear", "takes a set of classes, not 'Linear'; give {torch.nn.Linear}, say$"),
         ("classes_to_skip_compiling", None, "takes a set of classes, not None; give"),

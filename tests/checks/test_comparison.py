@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpatch_notebook.checks.comparison import Outcome, compared, run_and_compare
+from graphpatch_notebook.checks.comparison import ComparisonOutcome, compared, run_and_compare
 from tests.zoo.values import same_state, snapshot
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -72,18 +72,25 @@ def holds_itself(x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("expected", "found", "outcome", "detail"),
     [
-        (adds, adds, Outcome.EQUAL, ""),
-        (leaves, leaves, Outcome.EQUAL, ""),
-        (holds_itself, holds_itself, Outcome.EQUAL, ""),
-        (adds, adds_otherwise, Outcome.DIFFERENT, "output: 12 of 12 values differ"),
-        (writes, lambda x: 1, Outcome.DIFFERENT, "inputs|sub_0.sub_0: 12 of 12 values differ"),
-        (lambda x: x, switches, Outcome.DIFFERENT, "it leaves gradients switched on or off"),
-        (lambda x: x, fails, Outcome.RAISES, "IndexError: no such row"),
-        (counts, lambda x: x, Outcome.UNREPEATABLE, "Holder changes its 'calls' while it runs"),
-        (lambda x: object(), lambda x: object(), Outcome.NOT_COMPARABLE, "output: objects of type object cannot"),
+        (adds, adds, ComparisonOutcome.EQUAL, ""),
+        (leaves, leaves, ComparisonOutcome.EQUAL, ""),
+        (holds_itself, holds_itself, ComparisonOutcome.EQUAL, ""),
+        (adds, adds_otherwise, ComparisonOutcome.DIFFERENT, "output: 12 of 12 values differ"),
+        (writes, lambda x: 1, ComparisonOutcome.DIFFERENT, "inputs|sub_0.sub_0: 12 of 12 values differ"),
+        (lambda x: x, switches, ComparisonOutcome.DIFFERENT, "it leaves gradients switched on or off"),
+        (lambda x: x, fails, ComparisonOutcome.RAISES, "IndexError: no such row"),
+        (counts, lambda x: x, ComparisonOutcome.UNREPEATABLE, "Holder changes its 'calls' while it runs"),
+        (
+            lambda x: object(),
+            lambda x: object(),
+            ComparisonOutcome.NOT_COMPARABLE,
+            "output: objects of type object cannot",
+        ),
     ],
 )
-def test_outcomes(expected: Callable[..., Any], found: Callable[..., Any], outcome: Outcome, detail: str) -> None:
+def test_outcomes(
+    expected: Callable[..., Any], found: Callable[..., Any], outcome: ComparisonOutcome, detail: str
+) -> None:
     before, given, random = snapshot(MODEL), X.clone(), torch.get_rng_state()
     comparison = compared(MODEL, expected, found, (given,), {})
     assert (comparison.outcome, comparison.detail[: len(detail)]) == (outcome, detail)
@@ -111,7 +118,7 @@ def test_nothing_is_left_of_interrupted_runs(error: type[BaseException], is_firs
     before, random = snapshot(MODEL), torch.get_rng_state()
     runs = (raises, adds) if is_first else (adds, raises)
     if error is ValueError and not is_first:
-        assert compared(MODEL, *runs, (X,), {}).outcome is Outcome.RAISES
+        assert compared(MODEL, *runs, (X,), {}).outcome is ComparisonOutcome.RAISES
     else:
         with pytest.raises(error):
             compared(MODEL, *runs, (X,), {})
@@ -124,5 +131,5 @@ def test_the_first_run_may_be_the_one_that_counts() -> None:
     result, comparison = run_and_compare(MODEL, writes, writes, (given,), {})
     assert (result, comparison.is_equal, float(given.abs().sum())) == (1, True, 0.0)
     result, comparison = run_and_compare(MODEL, adds, fails, (X,), {})
-    assert comparison.outcome is Outcome.RAISES
+    assert comparison.outcome is ComparisonOutcome.RAISES
     assert int(MODEL.count) == before + 1

@@ -174,7 +174,7 @@ def test_weights_are_not_copied_and_a_write_into_them_is_told(monkeypatch: pytes
     with torch.no_grad():
         model.first.weight.add_(1)
     state.restore()
-    assert state.unrepeatable_change() == "Linear writes into its parameter 'weight' while it runs"
+    assert str(state.unrepeatable_change()) == "Linear writes into its parameter 'weight' while it runs"
 
 
 def test_a_quick_look_at_one_module() -> None:

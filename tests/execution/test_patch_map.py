@@ -56,7 +56,7 @@ def refused(pg: PatchableGraph, patch_map: Any) -> PatchMapError:
         ({"x[0]": ZeroPatch()}, "not a node path: 'x[0]'"),
         ({"x": ZeroPatch}, "ZeroPatch is a class; write ZeroPatch(...)"),
         ({"x": 0}, "give a patch or a list of patches, not int"),
-        ({"x": [ZeroPatch(), "zero"]}, "'zero' is no Patch"),
+        ({"x": [ZeroPatch(), "zero"]}, "'zero' is not a Patch"),
         ({"x": ZeroPatch(slice=(0, 0, 0))}, "slice (0, 0, 0) has 3 dimensions, but the value recorded here has 2"),
         ({"x": ZeroPatch(slice="0")}, "slice '0' cannot index a tensor"),
         ({"x": AddPatch([1.0])}, "value must be a tensor or a number, not list"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphpatch_notebook.capture import forward_swap
+from graphpatch_notebook.capture import observers
 from graphpatch_notebook.execution import context, module_hooks
 from graphpatch_notebook.torch_compat import EagerCode, function_mode_depth
 
@@ -155,7 +155,7 @@ def process_state() -> dict[str, Any]:
         "show warning": warnings.showwarning,
         "hook": sys.excepthook,
         "contextvars": {v.name: x for v, x in copy_context().items() if v.name.startswith("graphpatch") and x},
-        "swaps": dict(forward_swap._swaps),
+        "swaps": dict(observers._swaps),
         "hooks": dict(module_hooks._hooks),
         "contexts": list(context._entered),
         "eager code": list(EagerCode._holders),

@@ -20,8 +20,7 @@ from graphpatch_notebook import (
     ZeroPatch,
     patchable_graph,
 )
-from graphpatch_notebook.capture.autograd_functions import apply_observer
-from graphpatch_notebook.capture.forward_swap import is_swapped, observer
+from graphpatch_notebook.capture.observers import apply_observer, is_swapped, observer
 from graphpatch_notebook.execution import context as execution_context
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import captured
@@ -225,7 +224,7 @@ def test_interrupts_wherever_an_unpatched_run_of_graphs_begins_and_ends(file: st
     assert at > 10  # so many places there are at least
 
 
-TAKE_BACK = ("interrupts.py", "forward_swap.py", "running.py", "interpretation.py", "verification.py")
+TAKE_BACK = ("interrupts.py", "observers.py", "running.py", "interpretation.py", "verification.py")
 
 
 @quietly
@@ -246,7 +245,7 @@ def test_interrupts_leave_buffers_and_random_numbers_as_they_were() -> None:
     model = Noisy(4)
     pg = PatchableGraph(model, X)
     before, random_state = snapshot(model), torch.get_rng_state()
-    for fault, act in faults_at_each_line(lambda: lambda: pg.verify(X), ("forward_swap.py", "snapshots.py")):
+    for fault, act in faults_at_each_line(lambda: lambda: pg.verify(X), ("observers.py", "model_state.py")):
         act()
         assert same_state(model, before) is None, fault.where
         assert torch.equal(torch.get_rng_state(), random_state), fault.where

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphpatch_notebook import AddPatch, ExtractionOptions, PatchableGraph, ProbePatch, ZeroPatch
-from graphpatch_notebook.capture.forward_swap import is_swapped
+from graphpatch_notebook.capture.observers import is_swapped
 from tests.fuzz.test_faults import PATCHES, Model, X, add_what_changes_nothing
 from tests.fuzz.test_programs import FIRST_SEED
 from tests.zoo import case_by_name

@@ -56,9 +56,9 @@ def counted(module: Any, x: Tensor) -> Tensor:
         (lambda m, x: (x, torch.rand(1)) if len(x) == 3 else (x, None), "differing", "output|sub_1: Tensor is not"),
         (lambda m, x: x if x.sum() > 9 else x * 2, "not comparable", "reads a value into Python (bool: "),
         (counted, "not comparable", "Calls changes its 'calls' while it runs"),
-        (lambda m, x: x * random.random(), "not comparable", "it draws random numbers of Python or numpy"),
-        (lambda m, x: x * float(np.random.rand()), "not comparable", "it draws random numbers of Python or numpy"),
-        (lambda m, x: (x, object()), "not comparable", "is none of its inputs"),
+        (lambda m, x: x * random.random(), "not comparable", "the model draws random numbers (of Python)"),
+        (lambda m, x: x * float(np.random.rand()), "not comparable", "the model draws random numbers (of numpy)"),
+        (lambda m, x: (x, object()), "not comparable", "is not one of its inputs"),
     ],
     ids="equal branch raises in_place random reads counts python numpy object".split(),
 )
@@ -80,7 +80,7 @@ def test_objects_among_inputs_and_outputs() -> None:
     (frame,) = pg.verify(X, Cache())
     assert (frame.status, frame.reason) == (
         "not comparable",
-        "it is given an object (Cache), and what is in that cannot be seen",
+        "it is given an object (Cache), whose contents are unknown",
     )
 
 

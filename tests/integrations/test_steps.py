@@ -550,7 +550,7 @@ def test_classes_with_such_fields_of_their_own_are_refused() -> None:
 
     _, pg = captured("gpt2-sdpa")
     for patch, name in ((AtPositions(positions=[1]), "positions"), (WithSteps(), "steps")):
-        message = f"every patch has a field '{name}', which this class defines anew"
+        message = f"every patch has a field '{name}', which this class redefines"
         with pytest.raises(PatchMapError, match=message), pg.patch({"transformer.h_0.mlp.output": patch}):
             pass
 
@@ -652,7 +652,7 @@ def test_generations_of_models_that_do_not_tell_where_they_are() -> None:
     with pg.patch({path: record}):
         generated(pg)
     assert len(record.activations) == NEW - 1
-    with pg.patch({path: ZeroPatch(positions=1)}), pytest.raises(PatchValueError, match="cannot be told"):
+    with pg.patch({path: ZeroPatch(positions=1)}), pytest.raises(PatchValueError, match="are not known"):
         generated(pg)
 
 
@@ -662,9 +662,9 @@ def test_generations_of_models_that_do_not_tell_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("patch", "why"),
     [
-        (ZeroPatch(steps=30), r"its steps \(30\) did not come up: this call had steps 0 to 5"),
-        (ZeroPatch(positions=50), r"its positions \(50\) did not come up: this call had 0 to 11"),
-        (ZeroPatch(steps="prefill", positions=9), r"its positions \(9\) did not come up at its steps"),
+        (ZeroPatch(steps=30), r"its steps \(30\) were not reached: this call had steps 0 to 5"),
+        (ZeroPatch(positions=50), r"its positions \(50\) were not reached: this call had 0 to 11"),
+        (ZeroPatch(steps="prefill", positions=9), r"its positions \(9\) were not reached at its steps"),
     ],
 )
 def test_steps_and_positions_that_do_not_come_up_in_a_generation_are_reported(patch: Any, why: str) -> None:
@@ -679,7 +679,7 @@ def test_steps_and_positions_that_do_not_come_up_in_a_generation_are_reported(pa
 def test_what_comes_up_at_other_steps_only_is_reported() -> None:
     _, pg = captured("t5-sdpa")
     path = "encoder.block_0.layer_1.output"
-    why = r"it came up, but not at its steps \('decoding'\)"
+    why = r"its value was computed, but not at its steps \('decoding'\)"
     with pytest.warns(PatchNotFiredWarning, match=why), pg.patch({path: RecordPatch(steps="decoding")}):
         generated(pg)
 
@@ -696,7 +696,7 @@ def test_direct_calls_report_no_other_steps() -> None:
 def test_steps_that_come_up_in_no_direct_call_are_reported_when_the_context_ends() -> None:
     _, pg = captured("gpt2-sdpa")
     path = PATHS["gpt2-sdpa"][1]
-    steps = r"its steps \('decoding'\) did not come up: the last call had step 0"
+    steps = r"its steps \('decoding'\) were not reached: the last call had step 0"
     why = f"a patch never fired in this context: '{path}': {steps}"
 
     def twice(patches: list[Any], strict: bool = False) -> None:

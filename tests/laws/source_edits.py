@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpatch_notebook.capture.held_values import reachable_modules
 from graphpatch_notebook.capture.records import ElementNode, Frame, Node
-from graphpatch_notebook.capture.tensor_sources import reachable_modules
 from graphpatch_notebook.values import TensorSpec
 from tests.laws.captures import Capture, run
 from tests.laws.edits import Change, Edit, edited, random_change

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import graphpatch_notebook
 import graphpatch_notebook.capture as capture_package
 from graphpatch_notebook import AddPatch, PatchableGraph, ProbePatch, ZeroPatch, interrupts
-from graphpatch_notebook.capture import autograd_functions, forward_swap
-from graphpatch_notebook.capture.forward_swap import is_swapped, observer
+from graphpatch_notebook.capture import observers
+from graphpatch_notebook.capture.observers import is_swapped, observer
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.torch_compat import function_mode_depth
@@ -93,7 +93,7 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_comes() -> None:
         assert [len(module._forward_hooks) for module in model.modules()] == hooks, at
         assert innermost(captured(pg)) is None, at
         assert observer.get() is None, at
-        assert autograd_functions.apply_observer.get() is None, at
+        assert observers.apply_observer.get() is None, at
         assert function_mode_depth() == 0, at
         assert torch.is_grad_enabled(), at
         assert torch.autograd.Function.__dict__["apply"] is apply, at
@@ -143,13 +143,13 @@ def test_the_model_is_as_it_was_wherever_an_interrupt_of_a_capture_comes() -> No
     model = Model()
     before = [dict(vars(module)) for module in model.modules()]
     apply = torch.autograd.Function.__dict__["apply"]
-    for file in (capture_package, forward_swap, autograd_functions, interrupts):
+    for file in (capture_package, observers, interrupts):
         at = 0
         while interrupted(lambda: PatchableGraph(model, X), at, str(file.__file__)):
             assert [dict(vars(module)) for module in model.modules()] == before, at
             assert not any(is_swapped(module) for module in model.modules()), at
             assert observer.get() is None, at
-            assert autograd_functions.apply_observer.get() is None, at
+            assert observers.apply_observer.get() is None, at
             assert function_mode_depth() == 0, at
             assert torch.is_grad_enabled(), at
             assert torch.autograd.Function.__dict__["apply"] is apply, at

@@ -59,7 +59,7 @@ def test_a_module_that_was_not_called(pg: PatchableGraph) -> None:
 def test_a_value_that_is_missing_in_its_container(pg: PatchableGraph) -> None:
     with (
         pg.patch({"output|extra": ZeroPatch()}),
-        pytest.warns(PatchNotFiredWarning, match=r"'output\|extra': there is no 'extra' in the dict that came up"),
+        pytest.warns(PatchNotFiredWarning, match=r"'output\|extra': the dict in this run does not hold 'extra'"),
     ):
         pg(X, detour=False)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from graphpatch_notebook import Patch, ZeroPatch
 from graphpatch_notebook.errors import ChosenPatchError, ExportError
 from graphpatch_notebook.notebook import PATCH_KINDS, PatchKind, PatchValue, register_patch_kind
-from graphpatch_notebook.notebook.browser.requests import Desk, answer
+from graphpatch_notebook.notebook.browser.requests import RequestContext, answer
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.run.runs import Runs
@@ -154,12 +154,14 @@ def test_one_without_a_hook_is_refused_as_a_hook(pg: Shell) -> None:
 def test_it_is_in_the_editor(pg: Shell) -> None:
     graph = pg.namespace["pg"]
     session, workspace = session_of(graph), Workspace(lambda: pg.namespace, print)
-    desk = Desk(session, workspace, lambda: skeleton_of(graph), Runs(session, lambda: pg.namespace, workspace.results))
+    context = RequestContext(
+        session, workspace, lambda: skeleton_of(graph), Runs(session, lambda: pg.namespace, workspace.results)
+    )
     patch = {"path": "down.output", "kind": "scale", "value": None}
-    reply, _ = answer(desk, {"id": 1, "request": "check", "payload": {"patch": patch, "number": None}})
+    reply, _ = answer(context, {"id": 1, "request": "check", "payload": {"patch": patch, "number": None}})
     assert reply["result"]["shape"] == [3, 2]
     edit = {"action": "add", "patch": {**patch, "value": "0.5"}}
-    answer(desk, {"id": 2, "request": "edit", "payload": {"based_on": session.chosen.version, "edit": edit}})
+    answer(context, {"id": 2, "request": "edit", "payload": {"based_on": session.chosen.version, "edit": edit}})
     assert [str(one) for one in session.chosen.patches] == ["scale down.output 0.5"]
     browser = graph.browse()
     assert {

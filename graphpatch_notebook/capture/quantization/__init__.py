@@ -1,1 +1,1 @@
-"""Weights that are stored in another form than the one they are used in: what a packed weight stands for."""
+"""Quantized weights: the weight that a packed one represents, and calls of a module with another weight."""

@@ -89,7 +89,7 @@ def _in_common_format(data: Tensor, state: Any) -> tuple[Tensor, Any]:
     """Takes back what the first forward on a CPU with AVX512-BF16 does to a weight; the module keeps its own.
 
     `_convert_weight_packed_for_cpu_inverse` of bitsandbytes 0.49 to 0.50 does it for the weight, but leaves the scales
-    in the format of the CPU, or rounds them once more. Told by: tests/integrations/test_bitsandbytes.py.
+    in the format of the CPU, or rounds them again. Tested by: tests/integrations/test_bitsandbytes.py.
     """
     from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 

@@ -1,11 +1,11 @@
-"""Weights that a module keeps packed (quantized): what they stand for, and the module's forward with another weight.
+"""Quantized weights: what a packed weight represents, and the module's forward with another weight.
 
     module.weight        what the module holds: packed integers, which mean nothing by themselves
-    Packing.spec         what is known of the weight that they stand for, without unpacking it
+    Packing.spec         what is known of that weight, without unpacking it
     Packing.unpacked     that weight: what the node `weight` holds, made when somebody patches or probes it
     Packing.bound        a forward that uses a patched one in place of the module's own kernel
 
-Modules are told by the names of their classes, so that no library is imported that the model does not use.
+Modules are recognized by the names of their classes, so that no library is imported that the model does not use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Packing(ABC):
     """How the modules of a class keep their weight.
 
     Args:
-        forward: The library's own forward of the class: the one that `run` can stand in for.
+        forward: The library's own forward of the class: the one that `run` can replace.
     """
 
     attribute = "weight"

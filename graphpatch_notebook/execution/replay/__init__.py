@@ -1,7 +1,8 @@
 """Recorded results of module calls, which later runs reuse instead of computing them again.
 
-A `FrameTree` has the frames of a model that were seen in runs. `Recording` notes what each frame returns and changes,
-and which of them can be left out; `Replay` leaves them out. A run is given one of these by `execution.frames_seen`.
+A `FrameTree` holds the frames of a model that were seen in runs. `FrameRecording` notes what each frame returns and
+changes, and which frames a later run can leave out; `FrameReplay` leaves them out. `execution.frames_seen` gives one of
+the two to a run.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from graphpatch_notebook.execution.replay.frame_effects import (
     storage_of,
     tensors_among,
 )
-from graphpatch_notebook.execution.replay.frame_recording import FrameFlow, Recording
+from graphpatch_notebook.execution.replay.frame_recording import FrameFlow, FrameRecording
 from graphpatch_notebook.execution.replay.frame_results import (
     NEVER,
     FrameNode,
-    FrameStack,
+    FrameReplay,
     FrameTree,
-    Replay,
+    SeenFrames,
     own_tensors,
     tensors_in,
 )
@@ -30,10 +31,10 @@ __all__ = [
     "PLAIN",
     "FrameFlow",
     "FrameNode",
-    "FrameStack",
+    "FrameRecording",
+    "FrameReplay",
     "FrameTree",
-    "Recording",
-    "Replay",
+    "SeenFrames",
     "all_modules",
     "has_hooks",
     "leaves_of",

@@ -1,4 +1,4 @@
-"""What a frame does besides returning its result: only frames that do nothing else can be left out of a run."""
+"""Side effects of frames: a run can only leave out frames that have none."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from graphpatch_notebook.capture.forward_swap import original_forward
-from graphpatch_notebook.capture.identity import memory_of
+from graphpatch_notebook.capture.held_values import memory_of
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.torch_compat import version_of
 from graphpatch_notebook.values import readable_children
 
@@ -18,7 +18,7 @@ PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
     slice, range, type, type(Ellipsis),
 )  # fmt: skip
-"""Values that nobody can change."""
+"""Types of values that cannot be changed."""
 
 _INERT_HOOKS = ("transformers.utils.output_capturing", "graphpatch_notebook.")
 
@@ -27,14 +27,14 @@ _STATELESS = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU
 
 
 def is_stateless(module: Module) -> bool:
-    """Whether a module is one of torch's own of which it is known that a run changes nothing in it."""
+    """Whether a module is one of torch's own that never changes when it runs."""
     if type(module) not in _STATELESS:
         return False
-    return getattr(original_forward(module), "__func__", None) is type(module).forward  # nobody put another one there
+    return getattr(original_forward(module), "__func__", None) is type(module).forward  # not replaced
 
 
 class GivenValues:
-    """What a frame was given."""
+    """The inputs of a frame, and the state that they were in."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[tuple[Tensor, int | None]] = []
@@ -47,7 +47,7 @@ class GivenValues:
         if isinstance(value, Tensor):
             self.tensors.append((value, version_of(value)))
             if value.is_inference():
-                self.unknown = "a tensor of inference mode, of which it cannot be told whether it is written into"
+                self.unknown = "a tensor of inference mode, for which torch does not count writes"
         elif not isinstance(value, PLAIN):
             inside = readable_children(value)
             if inside is None:
@@ -59,7 +59,7 @@ class GivenValues:
                 self._look(child)
 
     def change(self) -> str | None:
-        """Returns why the frame may have changed what it was given, in words."""
+        """Returns why the frame may have changed what it was given; `None` if it did not."""
         if self.unknown is not None:
             return f"it is given {self.unknown}"
         if any(version_of(tensor) != version for tensor, version in self.tensors):
@@ -74,12 +74,12 @@ class GivenValues:
 
 
 def problem_of_result(given: GivenValues, output: Any) -> str | None:
-    """Returns why a frame cannot be left out of a run that has its result, in words; `None` where it can.
+    """Returns why a run that has the result of a frame cannot leave it out; `None` if it can.
 
     Hooks of modules inside it are another reason: see `holds_one_of`.
 
     Args:
-        given: What it was given.
+        given: The inputs of the frame.
         output: What it returned.
     """
     if (change := given.change()) is not None:
@@ -87,7 +87,7 @@ def problem_of_result(given: GivenValues, output: Any) -> str | None:
     storages = {storage_of(tensor) for tensor, _ in given.tensors}
     for leaf in leaves_of(output):
         if isinstance(leaf, Tensor):
-            # Where none are asked for, the model wants some for itself.
+            # If the sweep needs no gradients, the model itself uses them.
             if leaf.requires_grad:
                 return "gradients flow through it"
             if leaf.is_inference() or storage_of(leaf) in storages:
@@ -101,7 +101,7 @@ _LEAVES = (Tensor, *PLAIN)
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """Yields what a value made of containers holds: tensors, and all else that is no container."""
+    """Yields what a value made of containers holds: tensors, and everything else that is not a container."""
     inside = None if isinstance(value, _LEAVES) else readable_children(value)
     if inside is None:
         yield value
@@ -111,7 +111,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors among values and in those that are containers: for each call of torch, in little time."""
+    """Returns the tensors among values, and in those that are containers. Fast: it runs for each call of torch."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -122,17 +122,17 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Returns what tells the memory of a tensor from that of others."""
+    """Returns what identifies the memory of a tensor."""
     return memory_of(tensor) or id(tensor)
 
 
 def holds_one_of(module: Module, hooked: Sequence[Module]) -> bool:
-    """Whether some of these modules (those with hooks) are below `module`: their hooks would not run with it."""
+    """Whether `module` holds one of the modules with hooks: these would not run if it is left out."""
     return bool(hooked) and any(inner is not module and inner in hooked for inner in all_modules(module))
 
 
 def all_modules(model: Module) -> list[Module]:
-    """Returns what `model.modules()` yields, in less time: it is asked for often."""
+    """Returns what `model.modules()` yields, in less time."""
     found: dict[int, Module] = {}
     waiting = [model]
     while waiting:
@@ -144,7 +144,7 @@ def all_modules(model: Module) -> list[Module]:
 
 
 def has_hooks(module: Module) -> bool:
-    """Whether there are forward hooks on a module that may do something."""
+    """Whether a module has forward hooks that may have an effect."""
     return any(
         not _is_inert(hook)
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
@@ -154,5 +154,5 @@ def has_hooks(module: Module) -> bool:
 
 
 def _is_inert(hook: Any) -> bool:
-    # transformers hangs hooks on all layers that do nothing unless the hidden states are asked for.
+    # transformers registers hooks on all layers, which have no effect unless hidden states are requested.
     return str(getattr(hook, "__module__", "")).startswith(_INERT_HOOKS)

@@ -1,4 +1,4 @@
-"""A run that is looked at closely: what its frames return, what they change, and which of them can be left out."""
+"""A run that is recorded: what its frames return, what they change, and which of them later runs can leave out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from graphpatch_notebook.execution.replay.frame_effects import (
 )
 from graphpatch_notebook.execution.replay.frame_results import (
     FrameNode,
-    FrameStack,
     FrameTree,
     RunningFrame,
+    SeenFrames,
     own_tensors,
     tensors_in,
 )
@@ -30,29 +30,29 @@ from graphpatch_notebook.values import with_own_containers
 
 
 class FrameFlow(Protocol):
-    """Is told of frames that are given one tensor, and tells of which of them this and what they return is kept."""
+    """Sees frames that are given one tensor, and decides for which of them input and output are kept."""
 
     def begins(self, node: FrameNode, value: Tensor) -> None:
-        """A frame begins that is given one tensor."""
+        """Called when a frame begins that is given one tensor."""
 
     def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
-        """Such a frame returns; says whether to keep what it was given and returned."""
+        """Called when such a frame returns; returns whether to keep its input and output."""
 
     def fails(self, node: FrameNode) -> None:
-        """Such a frame ends in another way."""
+        """Called when such a frame ends in another way."""
 
 
-class Recording:
-    """Notes when each frame ends, what it changes, and what frames return that are called by an open one.
+class FrameRecording:
+    """Notes when each frame ends, what it changes, and what the frames return that an open frame calls.
 
     Args:
-        tree: Where it is written to; the frames that are open must be so already.
+        tree: Where results are written to; its open frames must be marked already.
         model: The model that runs.
-        flow: Says of which frames that are given one tensor and return one both are kept, wherever they are.
-        state: The model as it was before: to see what modules change in themselves. `None`: nobody wants to know.
+        flow: Decides for which frames, of those with one input tensor and one output tensor, both are kept.
+        state: The model as it was before, to see what modules change in themselves; `None` if that is not needed.
 
     Attributes:
-        state_change: What the run changes in the model, in words; `None` for nothing.
+        state_change: What the run changes in the model; `None` for nothing.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Recording:
         self._model = model
         self._flow = flow
         self._state = state
-        self._stack = FrameStack(tree)
+        self._stack = SeenFrames(tree)
         self._kept: list[tuple[FrameNode, list[tuple[Tensor, int | None]]]] = []
         self._given: list[tuple[FrameNode, Tensor, int | None]] = []
         self.state_change: str | None = None
@@ -123,7 +123,7 @@ class Recording:
             self._kept.append((node, [(tensor, version_of(tensor)) for tensor in tensors_in(output)]))
 
     def _only_tensor(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Returns what a module with weights is given, if that is one tensor of floats."""
+        """Returns the input of a module with weights, if that is one tensor of floats."""
         if self._flow is None or len(args) + len(kwargs) != 1:
             return None
         (value,) = args or kwargs.values()
@@ -147,7 +147,7 @@ class Recording:
         caller.change = caller.change or running.change
 
     def close(self) -> bool:
-        """Ends the recording; says whether somebody wrote into what a frame had returned: then record once more."""
+        """Ends the recording; returns whether the model wrote into what a frame returned: then record once more."""
         is_spoilt = False
         hooked = [module for module in all_modules(self._model) if has_hooks(module)]
         if self.state_change is None and self._state is not None:

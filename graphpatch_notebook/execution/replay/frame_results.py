@@ -1,10 +1,10 @@
-"""What the frames of a run returned, kept so that later runs need not compute it again.
+"""Results of frames, kept so that later runs do not compute them again.
 
-    FrameTree        all frames that were ever seen, each told by its caller, its module and its number there
-    ├── Recording     a run that notes when each frame ended, and keeps what some of them returned (`frame_recording`)
-    └── Replay        a run in which some frames return what was kept, and do not run, or do only part of their work
+    FrameTree             all frames that were seen, each identified by its caller, its module and its number there
+    ├── FrameRecording    a run that notes when each frame ended, and keeps what some of them returned
+    └── FrameReplay       a run in which some frames return what was kept, or do only a part of their work
 
-A frame is told at run time, not by the capture: on other inputs a model may call its modules otherwise.
+Frames are identified during the run, not by the capture: on other inputs a model may call its modules differently.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class FrameNode:
     """One frame, the same one in all runs.
 
     Attributes:
-        module: Its module; `None` for the one above the model.
-        place: How it is reached: by module (its id) and number, from the model on.
+        module: Its module; `None` for the frame above the model.
+        place: The calls from the model down to it: module (its id) and number of each.
         children: The frames that it calls, by module (its id) and number.
-        is_open: Whether what it calls is to be told apart: it holds a value that will be patched.
-        ended: When its `forward` returned, by the clock of the recording; `NEVER` for one that was not seen to.
+        is_open: Whether the frames that it calls are recorded one by one: it holds a value that will be patched.
+        ended: When its `forward` returned, by the clock of the recording; `NEVER` if that was not seen.
         value: What it returned, if that was kept.
-        pair: What it was given and what it returned, where both are one tensor, and that was kept.
-        problem: Why it cannot be left out of a run, in words; `None` where it can.
-        is_written_later: Whether somebody writes into what it returned: each run needs a copy of its own.
+        pair: What it was given and what it returned, if each is one tensor, and these were kept.
+        problem: Why a run cannot leave it out; `None` if it can.
+        is_written_later: Whether the model writes into what it returned: then each run needs a copy.
     """
 
     module: Module | None
@@ -69,7 +69,7 @@ class FrameTree:
 
     Attributes:
         root: The frame above the model.
-        clock: Counts what happens in a recording.
+        clock: The number of events in the recording so far.
     """
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class FrameTree:
         self.clock = 0
 
     def tick(self) -> int:
-        """Returns the time, which never comes twice."""
+        """Returns a time that is later than all before."""
         self.clock += 1
         return self.clock
 
     def replayable(self, until: float, among: Container[FrameNode] | None = None) -> list[FrameNode]:
-        """Returns the outermost frames that had ended by a time, and may be left out of a run (of those `among`)."""
+        """Returns the outermost frames (of those `among`) that ended before a time and that a run can leave out."""
         found: list[FrameNode] = []
         frames = list(self.root.children.values())
         while frames:
@@ -106,8 +106,8 @@ class RunningFrame:
     is_kept: bool = False
 
 
-class FrameStack:
-    """The frames that run, innermost last."""
+class SeenFrames:
+    """The frames of a run that are running, innermost last."""
 
     def __init__(self, tree: FrameTree) -> None:
         self.running = [RunningFrame(tree.root)]
@@ -121,30 +121,33 @@ class FrameStack:
         return running
 
 
-StandIn = Callable[..., Any]
-"""What runs in place of a `forward`, which it is given first."""
+Substitute = Callable[..., Any]
+"""What runs in place of a `forward`: it is given the `forward`, then the arguments."""
 
 
-class Replay:
-    """Leaves frames out, in whole or in part.
+class FrameReplay:
+    """Leaves frames out of a run, in whole or in part.
 
     Args:
         tree: The frames.
-        values: What each frame returns that is left out.
-        stand_ins: What runs in place of others.
+        values: What the frames that are left out return.
+        substitutes: What runs in place of other frames.
     """
 
     def __init__(
-        self, tree: FrameTree, values: Mapping[FrameNode, Any], stand_ins: Mapping[FrameNode, StandIn] | None = None
+        self,
+        tree: FrameTree,
+        values: Mapping[FrameNode, Any],
+        substitutes: Mapping[FrameNode, Substitute] | None = None,
     ) -> None:
         self._tree = tree
-        self._stack = FrameStack(tree)
+        self._stack = SeenFrames(tree)
         self._values = values
-        self._stand_ins = stand_ins or {}
+        self._substitutes = substitutes or {}
 
     def modules(self) -> list[Module]:
-        """Returns the modules of which calls need be seen: those of its frames, and all that call one of these."""
-        ids = {id(node.module) for node in (*self._values, *self._stand_ins)}
+        """Returns the modules whose calls must be seen: those of its frames, and all that call one of these."""
+        ids = {id(node.module) for node in (*self._values, *self._substitutes)}
         found: dict[int, Module] = {}
         _callers(self._tree.root, ids, found)
         return list(found.values())
@@ -154,9 +157,9 @@ class Replay:
     ) -> Callable[..., Any] | None:
         node = self._stack.push(module).node
         if node not in self._values:
-            stand_in = self._stand_ins.get(node)
-            return None if stand_in is None else partial(stand_in, forward)
-        # The caller may put more into a list that it is given, or write into a dict.
+            substitute = self._substitutes.get(node)
+            return None if substitute is None else partial(substitute, forward)
+        # The caller may append to a list that it is given, or write into a dict.
         value = with_own_containers(self._values[node])
         return lambda *_args, **_kwargs: value
 
@@ -168,7 +171,7 @@ class Replay:
 
 
 def _callers(node: FrameNode, ids: set[int], found: dict[int, Module]) -> bool:
-    """Collects the modules of these ids, and those that call them; says whether there are some in this frame."""
+    """Collects the modules with these ids, and those that call them; returns whether this frame holds any."""
     is_one = node.module is not None and id(node.module) in ids
     below = [_callers(child, ids, found) for child in node.children.values()]
     if (is_one or any(below)) and node.module is not None:
@@ -182,5 +185,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def own_tensors(value: Any) -> Any:
-    """Returns a value made of containers with copies of its tensors."""
+    """Returns a value made of containers, with copies of its tensors."""
     return mapped(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)

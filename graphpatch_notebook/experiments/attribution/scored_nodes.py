@@ -16,7 +16,15 @@ from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import HELD_KINDS, Frame, Node, refs_in
 from graphpatch_notebook.checks.dimensions import Profile, dimensions_of, shape_problem
 from graphpatch_notebook.errors import ExperimentError, UnknownPathError
-from graphpatch_notebook.execution import Entry, Restriction, Step, StepCount, Steps, restriction_of, token_inputs
+from graphpatch_notebook.execution import (
+    Entry,
+    GenerationStep,
+    GenerationSteps,
+    Restriction,
+    StepCount,
+    restriction_of,
+    token_inputs,
+)
 from graphpatch_notebook.experiments.engine.inputs import Inputs
 from graphpatch_notebook.experiments.methods.positions import (
     Positions,
@@ -305,19 +313,19 @@ class PositionAxis:
 
     # -- positions -----------------------------------------------------------------------------------------------------
 
-    def _step_of(self, inputs: Inputs) -> Step:
+    def _step_of(self, inputs: Inputs) -> GenerationStep:
         """Returns the lengths of the sequences and of the cache in a run."""
         if not self._by_tokens:
             name, _ = self._sequence_input()
             value = given_input(self._root.parameters, name, inputs.args, inputs.kwargs)
             assert isinstance(self._given, int)
-            return Step(0, 0, value.shape[self._given] if isinstance(value, Tensor) else 0)
+            return GenerationStep(0, 0, value.shape[self._given] if isinstance(value, Tensor) else 0)
         asking = Entry(
             Target("", self._root, self._root.output_node, (), (), self._root.output_node.spec),
             (ProbePatch(),),
             Restriction(None, selection(slice(None), "positions")),
         )
-        steps = Steps(self._root, [asking], StepCount(), True)
+        steps = GenerationSteps(self._root, [asking], StepCount(), True)
         steps.begin(inputs.args, inputs.kwargs)
         return steps.current
 

@@ -17,8 +17,8 @@ from graphpatch_notebook.execution import FrameWatch, frames_seen
 from graphpatch_notebook.execution.replay import (
     NEVER,
     FrameFlow,
+    FrameRecording,
     FrameTree,
-    Recording,
     all_modules,
     own_tensors,
     storage_of,
@@ -208,7 +208,7 @@ def _recorded(
     while is_spoilt:
         fresh = SameInputs.of(inputs.fresh())
         watch = make_watch(tree, tensors_in((fresh.args, fresh.kwargs)))
-        recording = Recording(tree, captured(pg).module, watch.pairs, watch.state)
+        recording = FrameRecording(tree, captured(pg).module, watch.pairs, watch.state)
         with watch.mode or nullcontext():
             marks, output = watched_run(pg, fresh, targets, tree, recording)
         is_spoilt = recording.close()
@@ -229,7 +229,7 @@ def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Targe
     given = tensors_in((inputs.args, inputs.kwargs))
     reads = ValueReads(tree, [*captured(pg).module.parameters(), *captured(pg).module.buffers(), *given])
     with reads:
-        marks, _ = watched_run(pg, inputs, targets, tree, Recording(tree, captured(pg).module), reads.notice)
+        marks, _ = watched_run(pg, inputs, targets, tree, FrameRecording(tree, captured(pg).module), reads.notice)
     return {path for path, mark in marks.items() if mark.came_up < reads.last}
 
 

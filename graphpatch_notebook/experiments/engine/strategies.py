@@ -23,7 +23,7 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.execution import Entry, frames_seen
 from graphpatch_notebook.execution.replay import (
     FrameNode,
-    Replay,
+    FrameReplay,
     all_modules,
     leaves_of,
     own_tensors,
@@ -116,7 +116,7 @@ class Replayed:
     def _without(self, frames: frozenset[FrameNode]) -> AbstractContextManager[None]:
         """Leaves frames out of the run in the block."""
         values = {frame: own_tensors(frame.value) if frame.is_written_later else frame.value for frame in frames}
-        replay = Replay(self._clean.tree, values)
+        replay = FrameReplay(self._clean.tree, values)
         return frames_seen(replay, replay.modules())
 
 
@@ -193,7 +193,7 @@ class Batched:
             for frame in frames
         }
         at_last = read_at_last_only(plan.stand_ins, self._clean.last_only)
-        replay = Replay(self._clean.tree, values, {**plan.stand_ins, **at_last})
+        replay = FrameReplay(self._clean.tree, values, {**plan.stand_ins, **at_last})
         return frames_seen(replay, replay.modules())
 
     def _result(self, number: int, output: Any) -> tuple[CellResult, Any]:
@@ -262,7 +262,7 @@ def _assure_rows_never_meet(setup: SweepSetup, clean: CleanRun, plan: BatchPlan)
     many = repeated_inputs(setup.inputs.fresh(), plan.inputs, 1 + _WILD)
     modules = all_modules(captured(pg).module)
     try:
-        with torch.no_grad(), frames_seen(Replay(clean.tree, values), modules), pg.patch(patches).quiet():
+        with torch.no_grad(), frames_seen(FrameReplay(clean.tree, values), modules), pg.patch(patches).quiet():
             output = pg(*many.args, **many.kwargs)
     except (RowsError, torch.OutOfMemoryError):
         raise

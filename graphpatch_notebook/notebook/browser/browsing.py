@@ -40,7 +40,7 @@ def browser_of(
         GraphError: The front end is not built.
     """
     from graphpatch_notebook.notebook.browser.widget import Browser
-    from graphpatch_notebook.notebook.run.shared_runs import SharedRuns
+    from graphpatch_notebook.notebook.run.runs import SharedRuns
 
     _check_tokenizer(tokenizer)
     session = session_of(graph)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError, StaleEditError
 from graphpatch_notebook.notebook.browser.details import details
-from graphpatch_notebook.notebook.browser.session_state import FIELDS
 from graphpatch_notebook.notebook.browser.skeleton import Skeleton
 from graphpatch_notebook.notebook.export.patch_code import export
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, names_used
-from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
+from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS, RESTRICTIONS
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.session_file import trust
 from graphpatch_notebook.notebook.session.workspace import Workspace
@@ -30,13 +29,75 @@ from graphpatch_notebook.paths import nearest
 if TYPE_CHECKING:
     from graphpatch_notebook.notebook.run.runs import Runs
 
+
+FIELDS = ("path", "kind", "slice", "value", "name", *RESTRICTIONS)
+
+
+def session_state(
+    session: Session, skeleton: Skeleton, known: dict[ChosenPatch, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Returns the chosen patches, each with the row of its node and the shapes that it was chosen for.
+
+    Args:
+        session: The session.
+        skeleton: The rows.
+        known: What was found out about patches on these rows before; is brought up to date.
+
+    Example:
+        >>> import torch
+        >>> from graphpatch_notebook import PatchableGraph
+        >>> from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
+        >>> pg = PatchableGraph(torch.nn.ReLU(), torch.ones(2, 3))
+        >>> session = Session(pg)
+        >>> _ = session.add(ChosenPatch("relu", "zero", slice=":, 0"))
+        >>> state = session_state(session, skeleton_of(pg))
+        >>> state["version"], [(one["number"], one["row"], one["sliced"]) for one in state["patches"]]
+        (1, [(1, 2, [2])])
+    """
+    chosen = session.chosen
+    before = {} if known is None else dict(known)
+    now = {patch: before.get(patch) or patch_state(session, skeleton, patch) for patch in chosen.patches}
+    if known is not None:
+        known.clear()
+        known.update(now)
+    return {
+        "version": chosen.version,
+        "patches": [now[patch] for patch in chosen.patches],
+        "can_undo": session.can_undo,
+        "can_redo": session.can_redo,
+    }
+
+
+def patch_state(session: Session, skeleton: Skeleton, patch: ChosenPatch) -> dict[str, Any]:
+    """Returns one chosen patch."""
+    row = skeleton.find(patch.path)
+    shape = sliced = warning = None
+    try:
+        # Beside no others: what they do to each other was said when they were chosen.
+        found = session.check(patch, ())
+    except ChosenPatchError as problem:  # the graph was edited since
+        warning = str(problem)
+    else:
+        shape, sliced, warning = found.shape, found.sliced, found.warning
+    return {
+        **{field: getattr(patch, field) for field in FIELDS},
+        "number": patch.number,
+        "is_enabled": patch.is_enabled,
+        "untrusted": None if patch.untrusted is None else patch.untrusted.name,
+        "row": -1 if row is None else row,
+        "shape": None if shape is None else list(shape),
+        "sliced": None if sliced is None else list(sliced),
+        "warning": warning,
+    }
+
+
 Answer: TypeAlias = "tuple[dict[str, Any], list[bytes]]"
 _LONGEST_NAME = 100
 _MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with what stands above in the log"
 
 
 @dataclass(frozen=True)
-class Desk:
+class RequestContext:
     """What requests are about.
 
     Attributes:
@@ -125,12 +186,12 @@ class Payload:
         return self._content[name]
 
 
-def answer(desk: Desk, message: Any) -> Answer:
+def answer(context: RequestContext, message: Any) -> Answer:
     """Returns the reply to a message of the front end, whatever it says, and the binary parts of the reply."""
     number = message.get("id") if isinstance(message, dict) else None
     number = number if type(number) is int else -1
     try:
-        result, buffers = _handled(desk, message)
+        result, buffers = _handled(context, message)
     except StaleEditError as error:
         return _error(number, str(error), "version")
     except ChosenPatchError as error:
@@ -147,7 +208,7 @@ def _error(number: int, message: str, field: str | None = None) -> Answer:
     return {"id": number, "error": {"message": message, "field": field}}, []
 
 
-def _handled(desk: Desk, message: Any) -> Answer:
+def _handled(context: RequestContext, message: Any) -> Answer:
     request = Payload(message)
     request.number("id")
     name = request.text("request")
@@ -155,7 +216,7 @@ def _handled(desk: Desk, message: Any) -> Answer:
     if handler is None:
         close = ", ".join(map(repr, nearest(name[:_LONGEST_NAME], list(_HANDLERS))))
         raise SessionError(f"there is no request {_shown(name)}; nearest: {close}; is the page older than the kernel?")
-    return handler(desk, request.part("payload"))
+    return handler(context, request.part("payload"))
 
 
 def _shown(value: Any) -> str:
@@ -167,13 +228,13 @@ def _shown(value: Any) -> str:
 # Patches
 
 
-def _edit(desk: Desk, payload: Payload) -> Answer:
-    session, version, edit = desk.session, payload.number("based_on"), payload.part("edit")
+def _edit(context: RequestContext, payload: Payload) -> Answer:
+    session, version, edit = context.session, payload.number("based_on"), payload.part("edit")
     match edit.text("action"):
         case "add":
-            session.add(_patch(desk, edit.part("patch").fields()), version)
+            session.add(_patch(context, edit.part("patch").fields()), version)
         case "change":
-            _change(desk, edit, version)
+            _change(context, edit, version)
         case "move":
             session.move(edit.number("number"), max(0, edit.number("position")), version)
         case "remove":
@@ -191,17 +252,17 @@ def _edit(desk: Desk, payload: Payload) -> Answer:
     return {"version": session.chosen.version}, []
 
 
-def _change(desk: Desk, edit: Payload, version: int) -> None:
+def _change(context: RequestContext, edit: Payload, version: int) -> None:
     number, changed = edit.number("number"), edit.part("patch").fields("is_enabled")
-    before = desk.session.chosen.find(number)
+    before = context.session.chosen.find(number)
     if not changed.keys() <= {"is_enabled"}:
         fields = {field: getattr(before, field) for field in FIELDS} | changed
-        after = _patch(desk, fields, is_enabled=fields.pop("is_enabled", before.is_enabled))
+        after = _patch(context, fields, is_enabled=fields.pop("is_enabled", before.is_enabled))
         changed = {field: getattr(after, field) for field in FIELDS} | {"is_enabled": after.is_enabled}
-    desk.session.change(number, version, **changed)
+    context.session.change(number, version, **changed)
 
 
-def _patch(desk: Desk, fields: dict[str, Any], is_enabled: Any = True) -> ChosenPatch:
+def _patch(context: RequestContext, fields: dict[str, Any], is_enabled: Any = True) -> ChosenPatch:
     """Returns the patch that fields make, under a free name if it needs one.
 
     Raises:
@@ -212,8 +273,8 @@ def _patch(desk: Desk, fields: dict[str, Any], is_enabled: Any = True) -> Chosen
             raise ChosenPatchError(field, f"a patch needs a {field}, not {_shown(fields.get(field))}")
     if "name" in _fields_of(fields) and fields.get("name") is None:
         # The path first: a mistake in it would make nonsense of a name.
-        path = desk.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
-        fields = {**fields, "name": _free_name(desk, path)}
+        path = context.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
+        fields = {**fields, "name": _free_name(context, path)}
     return ChosenPatch(**fields, is_enabled=is_enabled)
 
 
@@ -223,12 +284,12 @@ def _fields_of(fields: dict[str, Any]) -> tuple[str, ...]:
     return () if kind is None else kind.fields
 
 
-def _free_name(desk: Desk, path: str) -> str:
-    return desk.session.free_name(path, desk.workspace.results.names_of_others())
+def _free_name(context: RequestContext, path: str) -> str:
+    return context.session.free_name(path, context.workspace.results.names_of_others())
 
 
-def _check(desk: Desk, payload: Payload) -> Answer:
-    session, number = desk.session, payload.number_or_none("number")
+def _check(context: RequestContext, payload: Payload) -> Answer:
+    session, number = context.session, payload.number_or_none("number")
     fields = payload.part("patch").fields()
     others = [patch for patch in session.chosen.patches if patch.number != number]
     before = next((patch for patch in session.chosen.patches if patch.number == number), None)
@@ -237,9 +298,9 @@ def _check(desk: Desk, payload: Payload) -> Answer:
     if fields.get("value") is None and "value" in _fields_of(fields):
         # Before a value is typed, what the slice takes is known: as for a patch that needs none.
         fields["kind"] = "zero"
-    patch = _patch(desk, fields, before.is_enabled if before is not None else True).numbered(number or 0)
+    patch = _patch(context, fields, before.is_enabled if before is not None else True).numbered(number or 0)
     found = session.check(patch, others)
-    warnings = [warning for warning in (found.warning, *_notes(desk, patch, before)) if warning]
+    warnings = [warning for warning in (found.warning, *_notes(context, patch, before)) if warning]
     return {
         "shape": None if found.shape is None else list(found.shape),
         "sliced": None if found.sliced is None else list(found.sliced),
@@ -248,79 +309,79 @@ def _check(desk: Desk, payload: Payload) -> Answer:
     }, []
 
 
-def _notes(desk: Desk, patch: ChosenPatch, before: ChosenPatch | None) -> list[str]:
+def _notes(context: RequestContext, patch: ChosenPatch, before: ChosenPatch | None) -> list[str]:
     """Returns what the magics say when they choose such a patch."""
-    namespace = desk.workspace.namespace
+    namespace = context.workspace.namespace
     unknown = [name for name in sorted(names_used([patch])) if name not in namespace and not hasattr(builtins, name)]
     notes = []
     if unknown:
         notes.append(f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
     is_own = before is not None and before.name == patch.name
-    if patch.name in namespace and not is_own and not desk.workspace.results.is_own(str(patch.name)):
+    if patch.name in namespace and not is_own and not context.workspace.results.is_own(str(patch.name)):
         notes.append(f"the variable {patch.name} holds something, which the next run overwrites")
     return notes
 
 
-def _export(desk: Desk, payload: Payload) -> Answer:
+def _export(context: RequestContext, payload: Payload) -> Answer:
     form = payload.text("form")
     if form not in ("graphpatch", "hooks"):
         raise SessionError(f"there is no form {_shown(form)}: it is 'graphpatch' or 'hooks'")
     # On what *Run* runs: other inputs would give other numbers.
-    origin = replace(desk.session.origin, arguments=payload.text_or_none("inputs") or desk.written())
-    return {"code": str(export(desk.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
+    origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.written())
+    return {"code": str(export(context.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Nodes, runs
 
 
-def _details(desk: Desk, payload: Payload) -> Answer:
-    return details(desk.session.graph, desk.skeleton(), payload.number("row")), []
+def _details(context: RequestContext, payload: Payload) -> Answer:
+    return details(context.session.graph, context.skeleton(), payload.number("row")), []
 
 
-def _run(desk: Desk, payload: Payload) -> Answer:
-    return desk.runs.status(desk.runs.start(_inputs(desk, payload)))
+def _run(context: RequestContext, payload: Payload) -> Answer:
+    return context.runs.status(context.runs.start(_inputs(context, payload)))
 
 
-def _inputs(desk: Desk, payload: Payload) -> str | None:
+def _inputs(context: RequestContext, payload: Payload) -> str | None:
     typed = payload.text_or_none("inputs")
-    return typed if typed is not None and typed.strip() else desk.arguments()
+    return typed if typed is not None and typed.strip() else context.arguments()
 
 
-def _run_status(desk: Desk, payload: Payload) -> Answer:
-    return desk.runs.status(payload.number("id"))
+def _run_status(context: RequestContext, payload: Payload) -> Answer:
+    return context.runs.status(payload.number("id"))
 
 
-def _run_interrupt(desk: Desk, payload: Payload) -> Answer:
-    desk.runs.interrupt(payload.number("id"))
-    return desk.runs.status(payload.number("id"))
+def _run_interrupt(context: RequestContext, payload: Payload) -> Answer:
+    context.runs.interrupt(payload.number("id"))
+    return context.runs.status(payload.number("id"))
 
 
-def _activation(desk: Desk, payload: Payload) -> Answer:
-    skeleton, row = desk.skeleton(), payload.number("row")
+def _activation(context: RequestContext, payload: Payload) -> Answer:
+    skeleton, row = context.skeleton(), payload.number("row")
     path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
     if not path:
         raise SessionError(f"row {row} is no node: there is no activation to show")
     plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
-    number = desk.runs.start_activation(path, plane, is_patched, _inputs(desk, payload))
-    return desk.runs.activation_status(number)
+    number = context.runs.start_activation(path, plane, is_patched, _inputs(context, payload))
+    return context.runs.activation_status(number)
 
 
-def _activation_status(desk: Desk, payload: Payload) -> Answer:
-    return desk.runs.activation_status(payload.number("id"))
+def _activation_status(context: RequestContext, payload: Payload) -> Answer:
+    return context.runs.activation_status(payload.number("id"))
 
 
-def _activation_interrupt(desk: Desk, payload: Payload) -> Answer:
-    desk.runs.interrupt_activation(payload.number("id"))
-    return desk.runs.activation_status(payload.number("id"))
+def _activation_interrupt(context: RequestContext, payload: Payload) -> Answer:
+    context.runs.interrupt_activation(payload.number("id"))
+    return context.runs.activation_status(payload.number("id"))
 
 
-def _activation_close(desk: Desk, payload: Payload) -> Answer:
-    desk.runs.close_activation(payload.number("id"))
+def _activation_close(context: RequestContext, payload: Payload) -> Answer:
+    context.runs.close_activation(payload.number("id"))
     return {}, []
 
 
-_HANDLERS: dict[str, Callable[[Desk, Payload], Answer]] = {
+_HANDLERS: dict[str, Callable[[RequestContext, Payload], Answer]] = {
     "edit": _edit,
     "check": _check,
     "details": _details,

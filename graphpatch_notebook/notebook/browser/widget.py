@@ -19,14 +19,12 @@ import traitlets
 from graphpatch_notebook._version import __version__
 from graphpatch_notebook.errors import SessionError, UnknownPathError
 from graphpatch_notebook.inspection.node_path import NodePath
-from graphpatch_notebook.notebook.browser.requests import Desk, answer
+from graphpatch_notebook.notebook.browser.requests import RequestContext, answer, session_state
 from graphpatch_notebook.notebook.browser.scores import packed_scores, scores_by_path
-from graphpatch_notebook.notebook.browser.session_state import session_state
 from graphpatch_notebook.notebook.browser.skeleton import HIDDEN, PLUMBING, Skeleton, skeleton_of
 from graphpatch_notebook.notebook.browser.static_tree import StaticTree, entry_of
 from graphpatch_notebook.notebook.display.displayed_widget import DisplayedWidget
-from graphpatch_notebook.notebook.run.runs import RunResult
-from graphpatch_notebook.notebook.run.shared_runs import SharedRuns
+from graphpatch_notebook.notebook.run.runs import RunResult, SharedRuns
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
 from graphpatch_notebook.notebook.session.patch_kinds import PATCH_KINDS
 from graphpatch_notebook.notebook.session.session import Session
@@ -85,7 +83,9 @@ class Browser(DisplayedWidget):
         self._waiting: set[str] = set()
         self._requests_lock = threading.Lock()
         model_id = uuid.uuid4().hex
-        self._desk = Desk(session, workspace, self._rows, self._shared.runs, self._shared.typed, self._shared.written)
+        self._request_context = RequestContext(
+            session, workspace, self._rows, self._shared.runs, self._shared.typed, self._shared.written
+        )
         self._own_id = model_id
         for name in ("skeleton", "about", "session", "run"):
             self.set_trait(name, self._value_of_trait(name, graph, skeleton))
@@ -206,7 +206,7 @@ class Browser(DisplayedWidget):
     def _answer(self, message: Any) -> None:
         """Answers a request, whatever comes of it."""
         with self._requests_lock:
-            reply, buffers = answer(self._desk, message)
+            reply, buffers = answer(self._request_context, message)
             result = reply.get("result")
             if isinstance(result, dict) and {"report", "state"} <= result.keys():
                 self._shared.note(result)

@@ -46,17 +46,17 @@ from graphpatch_notebook.paths import format_segment
 from graphpatch_notebook.values import ContainerSpec, ObjectSpec, ScalarSpec, ValueSpec, leaves
 
 IDENTIFIER = "graphpatch"
-# Before all others: where paths are meant, nothing else is, and the others need not look for it.
+# Before all other matchers: where a path is expected, no other matcher has a completion, and need not search.
 _PRIORITY = 1000
 
 
 class PathCompleter:
-    """Completion in one shell, from `install` to `uninstall`.
+    """The completer of one shell. `install` adds it, and `uninstall` removes it.
 
     Args:
-        shell: The `InteractiveShell`, or a proxy of it (much of it has no types).
-        active: Gives the graph that commands are about.
-        taken: Gives the names that are not offered for the variable of a probe; all that there are, if left out.
+        shell: The `InteractiveShell`, or a weak proxy of it. Typed as `Any` because most of IPython has no types.
+        active: Returns the graph that commands apply to.
+        taken: Returns the names that are not offered for the variable of a probe. Default: all variables.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class PathCompleter:
         self._matcher = matcher
 
     def install(self) -> None:
-        """Adds it to the shell's completer; once, however often it is asked to."""
+        """Adds it to the completer of the shell. Does nothing if it is installed."""
         if self._matcher not in self._matchers:
             self._matchers.append(self._matcher)
 
     def uninstall(self) -> None:
-        """Takes it away again."""
+        """Removes it from the completer of the shell."""
         self._matchers[:] = [matcher for matcher in self._matchers if matcher is not self._matcher]
 
     @property
@@ -95,7 +95,7 @@ class PathCompleter:
         try:
             found = self.offers(lines)
         except Exception:
-            # A traceback in the middle of what somebody types helps nobody; other completions go on.
+            # A traceback while the user types would not help; other completions still work.
             found = None
         if found is None or not found.offers:
             return {"completions": [], "suppress": False}
@@ -107,7 +107,7 @@ class PathCompleter:
         }
 
     def offers(self, lines: Sequence[str]) -> Offers | None:
-        """Returns what may stand at the end of the lines of a cell; `start` counts from the beginning of the cell."""
+        """Returns the completions at the end of the lines of a cell. `start` is an offset in the cell."""
         line = lines[-1]
         argument = argument_at_end(
             line,
@@ -135,7 +135,7 @@ class PathCompleter:
             case "node" | "place" | "name" | "chosen":
                 return self._offers_in_graph(argument, self._active())
             case "slice":
-                # A slice is complete, and a space follows: to offer nothing would leave the word to IPython.
+                # A slice is complete and needs a space. Without an offer, IPython would complete the word.
                 return Offers(0, [Offer(f"{typed} ", "slice")])
             case "command":
                 return _beginning(typed, (Offer(name, "command") for name in arguments_by_command()))
@@ -183,7 +183,7 @@ class PathCompleter:
                 yield Offer(name, visible(type(value).__name__))
 
     def _values(self, typed: str, is_likely: Callable[[Any], bool]) -> Offers:
-        """Returns the variables that a Python expression may use: those first that are likely meant."""
+        """Returns the variables for a Python expression, most likely ones first."""
         likely = list(self._variables(is_likely))
         others = self._variables(lambda value: not is_likely(value) and not isinstance(value, types.ModuleType))
         return _beginning(typed, [*likely, *others])
@@ -196,7 +196,7 @@ class PathCompleter:
             keys = [Offer(f"{name}:", "search") for name in KEYS if name != "kind"]
             words = columns.words_from(typed) if typed and columns is not None else ()
             return _beginning(typed, [*keys, *(Offer(word, "name") for word in words)])
-        # Nothing but these can stand here: what IPython would offer instead takes it seconds to find.
+        # Nothing else is valid here, and the completions of IPython would take seconds.
         values = _search_values(key.lower(), columns)
         found = _beginning(value, (Offer(name, key) for name in values))
         return Offers(len(key) + 1, found.offers) if found.offers else Offers(0, [Offer(typed, "search")])
@@ -211,7 +211,7 @@ def _chosen_offers(typed: str, active: ActiveGraph) -> Iterator[Offer]:
 
 
 def _path_offers(root: Location, typed: str, *, patchable: bool) -> Offers | None:
-    """Returns what a path may become; behind a quote that begins it a name that needs it, or a whole path in quotes."""
+    """Returns the completions of a path. After a quote: names that need quotes, or a whole path in quotes."""
     found = next_segments(root, typed, patchable=patchable)
     if not typed.startswith('"') or typed.count('"') > 1:
         return found
@@ -236,12 +236,12 @@ def _beginning(typed: str, offers: Iterable[Offer]) -> Offers:
 
 
 def _file_offers(typed: str) -> Offers | None:
-    """Returns the files and folders that a name may become. Names with spaces or quotes in them are left to IPython."""
+    """Returns the files and folders that complete a name. IPython completes names with spaces or quotes."""
     start = typed.rfind("/") + 1
     prefix = typed[start:]
     try:
         inside = sorted(Path(typed[:start] or ".").expanduser().iterdir(), key=lambda file: file.name)
-    except (OSError, RuntimeError):  # no such folder; no such user
+    except (OSError, RuntimeError):  # the folder or the user does not exist
         return None
     offers = []
     for file in inside:
@@ -253,10 +253,10 @@ def _file_offers(typed: str) -> Offers | None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Python text
+# Python code
 
 
-# By which attribute of a `PatchableGraph` one comes to keys, items and attributes that are paths.
+# The attributes of a `PatchableGraph` whose keys, items or attributes are paths.
 _WAYS = {"key": ("patch",), "item": ("graph", "nodes"), "attribute": ("graph",)}
 
 
@@ -278,7 +278,7 @@ def _python_offers(cursor: Cursor, namespace: Mapping[str, Any]) -> Offers | Non
 
 
 def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Location, str] | None:
-    """Returns the place that an expression leads to, and by which attribute of the graph: graph, nodes or patch."""
+    """Returns the place that an expression refers to, and the attribute of the graph in it: graph, nodes or patch."""
     value: Any = namespace.get(expression.variable)
     links = list(expression.links)
     while links and not is_a(value, (PatchableGraph, NodePath)):
@@ -297,7 +297,7 @@ def _place(expression: Expression, namespace: Mapping[str, Any]) -> tuple[Locati
 def _below(place: Location, links: Sequence[Link]) -> tuple[Location, str] | None:
     for kind, name in links:
         if kind == "attribute" and name == "_shape" and place.child(name) is None:
-            continue  # shapes have the children of what they are the shapes of
+            continue  # shapes have the same children as the value
         child = place.child(name) if kind == "attribute" else place.at(name)
         if child is None:
             return None
@@ -306,7 +306,7 @@ def _below(place: Location, links: Sequence[Link]) -> tuple[Location, str] | Non
 
 
 def _value_at(value: Any, link: Link) -> Any:
-    """Returns what an object has there, as far as no code of its class runs."""
+    """Returns an attribute or item of an object, without running code of its class."""
     kind, name = link
     if kind == "item":
         return value.get(name) if type(value) is dict else None
@@ -328,11 +328,11 @@ _PLAIN = re.compile(r'[^."|\s\[\]]*')
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may stand where the cursor is.
+    """One completion.
 
     Attributes:
         text: The text.
-        label: What it is, in a word or two.
+        label: A short description of it.
     """
 
     text: str
@@ -341,11 +341,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """What may stand at the end of a text.
+    """The completions at the end of a text.
 
     Attributes:
-        start: Where in the text begins what an offer replaces.
-        offers: The offers, best first.
+        start: The offset in the text of the part that a completion replaces.
+        offers: The completions, best first.
     """
 
     start: int
@@ -354,7 +354,7 @@ class Offers:
 
 @dataclass(frozen=True, slots=True)
 class _Typed:
-    """A path that ends anywhere: the segments before the last separator, each with the separator behind it."""
+    """An incomplete path: its complete segments, each with the separator after it, and the last one."""
 
     complete: list[tuple[str, str]]
     start: int
@@ -363,14 +363,14 @@ class _Typed:
 
 
 def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = MOST_OFFERS) -> Offers | None:
-    """Returns what the last segment of a path may become.
+    """Returns the completions of the last segment of a path.
 
     Args:
-        place: Where the path begins: the root, or a place that it is relative to.
-        typed: The path as far as it was typed.
-        patchable: Whether it is to lead to a value that can be patched: then graphs and containers come with the
-            separator that leads on into them. Else graphs, containers and objects are meant too.
-        limit: The most offers.
+        place: The start of the path: the root, or the place that the path is relative to.
+        typed: The incomplete path.
+        patchable: Whether the path must end at a value that can be patched. Then graphs and containers are followed
+            by a separator. Otherwise, the path can also end at a graph, a container or an object.
+        limit: The maximum number of completions.
     """
     parsed = _parsed(typed)
     if parsed is None:
@@ -387,7 +387,7 @@ def next_segments(place: Location, typed: str, *, patchable: bool, limit: int = 
 
 
 def _in_order(here: Location, prefix: str, children: list[Location], patchable: bool) -> list[Location]:
-    """Returns the children: the output first, which most people look for, and inputs that were not given last."""
+    """Returns the children in order: the output first, as the most common choice, and inputs without a value last."""
     if here.graph is None:
         return children
     name = here.graph.output_node.name
@@ -401,7 +401,7 @@ def _in_order(here: Location, prefix: str, children: list[Location], patchable: 
 
 
 def _parsed(typed: str) -> _Typed | None:
-    """Returns the path taken apart; `None` where it is none, whatever follows."""
+    """Returns the parsed path, or `None` if no text after it could make it a path."""
     complete: list[tuple[str, str]] = []
     position = 0
     while True:
@@ -424,18 +424,18 @@ def _parsed(typed: str) -> _Typed | None:
 
 
 def _unfinished(quoted: str) -> str:
-    """Returns what stands in a JSON string that does not end yet."""
+    """Returns the content of a JSON string that is not closed."""
     try:
         return str(json.loads(quoted + '"'))
     except json.JSONDecodeError:
-        return quoted[1:]  # it ends within an escape: what is there so far fits nothing
+        return quoted[1:]  # it ends inside an escape sequence, so nothing matches
 
 
 def _children(here: Location, prefix: str, patchable: bool) -> Iterator[Location]:
-    """Yields the children that begin with `prefix`; where there are none, others that it may mean."""
+    """Yields the children whose names start with `prefix`. If there are none, yields similar ones."""
     folded = prefix.casefold()
     if here.graph is not None and folded not in "\n".join(here.graph.names).casefold():
-        return  # quicker than to ask each of 50,000 names
+        return  # faster than testing each of 50,000 names
 
     names = [name for name in _all_names(here) if folded in name.casefold()] if prefix else _all_names(here)
     begin = (name for name in names if name.startswith(prefix))
@@ -445,25 +445,25 @@ def _children(here: Location, prefix: str, patchable: bool) -> Iterator[Location
         yield child
     if found or not prefix:
         return
-    # One after the other, as far as somebody takes them: there may be tens of thousands.
+    # Lazily, because there can be tens of thousands.
     first = [name for name in names if name.casefold().startswith(folded)]
     inside = (name for name in names if not name.casefold().startswith(folded))
     for child in _meant(here, itertools.chain(first, inside), patchable):
         found = True
         yield child
-    if not found and here.graph is not None:  # plumbing is for those who ask for it by its name
+    if not found and here.graph is not None:  # plumbing is only offered for its own name
         nodes = here.graph.names
         plumbing = (here.child(name) for name in names if name.startswith(prefix) and nodes[name].is_plumbing)
         yield from (child for child in plumbing if child is not None and _leads_to_patchable(child))
 
 
 def _all_names(here: Location) -> list[str]:
-    """Returns the names there, in order of execution; in a graph those of plumbing and constants, too."""
+    """Returns the names of the children in order of execution. In a graph, they include plumbing and constants."""
     return [node.name for node in here.graph.nodes] if here.graph is not None else here.children()
 
 
 def _meant(here: Location, names: Iterable[str], patchable: bool) -> Iterator[Location]:
-    """Yields the children of these names that may be meant: no plumbing, and with `patchable` what leads to a value."""
+    """Yields the children of these names, without plumbing; with `patchable`, only those that lead to a value."""
     nodes = here.graph.names if here.graph is not None else None
     for name in names:
         if nodes is not None and not is_child(nodes[name]):

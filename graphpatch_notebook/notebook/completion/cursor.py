@@ -44,7 +44,7 @@ Link: TypeAlias = "tuple[Literal['attribute', 'item'], str]"
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A variable, and the attributes and text items that lead on from it: `pg.graph["h_0"].mlp`."""
+    """A variable with attributes and string items: `pg.graph["h_0"].mlp`."""
 
     variable: str
     links: tuple[Link, ...] = ()
@@ -52,14 +52,14 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What the cursor stands in.
+    """The key, item or attribute at the cursor.
 
     Attributes:
-        role: A key of the dict that the called expression is given, an item of it, or an attribute.
-        of: The expression that is called, subscripted, or whose attribute it is.
-        typed: What is there of the key, item or attribute.
-        quote: The quote that the text began with; empty for attributes.
-        offsets: Where in the text each character of `typed` begins, and where it ends.
+        role: A key of the dict that the expression is called with, an item of the expression, or an attribute.
+        of: The expression that is called or subscripted, or that has the attribute.
+        typed: The text typed so far.
+        quote: The opening quote; empty for attributes.
+        offsets: The offset in the text of each character of `typed`, and of its end.
     """
 
     role: Literal["key", "item", "attribute"]
@@ -69,7 +69,7 @@ class Cursor:
     offsets: tuple[int, ...]
 
     def escaped(self, text: str) -> str:
-        """Returns `text` as it stands in such a string."""
+        """Returns `text` with the escapes that it needs in this string."""
         if not self.quote:
             return text
         return text.replace("\\", "\\\\").replace(self.quote[0], f"\\{self.quote[0]}")
@@ -85,7 +85,7 @@ class _Bracket:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """The brackets that are open at the end of a text, and the string that is: prefix, quote, where it begins."""
+    """The brackets that are open at the end of a text, and the open string: its prefix, quote and start."""
 
     brackets: list[_Bracket]
     string: tuple[str, str, int] | None
@@ -93,7 +93,7 @@ class _Scan:
 
 
 def cursor_at_end(text: str) -> Cursor | None:
-    """Returns what the cursor at the end of `text` stands in, if it is something that paths have a part in.
+    """Returns the key, item or attribute at the end of `text`, or `None` if a path cannot be there.
 
     Example:
         >>> cursor_at_end('pg.patch({"a": ZeroPatch(), "h_0.m').typed
@@ -125,7 +125,7 @@ def _scanned(text: str) -> _Scan:
         position = token.end()
         kind = token.lastgroup
         if kind == "magic" and (brackets or position == len(text)):
-            # Inside brackets `%` is an operator; behind `%timeit`, where somebody types, stands Python.
+            # Inside brackets, `%` is an operator. After `%timeit`, the text is Python.
             position = token.end("head")
             _touch(brackets)
         elif kind == "string":
@@ -156,16 +156,16 @@ def _touch(brackets: list[_Bracket]) -> None:
 
 
 def _string_end(text: str, position: int, quote: str) -> int | None:
-    """Returns the position behind a string; `None` where it goes on at the end of the text."""
+    """Returns the position after a string, or `None` if the string is open at the end of the text."""
     body = _BODY[quote].match(text, position)
     end = body.end() if body else position
     if text.startswith(quote, end):
         return end + len(quote)
-    return None if len(quote) == 3 or "\n" not in text[end:] else end  # a line break ends what nobody closed
+    return None if len(quote) == 3 or "\n" not in text[end:] else end  # a line break ends an unclosed string
 
 
 def _owner(text: str, brackets: list[_Bracket]) -> tuple[Literal["key", "item"], Expression] | None:
-    """Returns whose key or item stands in the innermost bracket."""
+    """Returns the expression that has its key or item in the innermost bracket."""
     inner = brackets[-1]
     if inner.text == "[" and inner.commas == 0:
         expression = expression_at_end(text[: inner.position])
@@ -180,7 +180,7 @@ def _owner(text: str, brackets: list[_Bracket]) -> tuple[Literal["key", "item"],
 
 
 def expression_at_end(text: str) -> Expression | None:
-    """Returns the variable with attributes and text items at the end of `text`; `None` where there is something else.
+    """Returns the variable with attributes and string items at the end of `text`, or `None`.
 
     Example:
         >>> expression_at_end("x = pg.graph['h_0']").links
@@ -209,7 +209,7 @@ def _attribute(text: str) -> Cursor | None:
 
 
 def _content(text: str, start: int, prefix: str) -> tuple[str, tuple[int, ...]] | None:
-    """Returns what an open string holds, and where each character begins; `None` where an escape is not simple."""
+    """Returns the content of an open string and the offset of each character, or `None` for complex escapes."""
     if prefix.lower() == "r" and "\\" in text[start:]:
         return None
     characters: list[str] = []
@@ -229,12 +229,12 @@ def _content(text: str, start: int, prefix: str) -> tuple[str, tuple[int, ...]] 
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Behind %graphpatch
+# Arguments of %graphpatch
 
 
 ArgumentKind: TypeAlias = Literal[
-    "node",  # `PATH[slice]`, of something that can be patched
-    "place",  # `PATH`, also of a graph
+    "node",  # `PATH[slice]` of a value that can be patched
+    "place",  # `PATH`, including graphs
     "chosen",  # `#n`, or the path of a chosen patch
     "graph",  # a variable that holds a PatchableGraph
     "model",  # `NAME = MODEL(ARGS)`
@@ -244,32 +244,32 @@ ArgumentKind: TypeAlias = Literal[
     "file",
     "command",
     "name",  # the variable of a probe
-    "slice",  # behind the bracket that closes a slice
-    "new",  # whatever the user likes
+    "slice",  # after the bracket that closes a slice
+    "new",  # any text
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a command takes.
+    """The arguments of a command.
 
     Attributes:
-        positional: The kinds of its arguments, in order; the last one may come any number of times.
-        options: Its options, each with the kind of its argument; `None` for those that take none.
+        positional: The kinds of the arguments, in order. The last one can be repeated.
+        options: The options, each with the kind of its argument, or `None` if it takes none.
     """
 
     positional: tuple[ArgumentKind, ...] = ()
     options: Mapping[str, ArgumentKind | None] = field(default_factory=dict)
 
     def kind(self, words: list[str]) -> ArgumentKind | None:
-        """Returns the kind of the argument behind these words; `None` where there is none any more."""
+        """Returns the kind of the argument after these words, or `None` if there is no further argument."""
         if words and (kind := self.options.get(words[-1])) is not None:
             return kind
         count = len(self.given(words))
         return self.positional[min(count, len(self.positional) - 1)] if self.positional else None
 
     def given(self, words: list[str]) -> list[str]:
-        """Returns those of the words that are neither options nor arguments of options."""
+        """Returns the words that are neither options nor arguments of options."""
         found = []
         is_argument = False
         for word in words:
@@ -311,7 +311,7 @@ CELL = Arguments(("graph", "chosen"), {"--only": "chosen"})
 
 
 def arguments_by_command() -> dict[str, Arguments]:
-    """Returns what each command takes; one for each kind of patch is among them."""
+    """Returns the arguments of each command, including one command for each kind of patch."""
     return _COMMANDS | {kind.name: _of_kind(kind) for kind in PATCH_KINDS.values()}
 
 
@@ -323,14 +323,14 @@ def _of_kind(kind: PatchKind) -> Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The argument that the cursor stands in.
+    """The argument at the cursor.
 
     Attributes:
-        kind: What it is; `option` for the name of an option.
-        typed: What is there of it.
-        start: Where in the line it begins.
-        options: The options that may stand here.
-        path: The path that the command is about, with its slice, where that stands before.
+        kind: The kind of the argument; `option` for the name of an option.
+        typed: The text typed so far.
+        start: The offset of the argument in the line.
+        options: The options that are allowed here.
+        path: The path and slice before the cursor, if the command has one.
     """
 
     kind: ArgumentKind | Literal["option"]
@@ -346,12 +346,12 @@ _LAST_TERM = re.compile(r"\S*$")
 
 
 def argument_at_end(line: str, *, is_first: bool, may_lack_mark: bool = False) -> Argument | None:
-    """Returns the argument in which the cursor at the end of `line` stands; `None` where it is in none.
+    """Returns the argument at the end of `line`, or `None` if the cursor is not in an argument.
 
     Args:
-        line: The line, up to the cursor.
-        is_first: Whether it is the first of its cell, where `%%graphpatch` may stand.
-        may_lack_mark: Whether `graphpatch` alone means the magic, too.
+        line: The line up to the cursor.
+        is_first: Whether it is the first line of the cell, which can be `%%graphpatch`.
+        may_lack_mark: Whether `graphpatch` without a percent sign is the magic, too.
 
     Example:
         >>> argument_at_end("x = %graphpatch ls h_0.ml", is_first=True)
@@ -399,7 +399,7 @@ def _argument(command: Arguments, words: list[str], typed: str, start: int, line
 
 
 def _words(line: str, position: int) -> Iterator[tuple[int, str]]:
-    """Yields the words behind `position` with where they begin; the last one, maybe empty, ends at the cursor."""
+    """Yields the words after `position` with their offsets. The last one ends at the cursor and can be empty."""
     while True:
         while position < len(line) and line[position].isspace():
             position += 1
@@ -428,7 +428,7 @@ def _word_end(line: str, position: int) -> int:
 
 
 def _bracket(typed: str) -> int | None:
-    """Returns where the slice behind a path begins, outside of quotes."""
+    """Returns the offset of the slice after a path, ignoring brackets in quotes."""
     match = re.match(r'(?:"(?:[^"\\]|\\.)*"|[^"\[])*', typed)
     end = match.end() if match else 0
     return end if typed.startswith("[", end) else None

@@ -1,1 +1,7 @@
-"""What notebooks show besides the tree: tables, progress bars, heatmaps, statistics, and tokens."""
+"""What notebooks display, except for the tree: each kind of output as a module.
+
+`labels` returns short texts for values, ops and source lines, which `tables` arranges as text or HTML. `progress` shows
+a progress bar during long operations. `statistics` and `tokens` compute what is shown for an activation: summary
+statistics, token labels, and the most probable next tokens. `displayed_widget` is the base class of all widgets and
+sends the bundled front end; `heatmap` is the widget for results of experiments.
+"""

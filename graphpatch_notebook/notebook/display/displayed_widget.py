@@ -28,7 +28,7 @@ from IPython.display import display, update_display
 
 from graphpatch_notebook.errors import GraphError
 
-# They have no types.
+# These functions have no types.
 _display: Callable[..., Any] = display
 _update_display: Callable[..., Any] = update_display
 
@@ -36,20 +36,20 @@ _STATIC = Path(__file__).parents[2] / "static"
 
 
 def for_anywidget() -> tuple[Path | str, Path | str]:
-    """Returns script and style as anywidget loads them.
+    """Returns the script and the style sheet for anywidget.
 
     Raises:
         GraphError: The front end is not built.
     """
     if _is_watched():
-        # anywidget keeps every widget alive that has a file.
+        # anywidget keeps every widget alive whose script is a file.
         return _file("widget.js"), _file("widget.css")
     return _file("loader.js").read_text("utf8"), ""
 
 
 @functools.cache
 def packed() -> bytes:
-    """Returns what the loader unpacks: deflated JSON of `css` and `js`; nothing where anywidget has the files.
+    """Returns the bundle for the loader: compressed JSON of `css` and `js`; empty if anywidget reads the files.
 
     Raises:
         GraphError: The front end is not built.
@@ -75,23 +75,23 @@ def _file(name: str) -> Path:
 
 
 def has_front_end() -> bool:
-    """Whether what is displayed now goes to a front end, which may show more than text."""
+    """Whether displayed objects go to a front end, which can show more than text."""
     return getattr(get_ipython(), "kernel", None) is not None
 
 
 def is_terminal() -> bool:
-    """Whether what is displayed now is text in a terminal."""
+    """Whether displayed objects go to a terminal."""
     return get_ipython() is not None and not has_front_end()
 
 
 class DisplayedWidget(anywidget.AnyWidget):
-    """A widget of the front end. Its subclasses say what it shows, and what stands in their place elsewhere.
+    """The base class of widgets. Subclasses define the traits, and the text that replaces the widget in a terminal.
 
     Args:
-        html: A method that returns what is displayed beside it, and lives without a kernel; it has the widget's model
-            id in its classes, by which the live widget hides it. `None` where there is nothing any more.
-        model_id: The id.
-        **traits: As `Widget` takes them.
+        html: A method that returns the HTML to display with the widget, which works without a kernel. The live widget
+            hides the HTML, by the model id in its classes. Returns `None` if there is no HTML any more.
+        model_id: The model id of the widget.
+        **traits: Keyword arguments of `Widget`.
     """
 
     _esm, _css = for_anywidget()
@@ -103,33 +103,33 @@ class DisplayedWidget(anywidget.AnyWidget):
         super().__init__(model_id=model_id, **traits)
 
     def close(self) -> None:
-        """Takes the widget out of the notebook; what was shown without a kernel stays."""
-        if "_display" in self.__dict__:  # else it never came to be
+        """Removes the widget from the notebook. The displayed HTML remains."""
+        if "_display" in self.__dict__:  # otherwise the widget was not created
             self._display.stop()
         super().close()
 
     def put_right(self, names: Iterable[str]) -> None:
-        """Sends what holds of traits that the front end has set as it must not."""
+        """Sends the valid values of traits that the front end set to invalid values."""
         for name in names:
             if name in self.keys:
                 self.send_state(name)
 
     def _ipython_display_(self, **_: Any) -> None:
         if self.comm is None or not has_front_end():
-            raise NotImplementedError  # what else there is shows it
+            raise NotImplementedError  # for all other objects
         bundle: Any = super()._repr_mimebundle_()
         self._display.show(*bundle)
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        # In a terminal texts have colours, which a bundle would not have.
+        # In a terminal, texts have colors, which a MIME bundle would not have.
         return None if is_terminal() else super()._repr_mimebundle_(**options)
 
 
 class HtmlDisplay:
-    """What is displayed beside one widget, wherever that is displayed.
+    """The HTML of one widget, everywhere that the widget is displayed.
 
     Args:
-        html: Returns it; `None` where there is none any more. Asked as long as its object lives.
+        html: A method that returns the HTML, or `None` if there is none any more. Its object is not kept alive.
     """
 
     def __init__(self, html: Callable[[], str | None]) -> None:
@@ -139,7 +139,7 @@ class HtmlDisplay:
         self._stop_listening: Callable[[], None] = lambda: None
 
     def show(self, bundle: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Displays the widget, and the HTML."""
+        """Displays the widget and its HTML."""
         _display(bundle, metadata=metadata, raw=True)
         html = self._current()
         if html is None:
@@ -151,7 +151,7 @@ class HtmlDisplay:
         _display({"text/html": html}, raw=True, display_id=self._id)
 
     def renew(self) -> None:
-        """Displays the HTML again, wherever it is displayed, if it has changed."""
+        """Updates the displayed HTML if it has changed."""
         if self._id is None:
             return
         html = self._current()
@@ -160,7 +160,7 @@ class HtmlDisplay:
             _update_display({"text/html": html}, raw=True, display_id=self._id)
 
     def stop(self) -> None:
-        """Leaves what is displayed as it is."""
+        """Stops updates of the displayed HTML."""
         self._stop_listening()
         self._id = None
 
@@ -170,7 +170,7 @@ class HtmlDisplay:
 
 
 def _after_cells(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Has a method called after each cell, as long as its object lives; returns what stops that."""
+    """Calls a method after each cell, as long as its object lives. Returns a function that stops the calls."""
     events = getattr(get_ipython(), "events", None)
     if events is None:
         return lambda: None
@@ -185,7 +185,7 @@ def _after_cells(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[],
     def stop() -> None:
         try:
             events.unregister("post_execute", renew)
-        except ValueError:  # it was stopped before
+        except ValueError:  # the calls were stopped before
             return
 
     events.register("post_execute", renew)

@@ -3,8 +3,8 @@
 front end  -- cell ------>  checked; sets `selected`
 `selected` -- cell ------>  front end
 
-The front end is js/src/result_heatmap.ts. The static HTML is what a saved notebook, nbconvert or GitHub shows. It is a
-plain table without script, style sheet or style attribute; the live widget hides it by its classes.
+The front end is js/src/plots/result_heatmap.ts. A saved notebook, nbconvert and GitHub show the static HTML. It is
+a plain table without script, style sheet or style attribute; the live widget hides it by its classes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from graphpatch_notebook.notebook.display.labels import escaped
 
 
 class ResultHeatmap(DisplayedWidget):
-    """A heatmap of a result to point at and to click: what `show_heatmap` returns.
+    """An interactive heatmap of a result, which `show_heatmap` returns.
 
-    In a notebook it shows the widget, and beside it a table that lives without a kernel. Elsewhere it is one line.
+    In a notebook, it displays as a widget, with a table that replaces it without a kernel. Elsewhere, it is one line.
 
     Args:
         grid: The result.
-        title: What is written over it.
-        is_upward: Whether the first row is the lowest.
+        title: The title.
+        is_upward: Whether the first row is at the bottom.
 
     Attributes:
         selected: The coordinates of the cell that was clicked, in the order of the heatmap's rows and columns, such
-            as `("transformer.h_3.mlp.output", 5)`; `None`: none is selected. Set it to select a cell; `observe` it to
-            hear of clicks.
+            as `("transformer.h_3.mlp.output", 5)`; `None` if no cell is selected. Set it to select a cell, and use
+            `observe` to react to clicks.
 
     Example:
         >>> import xarray
@@ -68,13 +68,13 @@ class ResultHeatmap(DisplayedWidget):
 
     @property
     def grid(self) -> Grid:
-        """What is shown."""
+        """The displayed result."""
         return self._cells.grid
 
     # -- the selected cell ---------------------------------------------------------------------------------------------
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Takes over the cell that the front end has set, if there is such a one; it may set nothing else."""
+        """Validates the cell that the front end sets. The front end can set no other trait."""
         accepted = {name: value for name, value in sync_data.items() if name == "cell" and self._is_cell(value)}
         super().set_state(accepted)
         self.put_right(sync_data.keys() - accepted.keys())
@@ -91,7 +91,7 @@ class ResultHeatmap(DisplayedWidget):
     def _checked_cell(self, proposal: Any) -> Any:
         if not self._is_cell(proposal["value"]):
             rows, columns = self._cells.values.shape
-            raise traitlets.TraitError(f"a cell is [row, column] of {rows} x {columns}, not {proposal['value']!r}")
+            raise traitlets.TraitError(f"a cell is [row, column] of {rows} x {columns}, but got {proposal['value']!r}")
         return proposal["value"]
 
     @traitlets.validate("selected")
@@ -115,10 +115,10 @@ class ResultHeatmap(DisplayedWidget):
         self.cell = None if chosen is None else self._cells.cell_of(*self._place(chosen))
 
     def _place(self, chosen: tuple[Any, Any]) -> tuple[int, int]:
-        """Returns the row and the column of the grid that coordinates mean.
+        """Returns the row and the column of the grid at these coordinates.
 
         Raises:
-            TraitError: There are none such.
+            TraitError: The coordinates do not exist.
         """
         row, column = (_index(side, value) for side, value in zip(self._sides, chosen, strict=True))
         return row, column
@@ -127,7 +127,7 @@ class ResultHeatmap(DisplayedWidget):
     def _sides(self) -> tuple[Side, Side]:
         return self.grid.rows, self.grid.columns
 
-    # -- where it is shown ---------------------------------------------------------------------------------------------
+    # -- display ---------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"<Heatmap of {summary(self.grid)}>"
@@ -146,25 +146,25 @@ def _index(side: Side, value: Any) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The cells, as the front end draws them
+# The cells that the front end draws
 
 
 SIDE = 256
-"""The most rows and columns that are sent."""
+"""The maximum number of rows and columns that are sent."""
 _LARGEST = 1e30
-"""From here on the front end takes a number for the fill value of a mask."""
+"""The front end treats larger numbers as the fill value of a mask."""
 
 
 @dataclass(frozen=True)
 class ResultCells:
-    """What is drawn of a grid.
+    """The cells of a heatmap, from the top row down. Large grids are reduced to blocks.
 
     Attributes:
         grid: The grid.
-        values: The number of each cell, of shape (rows, columns); of a block, the one farthest from the centre.
-        places: Where in the grid each of these stands, of shape (rows, columns, 2).
-        block: How many rows and columns of the grid are one cell.
-        is_upward: Whether the first row of the grid is the lowest.
+        values: The value of each cell, of shape (rows, columns). For a block, the value farthest from the center.
+        places: The row and the column in the grid of each value, of shape (rows, columns, 2).
+        block: The number of rows and columns of the grid in one cell.
+        is_upward: Whether the first row of the grid is at the bottom.
     """
 
     grid: Grid
@@ -188,12 +188,12 @@ class ResultCells:
         return cls(grid, shown, found, block, is_upward)
 
     def cell_of(self, row: int, column: int) -> list[int]:
-        """Returns the cell in which a value of the grid is."""
+        """Returns the cell that contains a value of the grid."""
         seen = len(self.grid.values) - 1 - row if self.is_upward else row
         return [seen // self.block[0], column // self.block[1]]
 
     def packed(self) -> bytes:
-        """Returns the numbers as little-endian float32, row by row."""
+        """Returns the values as little-endian float32 in row-major order."""
         return self.values.astype("<f4").tobytes()
 
     def state(self, title: str | None, model_id: str) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class ResultCells:
 
 
 def _strongest(strength: Numbers, block: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Returns the place of the greatest number of each block, of shape (rows, columns, 2)."""
+    """Returns the position of the largest value of each block, of shape (rows, columns, 2)."""
     rows, columns = (math.ceil(size / length) for size, length in zip(strength.shape, block, strict=True))
     padding = [(0, rows * block[0] - strength.shape[0]), (0, columns * block[1] - strength.shape[1])]
     padded = np.pad(strength, padding, constant_values=-np.inf)
@@ -262,13 +262,13 @@ _BOLD = 0.8
 
 
 def static_heatmap(grid: Grid, title: str | None, model_id: str, *, is_upward: bool) -> str:
-    """Returns the HTML, of at most about `MOST_BYTES`: all cells of a small result, the strongest of a large one.
+    """Returns HTML of up to about `MOST_BYTES`: all cells of a small result, or the strongest cells of a large one.
 
     Args:
         grid: The result.
-        title: What is written over it.
-        model_id: The id of the widget that hides it.
-        is_upward: Whether the first row is the lowest.
+        title: The title.
+        model_id: The model id of the widget that hides the HTML.
+        is_upward: Whether the first row is at the bottom.
     """
     table = "\n".join(_lines(grid, title, model_id, _table(grid, is_upward=is_upward)))
     if grid.values.size <= _MOST_CELLS and len(table.encode()) <= MOST_BYTES:
@@ -282,7 +282,7 @@ def static_heatmap(grid: Grid, title: str | None, model_id: str, *, is_upward: b
 
 
 def summary(grid: Grid) -> str:
-    """Returns what a result is, in a line."""
+    """Returns a description of a result in one line."""
     rows, columns = grid.values.shape
     size = f"{rows:,} x {columns:,} ({grid.rows.name} x {grid.columns.name})"
     found = grid.values[~grid.is_missing]

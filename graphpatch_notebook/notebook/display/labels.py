@@ -1,4 +1,4 @@
-"""What tables and completions write of a value, its line of source, and text that somebody else chose."""
+"""Short labels for values, ops and source lines, and safe display of text from models and files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHORT = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
 
 
 def visible(text: str, longest: int | None = _LONGEST) -> str:
-    r"""Returns text of the model or the user so that it shows as text and nothing else: on one line, no control codes.
+    r"""Returns text from the model or the user on one line, with control characters escaped.
 
     Example:
         >>> print(visible("a\x1b[31m\nb"))
@@ -30,7 +30,7 @@ def visible(text: str, longest: int | None = _LONGEST) -> str:
 
 
 def escaped(text: str) -> str:
-    """Returns text of the model or the user as HTML that shows it, as `visible` does."""
+    """Returns text from the model or the user as escaped HTML, on one line like `visible`."""
     return html.escape(visible(text))
 
 
@@ -47,12 +47,12 @@ def dtype_label(dtype: torch.dtype) -> str:
 
 
 def spec_label(spec: ValueSpec) -> str:
-    """Returns what was recorded of a value, in few letters: `[1, 128] f32` for a tensor."""
+    """Returns a short label of a recorded value: `[1, 128] f32` for a tensor."""
     return value_label(getattr(spec, "shape", None), getattr(spec, "dtype", None), str(spec))
 
 
 def value_label(shape: Sequence[int] | None, dtype: torch.dtype | None, words: str) -> str:
-    """Returns what was recorded of a value, in few letters, from shape, dtype, and the value as the tree has it.
+    """Returns a short label of a value from its shape, its dtype, and its text in the tree.
 
     Example:
         >>> value_label([3, 2], torch.float32, "Tensor(3, 2)"), value_label(None, None, "int(5)")
@@ -65,16 +65,16 @@ def value_label(shape: Sequence[int] | None, dtype: torch.dtype | None, words: s
 
 
 def op_label(kind: str, op: str) -> str:
-    """Returns the name of the torch function of an op; of another node, what kind it is."""
+    """Returns the name of the torch function of an op, or the kind of another node."""
     return op if kind == "op" else kind
 
 
 def source_label(lines: Sequence[SourceLine], owner: str) -> str:
-    """Returns where the user's code makes a value: file, line and code.
+    """Returns the file, the line and the code that compute a value.
 
     Args:
         lines: The lines of source, outermost first.
-        owner: The name of the module's class, which stands there where no line makes the value.
+        owner: The class name of the module, used when no source line computes the value.
     """
     if not lines:
         return f"of {owner}"
@@ -82,7 +82,7 @@ def source_label(lines: Sequence[SourceLine], owner: str) -> str:
 
 
 def file_label(file: str) -> str:
-    """Returns what a person calls a file of code: its name, or the cell that it stands for.
+    """Returns a readable name of a file of code: its name, or the notebook cell that it belongs to.
 
     Example:
         >>> file_label("/lib/models/gpt2.py"), file_label("<ipython-input-3-1f>"), file_label("/tmp/ipykernel_7/99.py")
@@ -91,5 +91,5 @@ def file_label(file: str) -> str:
     if prompt := re.match(r"<ipython-input-(\d+)-", file):
         return f"In[{prompt[1]}]"
     if re.search(r"[/\\]ipykernel_\d+[/\\]", file):
-        return "cell"  # the file has a number for a name, which nobody knows
+        return "cell"  # the file of a cell has a meaningless number as its name
     return re.split(r"[/\\]", file)[-1]

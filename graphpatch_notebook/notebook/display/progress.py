@@ -1,11 +1,11 @@
-"""Progress of what takes longer than a second: the capture of a big model, and anything else.
+"""Progress displays for operations that take longer than a second, such as the capture of a large model.
 
-Before that second has passed nothing is shown, drawn or imported: a thread sleeps. In a terminal the display goes away
-when the work is done. In a notebook it turns into one line that says how long it took. Where there is neither (a pipe,
-a file), nothing is shown at all.
+During the first second, a thread sleeps, and nothing is displayed or imported. In a terminal, the display disappears
+when the operation ends. In a notebook, it becomes one line with the duration. If the output goes to a pipe or a file,
+nothing is displayed.
 
-Rich draws, but its own display in notebooks is not used: it is a widget that takes in whatever the cell prints
-meanwhile, and that saved notebooks are left with.
+Rich renders the progress bar, but its own notebook display is not used: that is a widget that captures everything that
+the cell prints meanwhile, and that remains in saved notebooks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from graphpatch_notebook.capture.frame_count import FrameCount, frame_count
+from graphpatch_notebook.capture.recorder import FrameCount, frame_count
 from graphpatch_notebook.interrupts import holding
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _is_showing = threading.Lock()
 
 @contextmanager
 def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
-    """Shows how far the captures in the block are, as soon as they take longer than `delay` seconds.
+    """Displays the progress of captures in the block that take longer than `delay` seconds.
 
     Example:
         >>> import torch
@@ -52,11 +52,11 @@ def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
 
 @contextmanager
 def busy(doing: str, delay: float = DELAY) -> Iterator[None]:
-    """Shows that the block is at work, as soon as it takes longer than `delay` seconds.
+    """Displays that the block is running, if it takes longer than `delay` seconds.
 
     Args:
-        doing: What it does, as in `"Building code"`.
-        delay: In seconds.
+        doing: The displayed text, such as `"Building code"`.
+        delay: The delay in seconds.
     """
     with _shown(_Work(doing), delay):
         yield
@@ -64,14 +64,14 @@ def busy(doing: str, delay: float = DELAY) -> Iterator[None]:
 
 @dataclass
 class _Work:
-    """What a display shows.
+    """The state of an operation, which a display shows.
 
     Attributes:
-        doing: What is done, in words.
-        count: How many calls of modules are done, where these are counted.
-        expected: How many there will be, as far as one can tell beforehand.
-        started: When it began, by the monotonic clock.
-        has_succeeded: Whether it came to its end.
+        doing: The displayed text.
+        count: The number of finished module calls, or `None` if they are not counted.
+        expected: The expected number of module calls.
+        started: The start time of the monotonic clock.
+        has_succeeded: Whether the operation finished without an error.
     """
 
     doing: str
@@ -82,7 +82,7 @@ class _Work:
 
     @property
     def total(self) -> int | None:
-        """How many calls the bar stands for: more than expected where modules are called many times."""
+        """The number of calls at the end of the bar. Can exceed `expected` if modules are called many times."""
         if self.count is None:
             return None
         done = self.count.frames
@@ -90,7 +90,7 @@ class _Work:
 
     @property
     def summary(self) -> str:
-        """What is to be said in the end."""
+        """The line to display at the end."""
         parts = [] if self.has_succeeded else ["stopped"]
         if self.count is not None:
             parts.append(f"{self.count.frames:,} module calls")
@@ -100,7 +100,7 @@ class _Work:
 @contextmanager
 def _shown(work: _Work, delay: float) -> Iterator[None]:
     is_done = threading.Event()
-    # The kernel tells by context variables which cell an output belongs to.
+    # The kernel uses context variables to assign output to cells.
     thread = threading.Thread(target=copy_context().run, args=(_watch, work, is_done, delay), daemon=True)
     thread.start()
     try:
@@ -112,7 +112,7 @@ def _shown(work: _Work, delay: float) -> Iterator[None]:
 
 
 def _watch(work: _Work, is_done: threading.Event, delay: float) -> None:
-    # Two displays at once would draw over one another: the one that is there stays.
+    # Two displays would overwrite each other, so only the first is shown.
     if is_done.wait(delay) or not _is_showing.acquire(blocking=False):
         return
     try:
@@ -130,23 +130,23 @@ def _watch(work: _Work, is_done: threading.Event, delay: float) -> None:
 
 
 class _Display(Protocol):
-    """Where progress is drawn, by one thread.
+    """Displays progress from one thread.
 
     Attributes:
-        interval: The time between two drawings, in seconds.
+        interval: The time between updates, in seconds.
     """
 
     interval: float
 
     def draw(self) -> None:
-        """Shows how things are now."""
+        """Displays the current state."""
 
     def close(self) -> None:
         """Ends the display."""
 
 
 def _display_here(work: _Work) -> _Display | None:
-    """Returns a display for where the output of this process goes to, if there is anything to draw on."""
+    """Returns a display for the output of this process, or `None` if that can only be a pipe or a file."""
     if _is_in_kernel():
         return _CellDisplay(work)
     if sys.stderr is None or not sys.stderr.isatty():
@@ -166,7 +166,7 @@ def _is_in_kernel() -> bool:
 
 
 class _TerminalDisplay:
-    """One line in a terminal, which is gone afterwards."""
+    """One line in a terminal, which is removed at the end."""
 
     interval = 0.1
 
@@ -176,7 +176,7 @@ class _TerminalDisplay:
 
     def draw(self) -> None:
         _bring_up_to_date(self._progress, self._work)
-        self._progress.start()  # has an effect once
+        self._progress.start()  # only the first call has an effect
         self._progress.refresh()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class _TerminalDisplay:
 
 
 class _CellDisplay:
-    """An output of a notebook cell, drawn anew in its place; in the end one line of text."""
+    """An output of a notebook cell that is updated in place, and becomes one line of text at the end."""
 
     interval = 0.5
 
@@ -214,8 +214,8 @@ def _progress(work: _Work, console: Any = None) -> Progress:
     columns: list[ProgressColumn] = [SpinnerColumn(spinner), TextColumn("{task.description}", markup=False)]
     if work.count is not None:
         columns += [BarColumn(), TextColumn("{task.completed:,} of about {task.total:,} calls")]
-    # Rich's thread would draw besides ours. And what it puts in place of sys.stdout it may take away again in the
-    # middle of a block of the user's that had put something there, too.
+    # Rich's own thread would also draw. It also replaces sys.stdout, and could restore it inside a block of the user's
+    # code that has replaced it, too.
     settings = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False, "transient": True}
     progress = Progress(*columns, TimeElapsedColumn(), console=console, get_time=time.monotonic, **settings)
     progress.add_task(work.doing, total=work.total)

@@ -1,6 +1,6 @@
-"""Numbers that describe a value: exact, in float64, whatever its dtype; NaN and infinite ones are only counted.
+"""Statistics of a value, computed in float64 for any dtype. NaN and infinite elements are counted separately.
 
-Tensors of any size: they are gone through in pieces.
+Tensors are processed in pieces, so their size is not limited.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PIECE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """The numbers of a value.
+    """The elements of a value as real numbers.
 
     Attributes:
-        tensor: A dense tensor of real numbers; `None` if there are none to be had.
-        remark: What they are, where that is not the value itself; or why there are none.
+        tensor: A dense tensor of real numbers; `None` if the value has none.
+        remark: How the numbers were derived from the value, or why there are none.
     """
 
     tensor: Tensor | None
@@ -31,10 +31,10 @@ class Readable:
 
 
 def readable(value: Any) -> Readable:
-    """Returns the numbers of a tensor or number.
+    """Returns the elements of a tensor or number as real numbers.
 
-    Quantized tensors are dequantized, sparse ones made dense, of nested ones it is all values in a row, and of complex
-    numbers the magnitudes.
+    Quantized tensors are dequantized, sparse tensors become dense, nested tensors are concatenated, and complex numbers
+    become their magnitudes.
 
     Example:
         >>> readable(torch.tensor([3 + 4j]))
@@ -52,7 +52,7 @@ def readable(value: Any) -> Readable:
     try:
         with torch.no_grad():
             return _dense(value.detach())
-    except Exception as error:  # subclasses of tensors refuse what they like
+    except Exception as error:  # a tensor subclass can refuse any operation
         what = type(value).__name__ if type(value) is not Tensor else f"{value.dtype} tensor"
         return Readable(None, f"the numbers of this {what} cannot be read ({type(error).__name__}: {error})")
 
@@ -72,7 +72,7 @@ def _dense(tensor: Tensor) -> Readable:
         remark = "magnitudes of complex numbers" + (f", {remark}" if remark else "")
         tensor = torch.view_as_real(tensor.resolve_conj())
         tensor = torch.hypot(tensor[..., 0], tensor[..., 1])
-    tensor.reshape(-1)[:1].tolist()  # a subclass may have none in spite of all
+    tensor.reshape(-1)[:1].tolist()  # a subclass can still have no readable elements
     return Readable(tensor.resolve_neg(), remark)
 
 
@@ -81,12 +81,12 @@ def _dtype(dtype: object) -> str:
 
 
 def doubles(tensor: Tensor) -> Tensor:
-    """Returns the numbers of a tensor in float64, on the CPU."""
+    """Returns the elements of a tensor in float64 on the CPU."""
     return tensor.cpu().to(torch.float64)
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields all numbers of a tensor, in order, in float64, a few at a time."""
+    """Yields the elements of a tensor in order and in float64, in pieces."""
     flat = tensor.reshape(-1)
     for start in range(0, len(flat), _PIECE):
         yield doubles(flat[start : start + _PIECE])
@@ -98,14 +98,14 @@ def _finite(piece: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is known of the numbers of a tensor.
+    """Statistics of the elements of a tensor.
 
     Attributes:
-        count: How many there are.
-        nan: How many of them are NaN.
-        infinite: How many of them are infinite.
-        minimum, maximum, mean: Of the finite ones; `None` if there are none.
-        std: As `Tensor.std` has it (divided by one less than there are); `None` for fewer than two.
+        count: The number of elements.
+        nan: The number of NaN elements.
+        infinite: The number of infinite elements.
+        minimum, maximum, mean: Of the finite elements; `None` if there are none.
+        std: Of the finite elements, with Bessel's correction as in `Tensor.std`; `None` for fewer than two.
     """
 
     count: int
@@ -118,12 +118,12 @@ class Summary:
 
     @property
     def finite(self) -> int:
-        """How many of them are finite."""
+        """The number of finite elements."""
         return self.count - self.nan - self.infinite
 
 
 def summary(tensor: Tensor) -> Summary:
-    """Returns what describes the numbers of a dense tensor of real ones.
+    """Returns the statistics of a dense tensor of real numbers.
 
     Example:
         >>> found = summary(torch.tensor([1.0, 3.0, float("nan")]))
@@ -143,7 +143,7 @@ def summary(tensor: Tensor) -> Summary:
     if not count:
         return Summary(tensor.numel(), nan, infinite, None, None, None, None)
     low, high = min(lows), max(highs)
-    # The sum of very large numbers has no float64, and very small ones divided become zero.
+    # The sum of very large numbers would overflow, and very small numbers would underflow in the division.
     divisor = count if max(-low, high) > 1e280 else 1
     mean = math.fsum(float((_finite(piece) / divisor).sum()) for piece in pieces(tensor)) / (count // divisor)
     mean = min(max(mean, low), high)
@@ -154,7 +154,7 @@ def summary(tensor: Tensor) -> Summary:
 
 
 def norm(make: Callable[[], Iterator[Tensor]]) -> float:
-    """Returns the square root of the sum of the squares, also where the squares have no float64 themselves."""
+    """Returns the square root of the sum of squares, even if the squares overflow or underflow."""
     norms = []
     for piece in make():
         largest = float(piece.abs().max()) if len(piece) else 0.0
@@ -165,12 +165,12 @@ def norm(make: Callable[[], Iterator[Tensor]]) -> float:
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Returns the norm of the finite numbers of a tensor."""
+    """Returns the norm of the finite elements of a tensor."""
     return norm(lambda: (_finite(piece) for piece in pieces(tensor)))
 
 
 def bounded(number: float) -> float:
-    """Returns the number, or the largest there is: what is shown must be finite."""
+    """Returns the smaller of the number and the largest float64: displayed numbers must be finite."""
     return min(number, sys.float_info.max)
 
 
@@ -179,7 +179,7 @@ def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
 
     Args:
         value: The value.
-        numbers: What `readable` found in it.
+        numbers: The result of `readable` for the value.
     """
     is_tensor = isinstance(value, Tensor)
     found = summary(numbers.tensor) if numbers.tensor is not None else None
@@ -198,7 +198,7 @@ def statistics_of(value: Any, numbers: Readable) -> dict[str, Any]:
 
 
 def dtype_name(value: Any) -> str:
-    """Returns the name of the dtype of a tensor, or of the class of a number.
+    """Returns the dtype name of a tensor, or the class name of a number.
 
     Example:
         >>> dtype_name(torch.ones(1)), dtype_name(True)

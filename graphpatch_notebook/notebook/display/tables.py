@@ -1,6 +1,6 @@
-"""Tables, as the magics show them: plain text, coloured text in a terminal, HTML in a notebook.
+"""Tables that display as plain text, as colored text in a terminal, and as HTML in a notebook.
 
-What stands in a table may come from anywhere (names in a model, file names): it is shown as text, whatever it holds.
+The cells can contain text from anywhere, such as names in a model or of files. It is always shown as plain text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 MAX_ROWS = 50
 _GAP = 2
-# Below that a column says nothing any more: a narrower terminal breaks the lines.
+# A narrower column would be unreadable; in a narrower terminal, lines wrap instead.
 _NARROWEST = 12
 
 
@@ -32,11 +32,11 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: What stands above it.
-        style: What colour it has.
-        is_cut: Whether it is cut at the end of its line in a narrow terminal; other columns go on in the next line.
-        is_whole: Whether it stays whole on one line, however narrow the terminal: what is copied from there.
-        is_optional: Whether it is left out where the others have no room beside it.
+        title: The header.
+        style: The style, which sets the color.
+        is_cut: Whether text is truncated in a narrow terminal. The text of other columns wraps.
+        is_whole: Whether text is never truncated or wrapped, so that it can be copied.
+        is_optional: Whether the column is omitted when there is not enough space.
     """
 
     title: str
@@ -47,17 +47,17 @@ class Column:
 
 
 class Table(Sequence[Item]):
-    """Rows of something, which shows as a table, and is the sequence of all its rows.
+    """A sequence of items that displays as a table with one row for each item.
 
     Args:
         columns: The columns.
-        items: What the rows are about.
-        cells: Gives the text of each column for an item; asked for the rows that are shown only.
-        title: Stands above the table.
-        notes: Stand below it, a line each; or what gives them when the table is shown.
-        empty: Stands there instead of a table without rows.
-        how_to_narrow: Stands behind the number of rows that are not shown.
-        max_rows: The most rows that are shown.
+        items: The items.
+        cells: Returns the text of each column for an item. Called only for the rows that are displayed.
+        title: The text above the table.
+        notes: The lines below the table, or a function that returns them when the table is displayed.
+        empty: The text that replaces a table without rows.
+        how_to_narrow: How to get fewer rows. Displayed after the number of rows that are not displayed.
+        max_rows: The maximum number of displayed rows.
 
     Example:
         >>> Table([Column("name"), Column("size")], ["a", "bcd"], lambda text: [text, str(len(text))], title="Texts")
@@ -104,7 +104,7 @@ class Table(Sequence[Item]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What stands below the table."""
+        """The lines below the table."""
         return tuple(map(visible, self._notes() if callable(self._notes) else self._notes))
 
     # --- what it shows ----------------------------------------------------------------------------------------------
@@ -116,13 +116,13 @@ class Table(Sequence[Item]):
         return "\n".join(filter(None, (self.title, *lines, *self._footer())))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        if len(printer.stack) > 1:  # inside a list or dict, where a table would be unreadable
+        if len(printer.stack) > 1:  # inside a list or dict, a table would be unreadable
             printer.text(f"<{type(self).__name__} of {len(self):,} rows>")
             return
-        printer.text(self._coloured() if is_colour_terminal() else repr(self))
+        printer.text(self._colored() if is_colour_terminal() else repr(self))
 
-    def _coloured(self) -> str:
-        """Returns the table for a terminal, as wide as that, coloured by ANSI codes."""
+    def _colored(self) -> str:
+        """Returns the table with ANSI colors, fitted to the width of the terminal."""
         from rich.console import Console
 
         width = shutil.get_terminal_size().columns
@@ -131,7 +131,7 @@ class Table(Sequence[Item]):
         )
         needed = sum(w + _GAP for w in self._fitted(self._shown_rows(), width) if w)
         if any(column.is_whole for column in self.columns):
-            console.width = max(width, needed)  # the terminal breaks such lines: what is copied from it stays whole
+            console.width = max(width, needed)  # the terminal wraps such lines, so copied text stays complete
         with console.capture() as captured:
             console.print(self.__rich__(width))
         return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
@@ -151,15 +151,15 @@ class Table(Sequence[Item]):
             overflow = {"overflow": "ellipsis", "no_wrap": True} if is_cut else {"overflow": "fold"}
             grid.add_column(column.title, style=RICH_STYLES[column.style], width=widths[i], **overflow)
         for row in rows:
-            grid.add_row(*(Text(row[i]) for i in shown))  # as `Text`: in a string, `[red]` would mean something
+            grid.add_row(*(Text(row[i]) for i in shown))  # a string would be parsed as markup such as `[red]`
         texts = [Text(self.title, style="bold")] if self.title else []
         return Group(*texts, *([grid] if rows else ()), *(Text(line, style="dim") for line in self._footer()))
 
     def _fitted(self, rows: Sequence[Sequence[str]], width: int) -> list[int]:
-        """Returns the widths of the columns in a terminal that is `width` wide: 0 for one that is left out."""
+        """Returns the widths of the columns in a terminal of this width; 0 for a column that is omitted."""
         widths = [max(map(_width, column)) for column in zip(*rows, self._titles(), strict=True)]
         excess = sum(widths) + _GAP * len(widths) - width
-        # Those that may be left out first, then those that are cut, then the widest.
+        # Optional columns first, then columns that are truncated, then the widest.
         order = sorted(
             (i for i, column in enumerate(self.columns) if not column.is_whole),
             key=lambda i: (not self.columns[i].is_optional, not self.columns[i].is_cut, -widths[i]),
@@ -207,15 +207,15 @@ def _plain_line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _width(text: str) -> int:
-    """Returns how many columns of a terminal `text` takes."""
+    """Returns the width of `text` in columns of a terminal."""
     return len(text) if text.isascii() else sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
-# Behind the style of a cell: long text goes on in the next line, and is not lost at the edge of the page.
+# Appended to the style of a cell: long text wraps instead of running off the page.
 _CSS_WRAPPED = ";white-space:pre-wrap;overflow-wrap:anywhere;min-width:16ch"
 
 
 def _html_cell(tag: str, text: str, style: str) -> str:
-    # Said in each cell, since JupyterLab's own style for tables is right-aligned, in a font of varying widths.
+    # Set on each cell, because JupyterLab right-aligns tables and uses a proportional font.
     fixed = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;white-space:pre;font-family:monospace"
     return f'<{tag} style="{fixed};{style}">{html_module.escape(text)}</{tag}>'

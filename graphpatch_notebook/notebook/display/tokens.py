@@ -1,4 +1,4 @@
-"""Tokens in words: the texts of the inputs, and the most probable next ones."""
+"""Tokens as text: labels for the positions of the inputs, and the most probable next tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpatch_notebook.capture.forward_swap import original_forward
 from graphpatch_notebook.capture.inputs import bind, signature_of
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.values import readable_children
 
@@ -21,13 +21,13 @@ _DECODERS = ("decoder_", "labels", "kwargs")
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """The tokens that a model was run on.
+    """The token ids of the inputs of a model.
 
     Attributes:
-        ids: Of the first row; `None` where there are none.
-        mask: Which of them are no padding; `None` where that is not said.
-        rows: How many rows there are.
-        batch: The tokens of all rows, where a value that has as many positions can only be about them.
+        ids: The ids of the first row; `None` if the inputs have no token ids.
+        mask: The attention mask of the first row; `None` without one.
+        rows: The number of rows.
+        batch: The ids of all rows; `None` if other inputs have the same length, so that positions are ambiguous.
     """
 
     ids: list[int] | None
@@ -37,7 +37,7 @@ class TokenInputs:
 
     @classmethod
     def of(cls, graph: PatchableGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
-        """Returns those of a call; of an encoder-decoder model, those of the decoder."""
+        """Returns the tokens of a call. For an encoder-decoder model, these are the tokens of the decoder."""
         signature = signature_of(original_forward(captured(graph).module))
         bound = bind(signature, args, kwargs) or kwargs
         more = bound.get("kwargs")
@@ -48,25 +48,25 @@ class TokenInputs:
         found = _row(ids)
         if found is None or ids is None:
             return cls(None, None, 0)
-        # What belongs to the encoder has tokens of its own, which no shape tells from those of the decoder.
+        # Encoder values have other tokens. With equal lengths, the shape of a value cannot distinguish the two.
         is_clear = not has_decoder or len(found) not in _lengths_beside_decoder(bound)
         return cls(found, _row(mask), len(ids), ids.tolist() if is_clear else None)
 
     def last_position(self, length: int) -> int:
-        """Returns the last position that is no padding, in logits of this length."""
+        """Returns the last position of logits of this length that is not padding."""
         if self.mask is None or self.ids is None:
             return length - 1
-        mask = self.mask[-length:]  # it covers what is in the cache, too
+        mask = self.mask[-length:]  # the mask also covers cached positions
         is_whole = len(mask) == length
         return max((i for i, is_token in enumerate(mask) if is_token), default=length - 1) if is_whole else length - 1
 
     def labels(self, tokenizer: Any) -> TokenLabels | None:
-        """Returns the texts of the tokens, if there are any and a tokenizer to say them."""
+        """Returns the texts of the tokens, or `None` without tokens or a tokenizer."""
         return None if tokenizer is None or self.batch is None else TokenLabels(self.batch, tokenizer)
 
 
 def _lengths_beside_decoder(bound: dict[str, Any]) -> set[int]:
-    """Returns how many positions the inputs have that are not for the decoder."""
+    """Returns the lengths of the inputs that do not belong to the decoder."""
     others = [value for name, value in bound.items() if not name.startswith(_DECODERS)]
     tensors = [one for value in others for one in (value, *(child for _, child in readable_children(value) or ()))]
     return {one.shape[1] for one in tensors if isinstance(one, Tensor) and one.dim() > 1}
@@ -74,29 +74,27 @@ def _lengths_beside_decoder(bound: dict[str, Any]) -> set[int]:
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """The texts of tokens, for the axes of pictures.
+    """The texts of tokens, for the axes of plots.
 
     Attributes:
-        batch: The tokens, row by row.
-        tokenizer: Says what they are in words.
+        batch: The token ids, of shape (batch, seq).
+        tokenizer: Converts ids to text, as `token_text` needs it.
     """
 
     batch: list[list[int]]
     tokenizer: Any
 
     def of_axes(self, value: Tensor, index: Any) -> tuple[list[str] | None, list[str] | None]:
-        """Returns labels for the rows and the columns of a picture, where these are positions of tokens.
+        """Returns labels for the rows and the columns of a plot, if these are positions of tokens.
 
-        No labels are better than wrong ones: where another dimension has the same size, there are none.
+        If another dimension has the same size, there are no labels, since they could be wrong.
 
         Args:
-            value: The numbers of which the picture shows a part.
-            index: What takes the part: its two dimensions are the rows and the columns.
+            value: The tensor. The plot shows a part of it.
+            index: The index of this part, which has two dimensions: the rows and the columns.
         """
         at_row = _coordinates(value, 0, index) if (dims := self._dimensions(value)) else torch.empty(0)
-        if at_row.numel() == 0 or not bool(
-            (at_row == at_row[0, 0]).all()
-        ):  # rows of the batch have tokens of their own
+        if at_row.numel() == 0 or not bool((at_row == at_row[0, 0]).all()):  # each row of the batch has its own tokens
             return None, None
         ids = self.batch[int(at_row[0, 0])]
         found: list[list[str] | None] = [None, None]
@@ -108,7 +106,7 @@ class TokenLabels:
         return found[0], found[1]
 
     def _dimensions(self, value: Tensor) -> list[int]:
-        """Returns the dimensions that are positions of tokens: of (batch, seq, ...), or (batch, head, seq, seq)."""
+        """Returns the token dimensions of a value of shape (batch, seq, ...) or (batch, head, seq, seq)."""
         shape, length = list(value.shape), len(self.batch[0])
         if shape[:1] != [len(self.batch)]:
             return []
@@ -117,7 +115,7 @@ class TokenLabels:
         if len(shape) != 4 or shape[2] != length:
             return []
         if shape[3] == length:
-            # Queries look the same where a head is as wide as there are tokens; an attention pattern adds up to one.
+            # Queries have the same shape if the head size equals the length. Rows of an attention pattern sum to one.
             return [2, 3] if shape.count(length) == 2 and _is_pattern(value[0, 0]) else []
         return [2] if shape.count(length) == 1 else []
 
@@ -128,31 +126,31 @@ def _is_pattern(plane: Tensor) -> bool:
 
 
 def _coordinates(value: Tensor, dim: int, index: Any) -> Tensor:
-    """Returns, for each cell of a part of the value, where it lies along a dimension of the value."""
+    """Returns the coordinates of the selected elements along one dimension of the value."""
     shape = [1] * value.dim()
     shape[dim] = -1
     return torch.arange(value.shape[dim]).view(shape).expand(value.shape)[index]
 
 
 def _row(value: Any) -> list[int] | None:
-    """Returns the first row of whole numbers of shape (batch, seq)."""
+    """Returns the first row of an integer tensor of shape (batch, seq), or `None` for other values."""
     if not isinstance(value, Tensor) or value.dim() != 2 or value.numel() == 0 or value.device.type == "meta":
         return None
     return None if value.is_floating_point() or value.is_complex() else [int(i) for i in value[0].tolist()]
 
 
 def token_text(tokenizer: Any, number: int) -> str:
-    """Returns the text of a token; its number where the tokenizer does not know it.
+    """Returns the text of a token, or its id if the tokenizer does not know it.
 
     Args:
-        tokenizer: An object with `decode`, which takes a list of numbers, or `convert_ids_to_tokens`.
-        number: The number of the token.
+        tokenizer: An object with `decode` or `convert_ids_to_tokens`, which take a list of ids.
+        number: The id of the token.
     """
     for method, pick in (("decode", None), ("convert_ids_to_tokens", 0)):
         try:
             text = getattr(tokenizer, method)([number])
             text = text if pick is None else text[pick]
-        except Exception:  # whatever a tokenizer of the user's thinks of a number beyond its vocabulary
+        except Exception:  # a tokenizer can raise any error for an id outside its vocabulary
             continue
         if isinstance(text, str):
             return text
@@ -160,7 +158,7 @@ def token_text(tokenizer: Any, number: int) -> str:
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """Returns the logits of shape (batch, seq, vocabulary) in the output of a language model, if it is one's."""
+    """Returns the logits of shape (batch, seq, vocabulary) in the output of a language model, or `None`."""
     found = output
     if not isinstance(output, Tensor):
         children = readable_children(output) or []
@@ -175,13 +173,13 @@ def logits_of(output: Any) -> Tensor | None:
 def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) -> dict[str, Any] | None:
     """Returns the most probable next tokens without and with patches, for the front end.
 
-    Those of the first row, at the last position that is no padding.
+    Uses the first row, at the last position that is not padding.
 
     Args:
         before: The output without patches.
-        after: The output with them.
-        tokenizer: Says what they are in words.
-        inputs: What the model was run on.
+        after: The output with patches.
+        tokenizer: Converts ids to text, as `token_text` needs it.
+        inputs: The tokens of the inputs.
     """
     logits = logits_of(before), logits_of(after)
     if tokenizer is None or logits[0] is None or logits[1] is None or inputs.ids is None:
@@ -196,7 +194,7 @@ def next_tokens(before: Any, after: Any, tokenizer: Any, inputs: TokenInputs) ->
 
 
 def _fits(logits: Tensor, tokenizer: Any) -> bool:
-    """Whether there are about as many logits as the tokenizer has tokens, if it says how many: models pad them."""
+    """Whether the number of logits is similar to the vocabulary size of the tokenizer: models pad the logits."""
     try:
         size: Any = len(tokenizer)
     except TypeError:

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.nn import Module
 
+from graphpatch_notebook.capture.held_values import registered_modules
 from graphpatch_notebook.capture.records import Frame, InputParameter, Node, Ref
-from graphpatch_notebook.capture.tensor_sources import registered_modules
 from graphpatch_notebook.errors import ExportError
 from graphpatch_notebook.inspection.data_flow import at_keys, bound_arguments
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve

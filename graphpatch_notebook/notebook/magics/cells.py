@@ -58,17 +58,17 @@ _FIRST_LINE = re.compile(r"%%graphpatch(?:[ \t](.*))?$")
 
 
 def mark_cell(lines: list[str]) -> list[str]:
-    """Returns the lines of a cell, with a marker in place of a first line `%%graphpatch ...`."""
+    """Returns the lines of a cell, with a first line `%%graphpatch ...` replaced by a marker."""
     first = _FIRST_LINE.match(lines[0].rstrip()) if lines else None
     if first is None or not any(line.strip() for line in lines[1:]):
-        return lines  # IPython says that the body is empty
+        return lines  # IPython reports the empty body
     call = _call_text(f"{MARKER} {first.group(1) or ''}".rstrip())
     begun = _ipython.leading_empty_lines(lines[1:])
     empty = lines[1 : len(lines) - len(begun)]
     return [f"{call}\n", *empty, *_ipython.cell_magic(_ipython.leading_indent(begun))]
 
 
-# Terminals ask whether a cell is complete: those that begin with `%%` are, after an empty line.
+# Terminals ask whether a cell is complete. With side effects, the transformer is skipped for this question.
 mark_cell.has_side_effects = True  # type: ignore[attr-defined]
 
 
@@ -77,28 +77,28 @@ def _call_text(line: str) -> str:
 
 
 class CellTransformer(ast.NodeTransformer):
-    """Puts a marked cell into `with` statements that apply its patches and put the results in their variables.
+    """Wraps a marked cell in `with` statements that apply its patches and assign the results to variables.
 
     Args:
-        interactivity: Returns which values IPython shows, as `InteractiveShell.ast_node_interactivity`.
+        interactivity: Returns `InteractiveShell.ast_node_interactivity`: which values IPython displays.
     """
 
     def __init__(self, interactivity: Callable[[], str]) -> None:
         self._interactivity = interactivity
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """Returns the tree of a cell; one that is not marked as it is. Never raises: IPython would drop it."""
+        """Returns the tree of a cell, unchanged if it is not marked. Never raises, or IPython would remove it."""
         if not isinstance(node, ast.Module) or not node.body:
             return node
         try:
             line = _marked(node.body[0])
             return node if line is None else _patched(node, line.removeprefix(MARKER), self._interactivity())
-        except Exception:  # a cell too deep to be looked through, say: its marker raises when it is run
+        except Exception:  # for example, a cell nested too deeply; its marker raises when it runs
             return node
 
 
 def _marked(statement: ast.stmt) -> str | None:
-    """Returns what the marker says, if a statement is one."""
+    """Returns the line of the marker if the statement is a marker, otherwise `None`."""
     if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
         return None
     arguments = statement.value.args
@@ -111,7 +111,7 @@ def _marked(statement: ast.stmt) -> str | None:
 
 def _patched(tree: ast.Module, line: str, interactivity: str) -> ast.Module:
     marker, *body = tree.body
-    # Python wants them in front, and IPython lets them stand anywhere.
+    # Python requires them at the top; IPython allows them anywhere in a cell.
     futures = [node for node in body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     body = [node for node in body if node not in futures]
     if futures and not body:
@@ -123,13 +123,13 @@ def _patched(tree: ast.Module, line: str, interactivity: str) -> ast.Module:
     items = [ast.withitem(_call(PATCHES + line)), ast.withitem(_call(RESULTS))]
     block = ast.With(items, body)
     tree.body = [*futures, _at(marker, block)]
-    if interactivity == "last":  # IPython shows all that stands by itself in the last statement
+    if interactivity == "last":  # IPython displays every expression statement inside the last statement
         tree.body.append(_at(marker, ast.Pass()))
     return tree
 
 
 def _displayed(body: list[ast.stmt], interactivity: str) -> list[ast.stmt]:
-    """Returns the statements, with those whose values are shown turned into calls that show them."""
+    """Returns the statements. Expressions whose values IPython would display become calls that display them."""
     last = body[-1]
     if interactivity == "last_expr_or_assign" and (name := _assigned(last)) is not None:
         shown = ast.Expr(_display(ast.copy_location(ast.Name(name, ast.Load()), last)))
@@ -138,11 +138,11 @@ def _displayed(body: list[ast.stmt], interactivity: str) -> list[ast.stmt]:
         return [*body[:-1], ast.copy_location(ast.Expr(_display(last.value)), last)]
     if interactivity == "last":
         return [*body[:-1], _DisplayInside().visit(last)]
-    return body  # "all": IPython shows whatever stands by itself, also inside of a `with` statement; or "none"
+    return body  # with "all", IPython also displays expression statements inside a `with` statement; or "none"
 
 
 class _DisplayInside(ast.NodeTransformer):
-    """Shows what stands by itself inside of a loop or an `if`, but not in functions and classes."""
+    """Displays expression statements inside loops and conditions, but not in functions and classes."""
 
     def visit_FunctionDef(self, node: ast.AST) -> ast.AST:
         return node
@@ -175,7 +175,7 @@ def _call(line: str) -> ast.expr:
 
 
 def _at(place: ast.stmt, statement: ast.stmt) -> ast.stmt:
-    """Returns a statement that stands where another one stands, without the places of what is new in it."""
+    """Returns a statement with the position of another one. New nodes inside it get the same position."""
     ast.copy_location(statement, place)
     return ast.fix_missing_locations(statement)
 
@@ -185,13 +185,13 @@ def _at(place: ast.stmt, statement: ast.stmt) -> ast.stmt:
 
 
 class CellResults:
-    """Fills the variables of one run of a cell.
+    """The variables that one run of a cell fills.
 
     Args:
         workspace: The user's variables.
         active: The graph.
         chosen: The patches of the cell.
-        resolved: The same, with their values.
+        resolved: The same patches with their values.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class CellResults:
         self._namespace = workspace.namespace
         self._active = active
         self._patches = chosen.enabled
-        # The variables in slices mean what they meant when the cell began, as those of all other patches do.
+        # Variables in slices keep the value that they had when the cell began, as in all other patches.
         names = {name for one, _ in resolved.observing if one.index for name in one.index.names}
         in_slices = {name: self._namespace[name] for name in names}
         self._observed = [_Observed(one, patch, in_slices) for one, patch in resolved.observing]
@@ -210,11 +210,11 @@ class CellResults:
         used = {name for name in names_used(fixed) if name in self._namespace and name not in own}
         self._used = {name: self._namespace[name] for name in sorted(used)}
         self._aside: dict[str, Any] = {}
-        self._is_told = False
+        self._has_results = False
         self._lock = threading.Lock()
 
     def put_aside(self) -> None:
-        """Removes what an earlier run left, except for what values and slices of the patches use."""
+        """Removes the results of an earlier run, except those that values and slices of the patches use."""
         used = names_used(self._patches)
         own = [o.name for o in self._observed if o.name not in used and self._results.is_own(o.name)]
         self._aside = {name: self._namespace[name] for name in own}
@@ -224,18 +224,18 @@ class CellResults:
         """Fills the variables after a call of the graph.
 
         Raises:
-            PatchValueError: There is no such part of a value as a slice says; all other variables are filled.
+            PatchValueError: A slice does not fit a value. All other variables are filled.
         """
         __tracebackhide__ = True
         with self._lock:
-            self._is_told = True
+            self._has_results = True
             self._aside.clear()
             problems = [problem for one in self._observed if (problem := self._put(one))]
         if problems:
             raise PatchValueError("; ".join(problems))
 
     def _put(self, one: _Observed) -> str | None:
-        """Fills one variable; returns what is wrong with its slice."""
+        """Fills one variable, and returns the problem with its slice, if any."""
         problem = one.take()
         if one.problem is not None:
             self._results.remove([one.name])
@@ -245,10 +245,13 @@ class CellResults:
         return problem
 
     def settle(self, error: BaseException | None) -> None:
-        """Called at the end of the cell, in its patch context, with the error that ends it.
+        """Checks the results and reports what is missing. Called at the end of the cell, inside its patch context.
+
+        Args:
+            error: The error that ended the cell, if any.
 
         Raises:
-            PatchValueError: A value was written into after it was kept; its variable is removed.
+            PatchValueError: A result was modified in place; its variable is deleted.
         """
         __tracebackhide__ = True
         is_called = self._is_called()
@@ -256,7 +259,7 @@ class CellResults:
             self._results.put({name: old for name, old in self._aside.items() if name not in self._namespace})
         self._aside.clear()
         if error is not None:
-            self._put_what_is_missing()
+            self._put_missing()
         for one in self._observed:
             if self._results.is_own(one.name) and one.is_filled:
                 one.check(self._namespace[one.name])
@@ -264,7 +267,7 @@ class CellResults:
                 self._results.remove([one.name])
         problems = "; ".join(one.problem for one in self._observed if one.problem is not None)
         if error is None:
-            self._tell(is_called)
+            self._report(is_called)
             if problems:
                 raise PatchValueError(problems)
         elif problems and problems not in str(error):
@@ -272,38 +275,38 @@ class CellResults:
 
     def _is_called(self) -> bool:
         context = innermost(captured(self._active.graph))
-        return self._is_told or (context is not None and context.calls.has_runs)
+        return self._has_results or (context is not None and context.calls.has_runs)
 
-    def _put_what_is_missing(self) -> None:
-        """After a call that did not return: what had fired before helps to see why."""
+    def _put_missing(self) -> None:
+        """Fills the variables of patches that fired before the error: their values help to find its cause."""
         for one in self._observed:
             is_old = self._results.is_own(one.name) and not one.is_filled
             if one.name not in self._namespace or is_old:
                 self._put(one)
 
-    def _tell(self, is_called: bool) -> None:
+    def _report(self, is_called: bool) -> None:
         name = self._active.name
         if self._patches and not is_called:
-            why = "calls of the model itself, of other graphs and in other threads are not patched"
+            why = "calls of the original model, of other graphs and in other threads are not patched"
             if self._namespace.get(name) is not self._active.graph:
-                why = f"the variable {name} does not hold that graph any more; {why}"
-            print(f"{name} was not called under the patches in this cell ({why}): no patch was applied")
+                why = f"the variable {name} no longer holds that graph; {why}"
+            print(f"no patch was applied, because this cell did not call {name} under the patches ({why})")
         changed = [used for used, value in self._used.items() if self._namespace.get(used, value) is not value]
         if changed and is_called:
             print(
-                f"{', '.join(changed)} got another value in this cell: patches have the one that it had when the cell "
-                f"began; for one value after the other, write `with {name}.patch(...)` in the loop (%graphpatch export)"
+                f"{', '.join(changed)} changed in this cell, but the patches use the value from the start of the cell; "
+                f"to patch with several values, write `with {name}.patch(...)` in a loop (see %graphpatch export)"
             )
         for one in self._observed:
             if one.is_filled or one.problem is not None or one.name not in self._namespace:
                 continue
-            what = "what an earlier run left" if self._results.is_own(one.name) else "not what that keeps"
-            print(f"no call in this cell filled {one.name} for {one.title}: the variable is {what}")
+            what = "the result of an earlier run" if self._results.is_own(one.name) else "not the result of a patch"
+            print(f"no call in this cell filled {one.name} for {one.title}: the variable holds {what}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value that went into a variable, whole or in part, and how often it had been written into."""
+    """A value assigned to a variable, or a part of a value, with the version counter of the tensor at that time."""
 
     part: Any
     whole: Any
@@ -315,18 +318,18 @@ class _Given:
         return cls(part, whole, version_of(whole) if is_shared else None)
 
     def is_changed(self) -> bool:
-        # A parameter is the model's state: an optimizer's step is no news.
+        # A parameter is state of the model, and an optimizer may update it.
         is_parameter = self.version is not None and self.whole.is_leaf and self.whole.requires_grad
         return self.version is not None and not is_parameter and self.whole._version != self.version
 
 
 class _Observed:
-    """A probe or record of a cell, and what it has given so far.
+    """A probe or record of a cell, and the values that it collected so far.
 
     Attributes:
-        is_filled: Whether the variable has received something in this cell.
-        problem: Why what was kept is no result.
-        value: What the variable receives, if `has_value`.
+        is_filled: Whether the variable was assigned in this cell.
+        problem: Why the collected value is not a valid result, if it is not.
+        value: The value for the variable, if `has_value`.
     """
 
     def __init__(self, chosen: ChosenPatch, patch: Patch[Any], names: dict[str, Any]) -> None:
@@ -342,18 +345,18 @@ class _Observed:
 
     @property
     def title(self) -> str:
-        """The patch, as it is listed."""
+        """The patch, with its number."""
         return f"#{self._chosen.number} ({self._chosen})"
 
     @property
     def has_value(self) -> bool:
-        """Whether there is something for the variable; a list may be empty."""
+        """Whether there is a value for the variable. A list can be empty."""
         return self.value is not None
 
     def take(self) -> str | None:
-        """Takes what is new; returns what is wrong with the slice.
+        """Collects new values, and returns the problem with the slice, if any.
 
-        What else is wrong is only told at the end of the cell: the user may be done with the value.
+        Other problems are reported at the end of the cell, since the cell may replace the value before that.
         """
         try:
             values = self._new()
@@ -384,17 +387,17 @@ class _Observed:
         self.problem, self.value, self._given = problem, None, []
 
     def check(self, held: Any) -> None:
-        """Finds out whether what the variable still holds was written into."""
+        """Checks whether a value that the variable still holds was modified in place."""
         parts = {id(part) for part in (held if isinstance(self._patch, RecordPatch) else [held])}
         changed = next((one for one in self._given if id(one.part) in parts and one.is_changed()), None)
         if changed is None:
             return
-        repair = "write into a copy of what the call returned (clone)"
+        repair = "modify a copy of the output instead (clone)"
         if not isinstance(self._patch, RecordPatch):
-            repair += f", or keep one: {self.name} = {self.name}.clone() directly after the call"
+            repair += f", or copy the value directly after the call: {self.name} = {self.name}.clone()"
         self._spoil(
-            f"{self.title}: the tensor of shape {tuple(changed.part.shape)} in {self.name} was written into after the "
-            f"call, so it is not what came up at {self._chosen.path!r} any more, and the variable is removed; {repair}"
+            f"{self.title}: the tensor of shape {tuple(changed.part.shape)} in {self.name} was modified in place after "
+            f"the call, so it is not the value at {self._chosen.path!r}, and the variable was deleted; {repair}"
         )
 
 
@@ -406,23 +409,23 @@ _current: ContextVar[CellRun | None] = ContextVar("graphpatch_cell_run", default
 
 
 class CellRun:
-    """One run of one cell, made when its first line is reached.
+    """One run of a cell, created when its first line runs.
 
     Args:
         workspace: The user's variables.
-        line: What follows `%%graphpatch`.
+        line: The text after `%%graphpatch`.
         frame: The frame of the cell.
-        is_silent: Whether whoever runs the cell wants to see no values.
+        is_silent: Whether the cell runs without displaying values.
 
     Raises:
-        SessionError: The line, or a value of a patch, is wrong; nothing of the cell has run.
+        SessionError: The line or a value of a patch is not valid. The body of the cell does not run.
     """
 
     def __init__(self, workspace: Workspace, line: str, frame: FrameType, is_silent: bool) -> None:
         leave_what_is_left()
         outer = _current.get()
         if outer is not None and outer.is_running():
-            raise SessionError("%%graphpatch cannot stand inside another: one cell runs under the patches of one graph")
+            raise SessionError("%%graphpatch cells cannot be nested: a cell runs under the patches of one graph")
         workspace.notice_new_graphs()
         active, chosen = chosen_for(workspace, line)
         self._is_silent = is_silent
@@ -430,21 +433,21 @@ class CellRun:
         self._has_begun = False
         resolved = active.session.resolve(workspace.namespace, chosen)
         context = active.graph.patch(dict(resolved.patch_map.items()))
-        self._context = weakref.ref(context)  # it holds what its probes hold
+        self._context = weakref.ref(context)  # a strong reference would keep the values of its probes alive
         self._results: _Results | None = _Results(self, CellResults(workspace, active, chosen, resolved))
         context.after_call = self._results.put
         self._entry: _Entry | None = _Entry(self, context)
         if not chosen.enabled:
-            which = "none of these patches is switched on" if chosen.patches else "no patch is chosen"
-            print(f"{which}: the cell runs with {active.name} as it is")
+            which = "all of these patches are disabled" if chosen.patches else "no patch is chosen"
+            print(f"{which}: the cell runs without patches on {active.name}")
         _current.set(self)
 
     @staticmethod
     def current() -> CellRun:
-        """Returns the run that has begun, or is about to.
+        """Returns the current run.
 
         Raises:
-            SessionError: There is none.
+            SessionError: No cell is running.
         """
         run = _current.get()
         if run is None or run._block is None:
@@ -452,46 +455,46 @@ class CellRun:
         return run
 
     def begin(self) -> None:
-        """Called when the patches are in place."""
+        """Marks the run as begun. Called when the patches are active."""
         self._has_begun = True
 
     def end(self) -> None:
-        """Called before they are taken away. This object keeps nothing alive then."""
+        """Marks the run as ended, and releases all values. Called before the patches are removed."""
         self._has_begun = False
         self._block = self._entry = self._results = None
 
     def is_running(self) -> bool:
-        """Whether the cell is being run; not after an interrupt so untimely that `end` was not reached."""
+        """Whether the cell is running. `False` also if an interrupt ended it before `end` was called."""
         return self._has_begun and self._block is not None and not self._block.is_over()
 
     def leave(self) -> None:
-        """Takes the patches away, if they are still there although the cell has ended."""
+        """Removes the patches if they are still active after the cell has ended."""
         self.end()
         context = self._context()
         if context is not None:
-            context.__exit__(KeyboardInterrupt, None, None)  # has no effect if it was left
+            context.__exit__(KeyboardInterrupt, None, None)  # has no effect if the context was exited
 
     def patches(self) -> _Entry:
-        """Returns the context manager in which the patches are active. It is given once."""
+        """Returns the context manager that applies the patches. Can be called once."""
         assert self._entry is not None
         entry, self._entry = self._entry, None
         return entry
 
     def results(self) -> _Results:
-        """Returns the context manager, inside of that one, which fills the variables. It is given once."""
+        """Returns the inner context manager, which fills the variables. Can be called once."""
         if self._results is None:
-            raise SessionError("no %%graphpatch cell is about to begin")
+            raise SessionError("no %%graphpatch cell is starting")
         results, self._results = self._results, None
         return results
 
     def display(self, value: object) -> None:
-        """Shows a value as IPython shows that of the last line."""
+        """Displays a value as IPython displays the value of the last line."""
         if not self._is_silent:
             sys.displayhook(value)
 
 
 def leave_what_is_left() -> None:
-    """Takes away the patches of an earlier cell, which an interrupt kept from doing that itself."""
+    """Removes the patches of an earlier cell that an interrupt left active."""
     run = _current.get()
     if run is not None and not run.is_running():
         run.leave()
@@ -499,32 +502,33 @@ def leave_what_is_left() -> None:
 
 
 def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatches]:
-    """Returns the graph and the patches that the first line of a cell means: `[NAME] [--only SPEC ...]`.
+    """Returns the graph and the patches that the first line of a cell selects: `[NAME] [--only SPEC ...]`.
 
     Raises:
-        SessionError: It means none.
+        SessionError: The graph or a patch does not exist, or the syntax is wrong.
     """
     words = arguments(line)
     names = words[: words.index("--only")] if "--only" in words else words
     specs = words[len(names) + 1 :]
     name = names[0] if names else ""
     if name.startswith("-"):
-        raise SessionError(f"there is no option {name}; a cell takes --only PATH|#n ...")
+        raise SessionError(f"unknown option {name}; a cell takes --only PATH|#n ...")
     if name in commands() and name not in workspace.graphs():
-        raise SessionError(f"{name!r} is a command for a line of its own: %graphpatch {' '.join(words)}")
+        raise SessionError(f"{name!r} is a command; write it on a line of its own: %graphpatch {' '.join(words)}")
     if len(names) > 1:
-        raise SessionError(f"{' '.join(names[1:])!r} is too much; write %%graphpatch [NAME] [--only PATH|#n ...]")
+        unexpected = " ".join(names[1:])
+        raise SessionError(f"unexpected argument {unexpected!r}; write %%graphpatch [NAME] [--only PATH|#n ...]")
     active = workspace.named(name) if name else workspace.current()
     chosen = active.session.chosen
     if "--only" not in words:
         return active, chosen
     if not specs:
-        raise SessionError("--only needs to know which patches: #1, a path, or a pattern such as 'h_*.output'")
+        raise SessionError("--only needs at least one patch: #1, a path, or a pattern such as 'h_*.output'")
     return active, chosen.only(numbers_of(chosen, [word.rstrip(",") for word in specs]))
 
 
 class _Entry:
-    """Enters a patch context; what the user did wrong is told in one line."""
+    """Enters a patch context. An error in the patches is raised as a one-line `UsageError`."""
 
     def __init__(self, run: CellRun, context: PatchContext) -> None:
         self._run = run
@@ -541,13 +545,13 @@ class _Entry:
             raise
 
     @property
-    def __exit__(self) -> Callable[..., None]:  # noqa: PLE0302  # a property, which gives what takes them
-        # Its own: warnings that it gives point to whoever ends the block, which must be the user's cell.
+    def __exit__(self) -> Callable[..., None]:  # noqa: PLE0302  # a property that returns a function with the usual arguments
+        # The method of the context itself: its warnings point to the caller, which must be the user's cell.
         return self._context.__exit__
 
 
 class _Results:
-    """Puts what probes and records hold in their variables; begins and ends the run."""
+    """Begins and ends the run, and fills the variables of its probes and records."""
 
     def __init__(self, run: CellRun, results: CellResults) -> None:
         self._run = run
@@ -555,7 +559,7 @@ class _Results:
         self.put = results.put
 
     def __enter__(self) -> None:
-        # Now that the patches are in place nothing is lost: what an earlier run left must not be taken for this one's.
+        # Only now that the patches are active, so that a failed start loses no results of an earlier run.
         self._results.put_aside()
         self._run.begin()
 

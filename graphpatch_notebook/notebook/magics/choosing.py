@@ -1,4 +1,4 @@
-"""The commands that change the choice. Each prints one line that says what it did."""
+"""The commands that change the chosen patches. Each prints what it changed."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from graphpatch_notebook.paths import nearest, parse_path
 
 
 def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
-    """Chooses one more patch; none, if the same one is chosen already: a cell may be run again.
+    """Adds a patch to the chosen ones, unless the same patch is there: a cell can run again.
 
     Raises:
-        SessionError: It cannot be applied there, or is not written like that.
+        SessionError: The syntax is wrong, or the patch cannot be applied at this path.
     """
     session = workspace.current().session
     root = captured(session.graph).root
-    place, options, value = _taken_apart(text, root)
+    place, options, value = _parsed(text, root)
     if not place.path:
         raise SessionError(f"{kind.name} needs the path of a node: %graphpatch {kind.name} PATH[slice] ...")
     fields: dict[str, Any] = {"slice": place.slice, **_restrictions(options)}
-    # The path first: a mistake in it would make nonsense of what is said about the rest.
+    # The path first: with a wrong path, the messages about the other arguments would be misleading.
     path = _path(session, place, kind.name, root)
     variable = _variable(value) if kind.keeps is not None else None
     if kind.keeps is not None:
@@ -49,12 +49,12 @@ def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
     elif kind.value is not None:
         fields["value"] = value or None
     elif value:
-        hint = "; a slice stands directly behind the path" if value.startswith("[") else ""
-        raise SessionError(f"{kind.name} takes no value, but {value!r} was given{hint}")
+        hint = "; write the slice directly after the path, without a space" if value.startswith("[") else ""
+        raise SessionError(f"{kind.name} takes no value, but got {value!r}{hint}")
     wanted = ChosenPatch(path, kind.name, **fields)
     if (same := _same(session.chosen, wanted, any_name=variable is None)) is not None:
         how = "" if same.is_enabled else f", but disabled: %graphpatch enable #{same.number}"
-        print(f"#{same.number} {described(same)} is chosen already{how}")
+        print(f"#{same.number} {described(same)} is already chosen{how}")
         return
     check = session.check(wanted)
     added = session.add(wanted)
@@ -68,7 +68,7 @@ def choose(workspace: Workspace, kind: PatchKind, text: str) -> None:
 
 
 def _path(session: Session, place: TypedPath, kind: str, root: Frame) -> str:
-    """Returns the path in its usual spelling."""
+    """Returns the path as the package writes it."""
     try:
         return session.check(ChosenPatch(place.path, "zero", any_shape=True)).patch.path
     except ChosenPatchError as problem:
@@ -76,7 +76,7 @@ def _path(session: Session, place: TypedPath, kind: str, root: Frame) -> str:
 
 
 def _same(chosen: ChosenPatches, wanted: ChosenPatch, *, any_name: bool) -> ChosenPatch | None:
-    """Returns the chosen patch that does what `wanted` would do; with `any_name`, whatever its variable is called."""
+    """Returns the chosen patch that equals `wanted`; with `any_name`, the name of its variable can differ."""
     for patch in chosen.patches:
         if patch.kind == wanted.kind:
             name = wanted.name if any_name else patch.name
@@ -85,8 +85,8 @@ def _same(chosen: ChosenPatches, wanted: ChosenPatch, *, any_name: bool) -> Chos
     return None
 
 
-def _taken_apart(text: str, root: Frame) -> tuple[TypedPath, dict[str, str], str]:
-    """Returns place, options, and the value as it was written."""
+def _parsed(text: str, root: Frame) -> tuple[TypedPath, dict[str, str], str]:
+    """Returns the path with its slice, the options, and the value as it was typed."""
     found, text = leading_options(text)
     place = cut_place(text, root)
     more, value = split_options(without_comment(place.rest), OPTIONS)
@@ -100,7 +100,7 @@ def _restrictions(options: dict[str, str]) -> dict[str, Any]:
     try:
         position_dim = None if dim is None else int(dim)
     except ValueError:
-        raise SessionError(f"--position-dim takes a whole number, not {dim!r}") from None
+        raise SessionError(f"--position-dim must be an integer, but got {dim!r}") from None
     return {
         "steps": options.get("--steps"),
         "positions": options.get("--positions"),
@@ -114,12 +114,12 @@ def _variable(text: str) -> str | None:
     if len(named) == 2 and named[0] == "as":
         named = named[1:]
     if len(named) > 1 or named == ["as"]:
-        raise SessionError(f"{text!r} is no name of a variable; write PATH[slice] NAME")
+        raise SessionError(f"{text!r} is not a valid variable name; write PATH[slice] NAME")
     return named[0] if named else None
 
 
 def described(patch: ChosenPatch) -> str:
-    """Returns a patch as it may be typed, without its number."""
+    """Returns a patch as a user would type it, without its number."""
     if patch.name is None:
         return str(patch)
     brackets = "" if patch.slice is None else f"[{patch.slice}]"
@@ -135,18 +135,18 @@ def _shape_note(sliced: tuple[int, ...] | None, patch: ChosenPatch) -> str:
 def _name_note(workspace: Workspace, patch: ChosenPatch) -> str:
     if patch.name is None or patch.name not in workspace.namespace or workspace.results.is_own(patch.name):
         return ""
-    return f"; the variable {patch.name} holds something, which the next run overwrites"
+    return f"; the next run overwrites the variable {patch.name}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Which ones
+# Selecting chosen patches
 
 
 def numbers_of(chosen: ChosenPatches, specs: list[str]) -> list[int]:
-    """Returns the numbers of the patches that are meant by `#n`, a path, a path with its slice, or a glob over paths.
+    """Returns the numbers of the patches that match `#n`, a path, a path with a slice, or a glob pattern of paths.
 
     Raises:
-        SessionError: Nothing is meant by one of them.
+        SessionError: One of the specs does not match any patch.
     """
     found = {number for spec in specs for number in _numbers_of(chosen, spec)}
     return [patch.number for patch in chosen.patches if patch.number in found]
@@ -169,8 +169,8 @@ def _numbers_of(chosen: ChosenPatches, spec: str) -> list[int]:
     if bare != spec:
         return _numbers_of(chosen, bare)
     paths = list(dict.fromkeys(patch.path for patch in chosen.patches))
-    hint = f"nearest: {', '.join(map(repr, nearest(spec.partition('[')[0], paths)))}" if paths else "none is chosen"
-    raise SessionError(f"no chosen patch at {spec!r}; {hint}")
+    hint = f"nearest: {', '.join(map(repr, nearest(spec.partition('[')[0], paths)))}" if paths else "no patch is chosen"
+    raise SessionError(f"no chosen patch matches {spec!r}; {hint}")
 
 
 def _at_place(chosen: ChosenPatches, spec: str) -> list[ChosenPatch]:
@@ -193,23 +193,23 @@ def _usual(path: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Edits of what is chosen
+# Edits
 
 
 def remove(workspace: Workspace, text: str) -> None:
-    """Removes patches."""
+    """Removes patches from the chosen ones."""
     session = workspace.current().session
     for patch in session.remove(numbers_of(session.chosen, _specs(text, "rm"))):
         print(f"removed #{patch.number} {described(patch)}")
 
 
 def enable(workspace: Workspace, text: str) -> None:
-    """Switches patches on."""
+    """Enables patches."""
     _switch(workspace, text, True)
 
 
 def disable(workspace: Workspace, text: str) -> None:
-    """Switches patches off."""
+    """Disables patches, without removing them."""
     _switch(workspace, text, False)
 
 
@@ -224,20 +224,20 @@ def _switch(workspace: Workspace, text: str, is_enabled: bool) -> None:
 def _specs(text: str, command: str) -> list[str]:
     specs = arguments(text)
     if not specs:
-        raise SessionError(f"{command} needs to know which: %graphpatch {command} #1, or a path")
+        raise SessionError(f"{command} needs a patch: %graphpatch {command} #1, or a path")
     return specs
 
 
 def clear(workspace: Workspace, text: str) -> None:
-    """Removes all."""
+    """Removes all chosen patches."""
     refuse_arguments(text, "clear", "to remove some, use rm")
     removed = workspace.current().session.clear()
     them = "it" if len(removed) == 1 else "them"
-    print(f"removed {counted(len(removed))}; undo brings {them} back" if removed else "there was nothing to remove")
+    print(f"removed {counted(len(removed))}; use undo to restore {them}" if removed else "no patch was chosen")
 
 
 def undo(workspace: Workspace, text: str) -> None:
-    """Takes the last edit back."""
+    """Undoes the last edit."""
     refuse_arguments(text, "undo")
     session = workspace.current().session
     before = session.chosen
@@ -245,7 +245,7 @@ def undo(workspace: Workspace, text: str) -> None:
 
 
 def redo(workspace: Workspace, text: str) -> None:
-    """Does again what was taken back."""
+    """Redoes the last edit that was undone."""
     refuse_arguments(text, "redo")
     session = workspace.current().session
     before = session.chosen
@@ -253,14 +253,14 @@ def redo(workspace: Workspace, text: str) -> None:
 
 
 def refuse_arguments(text: str, command: str, hint: str = "") -> None:
-    """Makes sure that nothing follows the name of a command.
+    """Checks that a command has no arguments.
 
     Raises:
-        SessionError: Something does.
+        SessionError: It has some.
     """
     if given := arguments(text):
         behind = f"; {hint}" if hint else ""
-        raise SessionError(f"{command} takes nothing, but {' '.join(given)!r} was given{behind}")
+        raise SessionError(f"{command} takes no arguments, but got {' '.join(given)!r}{behind}")
 
 
 def _difference(before: ChosenPatches, session: Session) -> str:
@@ -271,7 +271,7 @@ def _difference(before: ChosenPatches, session: Session) -> str:
     came = [patch for patch in after.patches if patch not in before.patches]
     new = [f"+ #{patch.number} {_state(patch)}{described(patch)}" for patch in came]
     changes = "; ".join([*gone, *new][:4]) + (" ..." if len(gone) + len(new) > 4 else "")
-    return f"{changes or 'another order'} ({counted(len(after.patches))} chosen now)"
+    return f"{changes or 'new order'} ({counted(len(after.patches))} chosen now)"
 
 
 def _state(patch: ChosenPatch) -> str:

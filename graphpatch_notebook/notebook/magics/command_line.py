@@ -31,7 +31,7 @@ _OPTION = re.compile(r"(--[A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class TypedPath:
-    """`PATH[slice]` at the front of a text, and what follows it."""
+    """`PATH[slice]` at the start of a text, and the rest of the text."""
 
     path: str
     slice: str | None
@@ -39,10 +39,10 @@ class TypedPath:
 
     @classmethod
     def cut(cls, text: str) -> TypedPath:
-        """Cuts it off.
+        """Parses the start of a text.
 
         Raises:
-            SessionError: A bracket is not closed, or something stands directly behind it.
+            SessionError: A bracket is not closed, or no space follows it.
 
         Example:
             >>> TypedPath.cut('h_0.output|"a b"[:, 3:5] 0.5 * x["y"]')
@@ -56,18 +56,18 @@ class TypedPath:
             return cls(path, None, after.strip())
         end = _closing(after)
         if end is None:
-            raise SessionError(f"the bracket behind {path!r} is not closed: {after.strip()!r}")
+            raise SessionError(f"the bracket after {path!r} is not closed: {after.strip()!r}")
         rest = after[end:]
         if rest and not rest[0].isspace():
             raise SessionError(
-                f"{rest.split()[0]!r} stands directly behind the slice of {path!r}: a space is missing; "
-                "a position in a sequence is written output|sub_0"
+                f"a space is missing between the slice of {path!r} and {rest.split()[0]!r}; "
+                "for an item of a tuple or list, write output|sub_0"
             )
         return cls(path, after[1 : end - 1].strip(), rest.strip())
 
 
 def words(text: str) -> Iterator[tuple[int, str]]:
-    """Yields position and text of what is parted by spaces outside of quotes and brackets.
+    """Yields the words of a text with their positions. Spaces in quotes and brackets do not separate words.
 
     Example:
         >>> [word for _, word in words('f(a, b) "c d"  --any-shape')]
@@ -103,7 +103,7 @@ def arguments(text: str) -> list[str]:
 
 
 def without_comment(text: str) -> str:
-    """Returns a piece of Python without the comment at its end.
+    """Returns Python code without the comment at its end.
 
     Example:
         >>> without_comment('f("#1")  # one')
@@ -119,14 +119,14 @@ def without_comment(text: str) -> str:
 
 
 def split_options(text: str, known: Mapping[str, bool]) -> tuple[dict[str, str], str]:
-    """Returns the options at the front and at the end of a text, and what is between them, as it was written.
+    """Returns the options at the start and at the end of a text, and the text between them.
 
     Args:
-        text: The text. What is in quotes or brackets is not looked at.
-        known: The options, each with whether it takes an argument. Those that take none are found as `""`.
+        text: The text. Options inside quotes or brackets are ignored.
+        known: The known options, and whether each takes an argument. The value of one that takes none is `""`.
 
     Raises:
-        SessionError: An option is unknown, given twice, lacks its argument, or stands among other text.
+        SessionError: An option is unknown, given twice, without its argument, or in the middle of other text.
 
     Example:
         >>> split_options("--any-shape 0.5 * x --steps 2, 4", {"--any-shape": False, "--steps": True})
@@ -138,15 +138,15 @@ def split_options(text: str, known: Mapping[str, bool]) -> tuple[dict[str, str],
     behind = _take_options(rest[start:], known, found)
     if behind:
         option = next(word for _, word in words(rest[start:]))
-        raise SessionError(f"{option!r} stands among other text: options come last; {behind!r} is too much")
+        raise SessionError(f"{option!r} is in the middle of other text: write options last, after {behind!r}")
     return found, rest[:start].rstrip()
 
 
 def leading_options(text: str) -> tuple[dict[str, str], str]:
-    """Returns the options in front of a path, and the text behind them.
+    """Returns the options before a path, and the text after them.
 
     Raises:
-        SessionError: There is no such option, or it lacks its argument.
+        SessionError: An option is unknown, or without its argument.
     """
     found: dict[str, str] = {}
     while text.lstrip().startswith("--"):
@@ -156,19 +156,19 @@ def leading_options(text: str) -> tuple[dict[str, str], str]:
 
 
 def _leading_option(text: str) -> tuple[dict[str, str], str]:
-    """Returns the option at the front, and what follows it, untouched: a path is not split like a value."""
+    """Returns the first option, and the text after it unchanged: a path is not split into words as a value is."""
     name, _, rest = text.partition(" ")
     if "=" in name or OPTIONS.get(name) is False:
         return split_options(name, OPTIONS)[0], rest.lstrip()
     if name not in OPTIONS:
-        split_options(name, OPTIONS)  # says what is wrong
+        split_options(name, OPTIONS)  # raises an error
     rest = rest.lstrip()
     end = rest.find('"', 1) + 1 if rest.startswith('"') else len(rest.partition(" ")[0])
     return split_options(f"{name} {rest[:end]}", OPTIONS)[0], rest[end:].lstrip()
 
 
 def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -> str:
-    """Moves the options at the front of `text` to `found`; returns what is left."""
+    """Moves the options at the start of `text` to `found`, and returns the rest."""
     while (first := next(words(text), None)) and _is_option(first[1], known):
         word = first[1]
         match = _OPTION.fullmatch(word)
@@ -176,7 +176,7 @@ def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -
         if name not in known:
             close = ", ".join(nearest(name, list(known))) if known else ""
             hint = f"nearest: {close}" if close else "this command takes none"
-            raise SessionError(f"there is no option {name}; {hint}")
+            raise SessionError(f"unknown option {name}; {hint}")
         if name in found:
             raise SessionError(f"the option {name} is given twice")
         text = text[first[0] + len(word) :].lstrip()
@@ -188,7 +188,7 @@ def _take_options(text: str, known: Mapping[str, bool], found: dict[str, str]) -
         if given is None:
             given, text = _argument(text)
         if not given or _is_option(given, known):
-            raise SessionError(f"the option {name} lacks its argument")
+            raise SessionError(f"the option {name} needs an argument")
         found[name] = _string_value(given)
     return text
 
@@ -198,7 +198,7 @@ def _is_option(word: str, known: Mapping[str, bool]) -> bool:
 
 
 def _argument(text: str) -> tuple[str, str]:
-    """Returns the first word, with those that follow a comma, and what is behind."""
+    """Returns the first word together with words that follow a comma, and the rest."""
     end = 0
     for start, word in words(text):
         end = start + len(word)
@@ -212,7 +212,7 @@ def _string_value(text: str) -> str:
 
 
 def _closing(text: str) -> int | None:
-    """Returns the position behind the bracket that closes the first one."""
+    """Returns the position after the bracket that closes the first one."""
     depth = 0
     for position, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -222,7 +222,7 @@ def _closing(text: str) -> int | None:
 
 
 def one_line(error: BaseException | str) -> str:
-    """Returns the message of an error on one line, with options as a magic takes them."""
+    """Returns the message of an error on one line, with options in the syntax of the magic."""
     text = " ".join(str(error).split())
     return text.replace("allow_empty=True", "--allow-empty").replace("any_shape=True", "--any-shape")
 
@@ -236,30 +236,30 @@ _HEAD = re.compile(r"\s*\S*")
 
 
 def cut_place(text: str, root: Frame) -> TypedPath:
-    """Returns `PATH[slice]` at the front of a text, the path as the package writes it where that can be told.
+    """Returns `PATH[slice]` at the start of a text, without quotes around the path.
 
     Args:
         text: The text.
         root: The root frame of the capture.
 
     Raises:
-        SessionError: It is none; where a list of modules has brackets as in Python, the message has the path meant.
+        SessionError: It is not a path. If it is a Python expression for a module in a list, the message has its path.
     """
     try:
         place = TypedPath.cut(text)
     except SessionError:
         if (meant := _of_list_items(text, root)) is not None:
             typed = text.split(maxsplit=1)[0]
-            raise SessionError(f"{typed!r} is no path: a path has no brackets; did you mean {meant!r}?") from None
+            raise SessionError(f"{typed!r} is not a path: a path has no brackets; did you mean {meant!r}?") from None
         raise
     return replace(place, path=unquoted(place.path, root.names))
 
 
 def unquoted(path: str, names: Container[str]) -> str:
-    """Returns a path without the quotes around it, as code has it; unchanged, where it is one of these names."""
+    """Returns a path without the quotes that code has around it. A path that is one of `names` is not changed."""
     if len(path) < 3 or path[0] != path[-1] or path[0] not in "\"'":
         return path
-    if path[0] == "'":  # which a name in a path may have, but need not
+    if path[0] == "'":  # a name in a path can have them, but does not need them
         return path if path in names else path[1:-1]
     try:
         inside = str(json.loads(path))
@@ -269,7 +269,7 @@ def unquoted(path: str, names: Container[str]) -> str:
 
 
 def _of_list_items(text: str, root: Frame) -> str | None:
-    """Returns the path, with its slice, that `model.layers[1].mlp.output` means; `None` where there is no such path."""
+    """Returns the path and slice for Python such as `model.layers[1].mlp.output`, or `None` if it does not exist."""
     head = _HEAD.match(text)
     assert head is not None  # it may be empty
     try:
@@ -284,18 +284,18 @@ def _of_list_items(text: str, root: Frame) -> str | None:
 
 
 def advice(message: str, place: TypedPath, kind: str, root: Frame) -> str:
-    """Returns what is said of a path that cannot be patched, in the syntax of the magic, with the slice as typed.
+    """Returns the message for a path that cannot be patched, in the syntax of the magic, with the slice as typed.
 
     Args:
-        message: What the session says.
-        place: What was typed.
+        message: The message of the session.
+        place: The typed path.
         kind: The kind of patch.
         root: The root frame of the capture.
     """
     if "*" in re.sub(r'"[^"]*"', "", place.path):
         path = _with_slice(place.path.replace("*", "{i}"), place.slice)
         return (
-            f"{place.path!r} would be several nodes, and a patch is for one: choose them in a loop, "
+            f"{place.path!r} is a pattern for several nodes, but a patch has one node: choose them in a loop, "
             f"for i in range(...): with %graphpatch {kind} {path} in its body"
         )
     if whole := re.search(r"use '(.+)' with slice=\.\.\.$", message):
@@ -332,14 +332,14 @@ _WITH_PATHS = ("rm", "enable", "disable", "show", "ls", "code", "shape")
 
 
 def expanded(line: str, variables: Variables) -> str:
-    """Returns a line of the magic with the values of the variables that its paths and names of variables mention.
+    """Returns a line of the magic, with variables in its paths and variable names replaced by their values.
 
     Args:
-        line: What follows `%graphpatch`.
-        variables: Gives the user's variables; asked if the line mentions any.
+        line: The text after `%graphpatch`.
+        variables: Returns the user's variables. Called only if the line has braces or `$`.
 
     Raises:
-        SessionError: What stands in braces cannot be evaluated.
+        SessionError: An expression in braces cannot be evaluated.
 
     Example:
         >>> expanded("add h_{i}.output[:, 0] {'a': 1}['a']", lambda: {"i": 3})
@@ -359,24 +359,24 @@ def expanded(line: str, variables: Variables) -> str:
 
 
 def _of_patch(text: str, variables: Variables, *, has_name: bool) -> str:
-    """Expands in the path, and in what follows it where that is the name of a variable."""
+    """Expands variables in the path, and in the text after it if that is the name of a variable."""
     text = _until(text, variables, lambda character: character.isspace() or character == "[")
     if not has_name:
         return text
     try:
         rest = TypedPath.cut(text).rest
-    except SessionError:  # which says itself what is wrong, when the patch is chosen
+    except SessionError:  # choosing the patch raises the same error
         return text
     return text[: len(text) - len(rest)] + _of_words(rest, variables)
 
 
 def _of_words(text: str, variables: Variables) -> str:
-    end = next((start for start, word in words(text) if word == "#"), len(text))  # where a comment begins
+    end = next((start for start, word in words(text) if word == "#"), len(text))  # where the comment begins
     return _until(text[:end], variables, lambda _: False) + text[end:]
 
 
 def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> str:
-    """Returns the text, expanded up to the first character outside of quotes and braces that ends it."""
+    """Returns the text with variables expanded, up to the first end character outside quotes and braces."""
     parts: list[str] = []
     position = 0
     while position < len(text) and not is_end(text[position]):
@@ -395,7 +395,7 @@ def _until(text: str, variables: Variables, is_end: Callable[[str], bool]) -> st
 
 
 def _closing_brace(text: str, position: int) -> int | None:
-    """Returns the position behind the brace that closes the one at `position`."""
+    """Returns the position after the brace that closes the one at `position`."""
     depth = 0
     while position < len(text):
         string = STRING.match(text, position)

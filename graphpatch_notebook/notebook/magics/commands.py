@@ -1,4 +1,4 @@
-"""The commands of `%graphpatch`: their names, syntax and help, and the functions that run them."""
+"""The commands of `%graphpatch`: their names, their syntax, their help, and the functions that run them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Command:
     """One command.
 
     Attributes:
-        name: Its name.
-        usage: What follows the name.
-        summary: What it does.
-        run: Runs it on what follows the name; returns what is to be shown, or `None`.
-        doing: What is said of it while it takes long; nothing, if it tells of its progress itself.
+        name: The name.
+        usage: The syntax of the arguments, as the help shows it.
+        summary: One line that says what the command does.
+        run: Runs the command on the text after its name. Returns the value to display, or `None`.
+        doing: The text of the progress line during a long command; empty if the command shows its own progress.
     """
 
     name: str
@@ -39,42 +39,42 @@ class Command:
 
     @property
     def line(self) -> str:
-        """How it is written."""
+        """The syntax of the command."""
         return f"%graphpatch {self.name} {self.usage}".rstrip()
 
 
 _OPTIONS = "[--steps STEPS] [--positions POSITIONS] [--position-dim DIM] [--any-shape] [--allow-empty]"
 _LOOKING = [
-    Command("wrap", "NAME = MODEL(ARGS)", "makes a PatchableGraph of a model, on example inputs", wrapping.wrap),
-    Command("use", "NAME", "picks the graph that commands are about", wrapping.use),
-    Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "the tree, to patch by click", views.show),
-    Command("ls", "[PATH]", "what is in a graph", views.ls, "Listing"),
-    Command("find", "[QUERY]", "nodes: mul, op:linear, shape:8192, is:patched, h_*.mlp", views.find, "Searching"),
-    Command("code", "PATH", "the code of a graph or a node", views.code, "Building code"),
-    Command("shape", "PATH[slice]", "the recorded shape", views.shape),
+    Command("wrap", "NAME = MODEL(ARGS)", "captures a model on example inputs", wrapping.wrap),
+    Command("use", "NAME", "selects the graph that commands apply to", wrapping.use),
+    Command("show", "[PATH] [--tokenizer NAME] [--inputs ARGS]", "shows the tree; a click patches a node", views.show),
+    Command("ls", "[PATH]", "lists the contents of a graph", views.ls, "Listing"),
+    Command("find", "[QUERY]", "finds nodes: mul, op:linear, shape:8192, h_*.mlp", views.find, "Searching"),
+    Command("code", "PATH", "shows the code of a graph or a node", views.code, "Building code"),
+    Command("shape", "PATH[slice]", "shows the recorded shape", views.shape),
 ]
 _EDITING = [
     Command("rm", "PATH|#n ...", "removes patches", choosing.remove),
-    Command("enable", "PATH|#n ...", "switches patches on", choosing.enable),
-    Command("disable", "PATH|#n ...", "switches patches off, and keeps them", choosing.disable),
+    Command("enable", "PATH|#n ...", "enables patches", choosing.enable),
+    Command("disable", "PATH|#n ...", "disables patches, without removing them", choosing.disable),
     Command("clear", "", "removes all patches", choosing.clear),
-    Command("undo", "", "takes the last edit back", choosing.undo),
-    Command("redo", "", "does again what was taken back", choosing.redo),
-    Command("list", "", "the chosen patches", views.listed),
+    Command("undo", "", "undoes the last edit", choosing.undo),
+    Command("redo", "", "redoes the last edit that was undone", choosing.redo),
+    Command("list", "", "lists the chosen patches", views.listed),
     Command(
         "export",
         "[-o NAME|FILE] [--cell] [--hooks] [--force]",
-        "the chosen patches as Python",
+        "shows the chosen patches as Python code",
         files.export,
         "Exporting",
     ),
-    Command("save", "FILE [--force]", "writes the chosen patches to a file", files.save),
-    Command("load", "FILE [--trust]", "reads them back", files.load),
+    Command("save", "FILE [--force]", "saves the chosen patches to a file", files.save),
+    Command("load", "FILE [--trust]", "loads chosen patches from a file", files.load),
 ]
 
 
 def commands() -> dict[str, Command]:
-    """Returns all commands by their names, in the order of the help; one for each kind of patch is among them."""
+    """Returns all commands by name, in the order of the help. Each kind of patch is a command."""
     return {command.name: command for command in (*_LOOKING, *map(_choosing, PATCH_KINDS.values()), *_EDITING)}
 
 
@@ -89,10 +89,10 @@ def _choose(kind: PatchKind, workspace: Workspace, text: str) -> None:
 
 
 def run(workspace: Workspace, line: str) -> Any:
-    """Runs what follows `%graphpatch` on a line; returns what is to be shown, or `None`.
+    """Runs one line after `%graphpatch`, and returns the value to display, or `None`.
 
     Raises:
-        SessionError: The user's mistake, in words.
+        SessionError: The command does not exist, or cannot run with these arguments.
     """
     __tracebackhide__ = True
     workspace.notice_new_graphs()
@@ -111,7 +111,7 @@ def run(workspace: Workspace, line: str) -> Any:
 
 
 def help_on(text: str) -> None:
-    """Prints how a command is written and what its options mean, or how all of them are written."""
+    """Prints the help for the commands in `text`, or an overview of all commands."""
     asked = arguments(text)
     if not asked:
         print(overview())
@@ -128,14 +128,14 @@ def help_on(text: str) -> None:
 
 
 def overview() -> str:
-    """Returns how each command is written and what it does, and how cells run; as wide as the terminal."""
+    """Returns the overview of all commands and the cell magic, fitted to the width of the terminal."""
     texts = [
-        ("%graphpatch", "the active graph and the chosen patches"),
+        ("%graphpatch", "shows the active graph and the chosen patches"),
         *(
             (f"%graphpatch {c.name} {c.usage.replace(_OPTIONS, '[OPTIONS]')}".rstrip(), c.summary)
             for c in commands().values()
         ),
-        ("%graphpatch help [COMMAND]", "how it is written"),
+        ("%graphpatch help [COMMAND]", "shows help for all commands, or for one"),
         ("%%graphpatch [NAME] [--only PATH|#n ...]", "runs the cell under the chosen patches"),
     ]
     width = shutil.get_terminal_size((100, 24)).columns - 1
@@ -145,7 +145,7 @@ def overview() -> str:
 
 
 def _columns(usage: str, summary: str, width: int) -> list[str]:
-    """Returns the lines of one command: what it does behind how it is written, or below where that is long."""
+    """Returns the lines of one command: the summary is to the right of the usage, or below a long usage."""
     first = f"{usage:<{_USAGE_WIDTH}}"
     room = max(20, width - _USAGE_WIDTH)
     below = textwrap.wrap(summary, room, break_on_hyphens=False)
@@ -157,7 +157,7 @@ def _columns(usage: str, summary: str, width: int) -> list[str]:
 _USAGE_WIDTH = 44
 
 
-# What people type for these, to whom the nearest names would say nothing.
+# Common words from other tools, for which the most similar command names would not help.
 _OTHER_WORDS = {
     "delete": "%graphpatch rm PATH|#n ...",
     "remove": "%graphpatch rm PATH|#n ...",
@@ -174,9 +174,9 @@ _OTHER_WORDS = {
 
 def _unknown(workspace: Workspace, name: str) -> str:
     if name in workspace.graphs():
-        return f"{name!r} is a graph, not a command; %graphpatch use {name} picks it"
+        return f"{name!r} is a graph, not a command; %graphpatch use {name} selects it"
     if name in _OTHER_WORDS:
-        return f"there is no command {name!r}; it is written {_OTHER_WORDS[name]}"
+        return f"there is no command {name!r}; use {_OTHER_WORDS[name]}"
     close = ", ".join(map(repr, nearest(name, list(commands()))))
     return f"there is no command {name!r}; nearest: {close}; %graphpatch help shows all"
 
@@ -186,66 +186,65 @@ def _unknown(workspace: Workspace, name: str) -> str:
 
 
 _PATH = """
-PATH names a node: h_0.mlp.output. A value in a container follows a bar:
-output|sub_0 is the first of a tuple, output|state.h leads on. Tab completes.
-In a loop, {i} and $name stand for variables: h_{i}.output.
+PATH is the path of a node: h_0.mlp.output. A bar selects a value inside a
+container: output|sub_0 is the first item of a tuple, output|state.h is nested.
+Tab completes paths. In a loop, use variables as {i} or $name: h_{i}.output.
 """
 _SLICE = """
-[slice] is one of a tensor, directly behind the path: [:, -1], [0, 3:5],
-[..., k]. Without it the whole value is meant.
+[slice] selects a part of a tensor. It directly follows the path: [:, -1],
+[0, 3:5], [..., k]. Default: the whole value.
 """
 _WHEN = """
---steps STEPS          only in these steps of a generation: prefill, decoding,
-                       or numbers: 0, "2, 4", 1:
---positions POSITIONS  only at these positions of the sequence: 3, "2, 40", 1:5
---position-dim DIM     the dimension that runs along the sequence, if it cannot
-                       be told: 1, -2
---any-shape            also for values of other shapes than in the example
---allow-empty          the slice may select nothing
+--steps STEPS          apply only in these steps of a generation: prefill,
+                       decoding, or numbers: 0, "2, 4", 1:
+--positions POSITIONS  apply only at these sequence positions: 3, "2, 40", 1:5
+--position-dim DIM     the sequence dimension, if it cannot be inferred: 1, -2
+--any-shape            allow values whose shape differs from the example
+--allow-empty          allow a slice that selects nothing
 """
 _VARIABLE = """
-NAME is the variable; without it one is chosen, after the path. It is filled
-when a cell has run under the patches.
+NAME is the variable that receives the value when a cell runs under the
+patches. Default: a name derived from the path.
 """
 _WHICH = """
-PATH means all patches there, PATH[slice] those with this slice, h_*.output
-those whose path looks so, and #n the one of this number, as list shows it.
+PATH selects all patches at a path, PATH[slice] those with this slice,
+h_*.output those whose path matches, and #n the patch with this number in list.
 """
 _PLACE = """
-PATH is that of a graph, a node, or a value in a container: h_0, h_0.mlp.output,
-output|sub_0. Without it the whole model is meant.
+PATH is the path of a graph, a node, or a value in a container: h_0,
+h_0.mlp.output, output|sub_0. Default: the whole model.
 """
 _BROWSER = """
---tokenizer NAME  the variable with the tokenizer: Run shows tokens in words
---inputs ARGS     what Run runs on, as in a call: "ids, attention_mask=mask"
+--tokenizer NAME  the variable of a tokenizer: Run shows tokens as text
+--inputs ARGS     the inputs of Run, as in a call: "ids, attention_mask=mask"
 """
 _QUERY = """
-QUERY holds terms, which must all hold:
-  attn              this text is in the path or the torch function
-  "mlp.act"         these whole names are in the path
-  h_*.attn          these texts, in this order; * is any text
-  op:mul            made by this torch function; * is any text: op:*norm
-  shape:64          has a dimension of this size
-  shape:[1,*,64]    is of this shape; * is any size, ... any number of them
-  dtype:f16         is of this dtype
+QUERY is a list of terms. A node is found if it matches all of them:
+  attn              the path or the torch function contains this text
+  "mlp.act"         the path contains these whole names
+  h_*.attn          contains these texts in this order; * is any text
+  op:mul            the torch function; * is any text: op:*norm
+  shape:64          a dimension has this size
+  shape:[1,*,64]    the whole shape; * is any size, ... any number of sizes
+  dtype:f16         the dtype
   is:parameter      also is:input, buffer, op, output, tensor, number, patched,
-                    opaque, plumbing (only sizes: found only by this word)
-  module:LlamaMLP   is in a module of this class
-  -term             the term does not hold
+                    opaque, plumbing (sizes only; other terms never find them)
+  module:LlamaMLP   the class of the module that the node is in
+  -term             does not match the term
 """
 
-# What a command's forms and options mean, and two examples of it at least.
+# For each command, the meaning of its arguments and options, and at least two examples.
 _TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "wrap": (
         """
-MODEL(ARGS) is a call as you would write it, on example inputs: the model runs
-once, and what it does is captured. NAME is the variable for the graph.
-Patches that were chosen for a graph in NAME are carried over.
+MODEL(ARGS) is a call of the model on example inputs. The model runs once and
+is captured. NAME is the variable that receives the PatchableGraph. If NAME
+holds a graph already, its chosen patches are carried over.
 """,
         ("wrap pg = model(input_ids)", "wrap pg = model(**tokens)"),
     ),
     "use": (
-        "\nNAME is a variable with a PatchableGraph. It is needed with several only.\n",
+        "\nNAME is the variable of a PatchableGraph. Only needed if there are several.\n",
         ("use pg", "use small"),
     ),
     "show": (_PLACE + _BROWSER, ("show", "show h_0.mlp", "show --tokenizer tokenizer")),
@@ -256,35 +255,35 @@ Patches that were chosen for a graph in NAME are carried over.
     "rm": (_WHICH, ("rm #1 #3", "rm h_*.mlp.output")),
     "enable": (_WHICH, ("enable #1", "enable h_0.output")),
     "disable": (_WHICH, ("disable #1", "disable h_*.mlp.output")),
-    "clear": ("\nIt can be undone.\n", ("clear", "undo")),
-    "undo": ("\nEach command that changes what is chosen is one edit.\n", ("undo", "redo")),
-    "redo": ("\nThat is, by undo.\n", ("redo", "undo")),
-    "list": ("\nThe numbers are those that rm, enable and disable take.\n", ("list", "rm #1")),
+    "clear": ("\nUse undo to restore them.\n", ("clear", "undo")),
+    "undo": ("\nEach command that changes the chosen patches is one edit.\n", ("undo", "redo")),
+    "redo": ("\nA new edit clears the edits that redo could restore.\n", ("redo", "undo")),
+    "list": ("\nThe commands rm, enable and disable take the numbers shown in the list.\n", ("list", "rm #1")),
     "export": (
         """
--o NAME   puts the code in a variable
--o FILE   writes it to a file, with what makes the graph: it runs by itself
---cell    puts it in a new cell
---hooks   writes plain torch with forward hooks, which needs no graphpatch
---force   overwrites what no export has put there
-Without any of them the code is shown; code = %graphpatch export keeps it.
+-o NAME   put the code in a variable
+-o FILE   write a complete script to a file, including the code for the graph
+--cell    put the code in a new cell
+--hooks   write plain PyTorch with forward hooks, which does not use graphpatch
+--force   overwrite a variable or file that export did not write
+By default, the code is shown. To keep it, use code = %graphpatch export.
 """,
         ("export --hooks", "export -o patched.py"),
     ),
     "save": (
         """
-FILE is the name of a file, for load; one with spaces stands in quotes.
---force   overwrites a file that holds something else
+FILE is the file to write. Put a name with spaces in quotes.
+--force   overwrite a file that is not a session file
 """,
         ("save session.json", 'save "my patches.json" --force'),
     ),
     "load": (
         """
-FILE is what save has written. It takes the place of what is chosen; undo brings
-that back. In a file that you have not saved here, values that are more than
-numbers, names, arithmetic and subscripts are code of somebody's: they are
-shown, and not run until you trust the file.
---trust   runs them from now on, as long as the file stays as it is
+FILE is a file written by save. Its patches replace the chosen patches; use
+undo to restore those. In a file that you did not save yourself, a value can be
+code that someone else wrote: anything except numbers, names, arithmetic and
+subscripts. Such values are shown, but do not run until you trust the file.
+--trust   trust the file until its content changes
 """,
         ("load session.json", 'load "my patches.json" --trust'),
     ),
@@ -294,9 +293,9 @@ CELLS = """\
 %%graphpatch [NAME] [--only PATH|#n ...]
     runs the cell under the chosen patches
 
-It is the first line of the cell. NAME is the variable of the graph, if there
-are several.
---only PATH|#n ...  under some of the patches: those there, or of these numbers
+Write it as the first line of a cell. NAME is the variable of the graph. Only
+needed if there are several.
+--only PATH|#n ...  use only the patches at these paths or with these numbers
 
 Examples:
     %%graphpatch
@@ -304,7 +303,7 @@ Examples:
 
 
 def explained(name: str) -> str:
-    """Returns what the forms and options of a command mean, with examples; no line is longer than 80 columns."""
+    """Returns the meaning of the arguments and options of a command, with examples, in lines of up to 80 columns."""
     kind = PATCH_KINDS.get(name)
     text = _TEXTS[name][0] if kind is None else _of_kind(kind)
     parts = [text.strip("\n").replace("\n\n", "\n")]
@@ -319,5 +318,5 @@ def _of_kind(kind: PatchKind) -> str:
 
 
 def examples(name: str) -> tuple[str, ...]:
-    """Returns the examples of a command, as they follow `%graphpatch`."""
+    """Returns the examples of a command, without `%graphpatch`."""
     return PATCH_KINDS[name].examples if name in PATCH_KINDS else _TEXTS[name][1]

@@ -1,4 +1,4 @@
-"""The commands that leave with something: Python code, or a file with the chosen patches."""
+"""The commands that export code, and that save and load the chosen patches."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.export.source_code import SourceCode
 
 _EXPORT_OPTIONS = {"-o": True, "--cell": False, "--hooks": False, "--force": False}
-# The first line of a file with exported code, with a hash of the rest: while that holds, it may be overwritten.
+# The first line of an exported file, followed by a hash of the rest. A file whose hash matches may be overwritten.
 MARK = "# Written by %graphpatch export, sha256 "
 
 
 def export(workspace: Workspace, text: str) -> SourceCode | None:
-    """Returns the chosen patches as Python; with a target, puts the code there instead.
+    """Returns the chosen patches as Python code. With a target, writes the code there instead, and returns `None`.
 
     Raises:
-        SessionError: The code cannot be made, or would overwrite something.
+        SessionError: The code cannot be generated, or would overwrite something else.
     """
     from graphpatch_notebook.notebook.export import patch_code
 
     options, rest = split_options(without_comment(text), _EXPORT_OPTIONS)
     if rest:
-        raise SessionError(f"{rest!r} is too much; write export [-o NAME|FILE] [--cell] [--hooks]")
+        raise SessionError(f"unexpected argument {rest!r}; write export [-o NAME|FILE] [--cell] [--hooks]")
     session = workspace.current().session
     target = options.get("-o")
     is_variable = target is not None and target.isidentifier()
     if target is not None and keyword.iskeyword(target):
-        raise SessionError(f"{target!r} cannot be the name of a variable; a file is written ./{target}")
+        raise SessionError(f"{target!r} is a keyword and cannot be a variable name; for a file, write ./{target}")
     form: ExportForm = "hooks" if "--hooks" in options else "graphpatch"
-    # A file is run by itself: there the graph must be made, too.
+    # A file runs on its own, so it also contains the code that creates the graph.
     code = patch_code.export(session, form, wrap=target is not None and not is_variable)
     if target is not None and is_variable:
         _to_variable(workspace.namespace, target, code, "--force" in options)
@@ -56,7 +56,7 @@ def _to_variable(namespace: dict[str, Any], name: str, code: SourceCode, is_forc
     there = namespace.get(name)
     if name in namespace and not is_a(there, SourceCode) and not is_forced:
         raise SessionError(
-            f"the variable {name!r} holds an object of {type(there).__name__}, which no export has put there; "
+            f"the variable {name!r} holds an object of type {type(there).__name__} that export did not create; "
             "choose another name, or add --force"
         )
     namespace[name] = code
@@ -94,35 +94,35 @@ def _check_overwritten(target: Path) -> None:
 
 
 def save(workspace: Workspace, text: str) -> None:
-    """Writes the chosen patches to a file."""
+    """Saves the chosen patches to a file."""
     from graphpatch_notebook.notebook.session import session_file
 
     options, rest = split_options(without_comment(text), {"--force": False})
     name, session = _name(rest, "save"), workspace.current().session
     session_file.save(session, name, force="--force" in options)
-    print(f"wrote {counted(len(session.chosen.patches))} to {name}")
+    print(f"saved {counted(len(session.chosen.patches))} to {name}")
 
 
 def load(workspace: Workspace, text: str) -> None:
-    """Chooses what a file holds, in place of what is chosen."""
+    """Replaces the chosen patches by those in a file."""
     from graphpatch_notebook.notebook.session import session_file
 
     options, rest = split_options(without_comment(text), {"--trust": False})
     name, session = _name(rest, "load"), workspace.current().session
     before = len(session.chosen.patches)
     patches = session_file.load(session, name, is_trusted="--trust" in options)
-    instead = f" in place of {counted(before)}; undo brings those back" if before else ""
-    print(f"read {counted(len(patches))} from {name}{instead}")
+    instead = f", replacing {counted(before)}; use undo to restore those" if before else ""
+    print(f"loaded {counted(len(patches))} from {name}{instead}")
     code = {f"#{one.number} {visible(str(one.value), None)}": one.untrusted for one in patches if one.untrusted}
     for file in dict.fromkeys(code.values()):
-        print(f"these values are code, which is not run until you trust the file: {'; '.join(code)}")
-        print(f"if it does only what you want: {file.repair}")
+        print(f"these values are code, which does not run until you trust the file: {'; '.join(code)}")
+        print(f"after you have read them, trust the file: {file.repair}")
 
 
 def _name(text: str, command: str) -> str:
     names = arguments(text)
     if len(names) != 1:
-        raise SessionError(f"{command} takes the name of a file; one with spaces stands in quotes")
+        raise SessionError(f"{command} takes one file name; put a name with spaces in quotes")
     name = names[0]
     is_quoted = len(name) > 1 and name[0] in "\"'" and name[-1] == name[0]
     return name[1:-1] if is_quoted else name

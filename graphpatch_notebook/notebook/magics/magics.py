@@ -1,4 +1,4 @@
-"""The magic `%graphpatch`: a line is a command, a cell runs under the chosen patches."""
+"""The magic `%graphpatch`: a line is a command, and a cell runs under the chosen patches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GraphPatchMagic:
     """The magic of one shell.
 
     Args:
-        shell: The `InteractiveShell` (much of it has no types). It is not kept alive, if this is a proxy of it.
+        shell: The `InteractiveShell`, or a weak proxy of it. Typed as `Any` because most of IPython has no types.
         workspace: The variables of the shell.
     """
 
@@ -39,15 +39,15 @@ class GraphPatchMagic:
         %graphpatch wrap pg = model(inputs)            capture a model on example inputs
         %graphpatch find mlp op:mul                    find nodes; also: show, ls, code, shape
         %graphpatch zero h_0.mlp.output[:, -1]         choose a patch
-        %graphpatch add h_0.output 0.5 * steering      ... with a value: any Python expression
-        %graphpatch probe h_1.output hidden            ... the activation lands in the variable `hidden`
-        %graphpatch                                    what is chosen; also: list, rm, disable, undo, clear
-        %graphpatch export                             the choice as Python code; also: save FILE, load FILE
+        %graphpatch add h_0.output 0.5 * steering      choose a patch with a value: any Python expression
+        %graphpatch probe h_1.output hidden            put an activation in the variable `hidden`
+        %graphpatch                                    show the chosen patches; also: list, rm, disable, undo, clear
+        %graphpatch export                             show them as Python code; also: save FILE, load FILE
 
         %%graphpatch [NAME] [--only PATH|#n ...]       run the cell under the chosen patches
         pg(inputs)
 
-        %graphpatch help                               all commands; help COMMAND for one
+        %graphpatch help                               show all commands; for one: help COMMAND
         """
         __tracebackhide__ = True
         try:
@@ -60,7 +60,7 @@ class GraphPatchMagic:
             raise UsageError(one_line(error)) from None
 
     def _variables(self) -> dict[str, Any]:
-        """Returns the variables that the user's code sees at this place: of a function, its own, too."""
+        """Returns the variables that the user's code can use on this line, including the locals of a function."""
         variables: dict[str, Any] = self._shell.user_ns
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals is not variables:
@@ -70,22 +70,22 @@ class GraphPatchMagic:
     # -- cells ---------------------------------------------------------------------------------------------------------
 
     def _run_part_of_cell(self, line: str) -> Any:
-        """Runs what `CellTransformer` has put into a cell."""
+        """Runs a line that `CellTransformer` inserted into a cell."""
         part, _, rest = line.partition(" ")
         if part == cells.PATCHES:
             cell = sys._getframe(3)
             if cell.f_code.co_name != "<module>":
-                raise UsageError("%%graphpatch must be the first line: put the other cell magic below it")
+                raise UsageError("%%graphpatch must be the first line; put the other cell magic below it")
             return CellRun(self.workspace, rest, cell, self._is_silent()).patches()
         if part == cells.RESULTS:
             return CellRun.current().results()
         if part == cells.DISPLAY:
             return CellRun.current().display
         if part == cells.EMPTY:
-            raise UsageError("%%graphpatch is there, but the cell below it is empty")
+            raise UsageError("the cell below %%graphpatch is empty")
         raise UsageError(
-            f"{line.strip()} was reached by a way that does not apply its patches, so nothing of the cell ran; "
-            "make it the first line of a cell, above other cell magics"
+            f"{line.strip()} ran in a way that cannot apply its patches, so the rest of the cell did not run; "
+            "make it the first line of the cell, above other cell magics"
         )
 
     def _is_silent(self) -> bool:
@@ -93,13 +93,13 @@ class GraphPatchMagic:
         return bool(result is not None and result.info is not None and result.info.silent)
 
     def _run_cell(self, line: str, cell: str) -> None:
-        """Runs a cell for code that asks for it: `get_ipython().run_cell_magic("graphpatch", line, body)`."""
+        """Runs a cell that code starts with `get_ipython().run_cell_magic("graphpatch", line, body)`."""
         __tracebackhide__ = True
         shell = self._shell
         text = f"{cells.MARKER} {line}\n{cell}"
         marked = cells.mark_cell(text.splitlines(keepends=True))
         if marked[0].startswith("%%"):
-            raise UsageError("%%graphpatch is there, but the cell below it is empty")
+            raise UsageError("the cell below %%graphpatch is empty")
         source = shell.transform_cell("".join(marked))
         name = shell.compile.cache(source, shell.execution_count)
         tree = shell.transform_ast(shell.compile.ast_parse(source, filename=name))
@@ -112,7 +112,7 @@ class GraphPatchMagic:
         __tracebackhide__ = True
         is_async = bool(code.co_flags & inspect.CO_COROUTINE)
         if is_async and _is_in_loop():
-            raise UsageError("a cell that awaits must begin with %%graphpatch itself")
+            raise UsageError("a cell with a top-level await must begin with %%graphpatch")
         done = eval(code, self._shell.user_ns)
         if is_async:
             self._shell.loop_runner(done)

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 def status(workspace: Workspace) -> Table[ChosenPatch]:
-    """Returns the active graph and the chosen patches, and how to go on."""
+    """Returns the active graph and the chosen patches as a table, with suggestions for the next commands."""
     active = workspace.find()
     if active is None:
         model = next(iter(workspace.models()), "MODEL")
-        how = f"make one: %graphpatch wrap pg = {model}(EXAMPLE INPUTS); more: %graphpatch help"
+        how = f"create one: %graphpatch wrap pg = {model}(EXAMPLE INPUTS); more: %graphpatch help"
         return _table((), "no PatchableGraph yet", how, [])
     chosen = active.session.chosen.patches
     notes = [
-        "run a cell with them: %%graphpatch; as Python: %graphpatch export; all commands: %graphpatch help"
+        "run a cell with them: %%graphpatch; show as Python: %graphpatch export; all commands: %graphpatch help"
         if chosen
-        else "look: %graphpatch show, find QUERY; choose: %graphpatch zero PATH; all commands: %graphpatch help"
+        else "find nodes: %graphpatch show, find QUERY; patch: %graphpatch zero PATH; all commands: %graphpatch help"
     ]
     others = [name for name, graph in workspace.graphs().items() if graph is not active.graph]
     if others:
@@ -50,7 +50,7 @@ def status(workspace: Workspace) -> Table[ChosenPatch]:
 
 
 def listed(workspace: Workspace, text: str) -> Table[ChosenPatch]:
-    """Returns the chosen patches, as a table."""
+    """Returns the chosen patches as a table."""
     refuse_arguments(text, "list")
     return _chosen_table(workspace.current(), [])
 
@@ -59,7 +59,7 @@ def _chosen_table(active: ActiveGraph, notes: list[str]) -> Table[ChosenPatch]:
     patches = active.session.chosen.patches
     title = f"{active.title}, {counted(len(patches))} chosen"
     files = dict.fromkeys(patch.untrusted for patch in patches if patch.untrusted)
-    notes += [f"code from {file.name!r} is not run until you trust the file: {file.repair}" for file in files]
+    notes += [f"code from {file.name!r} does not run until you trust the file: {file.repair}" for file in files]
     return _table(patches, title, "no patch is chosen", notes, active.session)
 
 
@@ -99,7 +99,7 @@ def _shape(session: Session, patch: ChosenPatch) -> str:
 
 
 def show(workspace: Workspace, text: str) -> Browser:
-    """Returns a browser, opened at a path; where there are no widgets, it shows as the tree below that."""
+    """Returns a browser opened at a path. Without widgets, it displays as the tree below this path."""
     from graphpatch_notebook.notebook.browser.browsing import browser_of
 
     options, path = split_options(_without_note(text), {"--tokenizer": True, "--inputs": True})
@@ -108,10 +108,10 @@ def show(workspace: Workspace, text: str) -> Browser:
     tokenizer = None
     if (name := options.get("--tokenizer")) is not None:
         if name not in workspace.namespace:
-            raise SessionError(f"--tokenizer takes the name of a variable: {undefined(name, workspace.namespace)}")
+            raise SessionError(f"--tokenizer takes a variable: {undefined(name, workspace.namespace)}")
         tokenizer = workspace.namespace[name]
     if (typed := options.get("--inputs")) is not None:
-        replace(active.session.origin, arguments=typed)  # says what is wrong with them
+        replace(active.session.origin, arguments=typed)  # raises an error if they are not valid
     try:
         return browser_of(active.graph, workspace, place.path, typed=typed, tokenizer=tokenizer)
     except (GraphError, TypeError) as problem:
@@ -119,13 +119,13 @@ def show(workspace: Workspace, text: str) -> Browser:
 
 
 def _without_note(text: str) -> str:
-    """Returns a line without the comment at its end; a path may hold the sign that one begins with."""
+    """Returns a line without the comment at its end. A `#` inside a path does not begin a comment."""
     found = (start for start, word in words(text) if word.startswith("#") and not word[1:2].isdigit())
     return text[: next(found, len(text))]
 
 
 def ls(workspace: Workspace, text: str) -> Listing:
-    """Returns a table of what is in a graph."""
+    """Returns a table of the contents of a graph."""
     active = workspace.current()
     path = _path(text, active)
     try:
@@ -135,7 +135,7 @@ def ls(workspace: Workspace, text: str) -> Listing:
 
 
 def find(workspace: Workspace, text: str) -> FoundNodes:
-    """Returns a table of the nodes that a query finds."""
+    """Returns a table of the nodes that match a query."""
     from graphpatch_notebook.notebook.search import search
 
     active = workspace.current()
@@ -150,12 +150,12 @@ def _patched(active: ActiveGraph) -> list[str]:
 
 
 def code(workspace: Workspace, text: str) -> CodeText:
-    """Returns the code of a graph, or the user's lines that made the value of a node."""
+    """Returns the code of a graph, or the source lines that compute a node."""
     return _place(workspace, text)._code
 
 
 def shape(workspace: Workspace, text: str) -> ValueShapes | tuple[int, ...]:
-    """Returns the recorded shape at a path, or of the part that a slice takes."""
+    """Returns the recorded shape at a path, or the shape of its slice."""
     session = workspace.current().session
     place = cut_place(without_comment(text), captured(session.graph).root)
     if place.slice is None:
@@ -180,9 +180,9 @@ def _place(workspace: Workspace, text: str) -> NodePath:
 def _path(text: str, active: ActiveGraph) -> str:
     place = cut_place(text, captured(active.graph).root)
     if place.slice is not None:
-        raise SessionError(f"a slice means nothing here: {text.strip()!r}; give the path alone")
+        raise SessionError(f"this command does not take a slice: {text.strip()!r}; write only the path")
     if without_comment(place.rest):
-        raise SessionError(f"{place.rest!r} is too much: one path is needed")
+        raise SessionError(f"unexpected argument {place.rest!r}; this command takes one path")
     return "" if place.path.startswith("#") else place.path
 
 
@@ -200,14 +200,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child of a place in a capture, or a submodule of its module that the example did not reach.
+    """One row: a child of a graph, node or container, or a submodule that did not run on the example.
 
     Attributes:
-        path: The path from the root; empty for a submodule that was not reached.
-        name: Its name, as a path writes it; of a submodule that was not reached, its attribute path.
+        path: The path from the root; empty for a submodule that did not run.
+        name: The name, as in a path; for a submodule that did not run, its attribute path.
         what: The class of the graph module, the name of the torch function, or the kind of node.
-        value: What was recorded of the value; of a graph, the class of its module.
-        remark: What else there is to say: patched, opaque, unused.
+        value: The recorded value; for a graph, the class of its module.
+        remark: More about it: patched, opaque, unused.
     """
 
     path: str
@@ -218,7 +218,7 @@ class Child:
 
 
 class Listing(Table[Child]):
-    """The children of a place, as a table; the place itself, where it is a value without children."""
+    """A table of the children of a graph, node or container. A value without children is its own single row."""
 
     def __init__(self, place: Location, patched_paths: Collection[str]) -> None:
         children = [_child(place.below(name), patched_paths) for name in place.children()]
@@ -231,22 +231,22 @@ class Listing(Table[Child]):
             children,
             lambda child: [child.name, child.what, child.value, child.remark],
             title=_title(place),
-            empty="nothing in it",
-            how_to_narrow=f"list({place.python()}) has them all",
+            empty="no children",
+            how_to_narrow=f"list({place.python()}) returns all of them",
             max_rows=200,
         )
 
 
 def listing(pg: PatchableGraph, path: str = "", patched_paths: Collection[str] = ()) -> Listing:
-    """Returns the children of what stands at `path`; plumbing is left out.
+    """Returns the children of the graph, node or container at `path`, without plumbing.
 
     Args:
         pg: The graph.
-        path: The path of a graph, a node or a value inside a container; empty for the root graph.
+        path: The path; empty for the root graph.
         patched_paths: The paths to mark as patched.
 
     Raises:
-        UnknownChildError: There is no such path; the message names the nearest.
+        UnknownChildError: The path does not exist. The message has the most similar paths.
 
     Example:
         >>> import torch
@@ -299,10 +299,10 @@ def _is_none(spec: ValueSpec | None) -> bool:
 
 
 def _unused(frame: Frame) -> Iterator[Child]:
-    """Yields the submodules of the frame's module that the example did not reach, the outermost of each."""
+    """Yields the submodules of the frame's module that did not run on the example, without their own submodules."""
     root = frame
     while root.parent is not None:
         root = root.parent
     used = used_modules(root)
     for names, module in unused_modules(frame.module, used):
-        yield Child("", ".".join(names), "UnusedModule", type(module).__name__, "the example did not reach it")
+        yield Child("", ".".join(names), "UnusedModule", type(module).__name__, "did not run on the example")

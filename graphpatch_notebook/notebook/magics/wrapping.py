@@ -1,4 +1,4 @@
-"""The commands that make a graph, or pick one."""
+"""The commands that create a graph, or select one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
 _PACKAGE = Path(__file__).parents[2]
 _TYPED = "<%graphpatch wrap>"  # stands for the file name of the typed line
-_MAKE = "<graphpatch>"  # no name that a user could have
+_MAKE = "<graphpatch>"  # not a name that a user can define
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """`NAME = MODEL(ARGS)`, taken apart.
+    """The parsed form of `NAME = MODEL(ARGS)`.
 
     Attributes:
         name: The variable.
         model: The expression for the model, as typed.
-        arguments: What stands between the parentheses, as typed.
-        call: The call, parsed.
+        arguments: The text between the parentheses, as typed.
+        call: The parsed call.
     """
 
     name: str
@@ -47,32 +47,32 @@ class Assignment:
 
     @classmethod
     def parse(cls, text: str) -> Assignment:
-        """Takes it apart.
+        """Parses a line.
 
         Raises:
-            SessionError: It is something else.
+            SessionError: The line does not have this form.
         """
         text = text.strip()
         try:
             body = ast.parse(text).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             reason = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise SessionError(f"{text!r} is no Python ({reason}); {_USAGE}") from None
+            raise SessionError(f"{text!r} is not valid Python ({reason}); {_USAGE}") from None
         if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Call):
             raise SessionError(f"wrap needs a name for the graph: %graphpatch wrap pg = {text}")
         statement = body[0] if len(body) == 1 else None
         if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
-            raise SessionError(f"{text!r} is no assignment; {_USAGE}" if text else f"wrap what? {_USAGE}")
+            raise SessionError(f"{text!r} is not an assignment; {_USAGE}" if text else f"wrap needs a model; {_USAGE}")
         target, call = statement.targets[0], statement.value
         if not isinstance(target, ast.Name):
-            raise SessionError(f"{ast.unparse(target)!r} is no plain name; {_USAGE}")
+            raise SessionError(f"{ast.unparse(target)!r} is not a plain variable name; {_USAGE}")
         if not isinstance(call, ast.Call):
             raise SessionError(f"the model must be called on example inputs: {target.id} = {ast.unparse(call)}(...)")
         return cls(target.id, *_texts(text, call), call)
 
 
 def _texts(text: str, call: ast.Call) -> tuple[str, str]:
-    """Returns the texts of function and arguments of a call."""
+    """Returns the source text of the function of a call, and of its arguments."""
     model = ast.get_source_segment(text, call.func) or ast.unparse(call.func)
     whole = ast.get_source_segment(text, call) or ast.unparse(call)
     opened = re.compile(r"[\s)]*\(").match(whole, whole.index(model) + len(model))
@@ -81,11 +81,11 @@ def _texts(text: str, call: ast.Call) -> tuple[str, str]:
 
 
 def wrap(workspace: Workspace, text: str) -> None:
-    """Makes a `PatchableGraph` of a model and puts it in a variable; chosen patches go over to it.
+    """Creates a `PatchableGraph` and assigns it to a variable. Patches chosen for the previous graph are carried over.
 
     Raises:
-        SessionError: The text is no such assignment, or what it calls is no model.
-        Exception: Whatever the model raises on the example inputs.
+        SessionError: The text is not an assignment of this form, or it does not call a model.
+        Exception: The model failed on the example inputs.
     """
     __tracebackhide__ = True
     assignment = Assignment.parse(text)
@@ -111,23 +111,23 @@ def _check_name(assignment: Assignment, namespace: dict[str, Any]) -> None:
     nodes = [node for value in inputs for node in ast.walk(value)]
     why = reserved(name)
     if any(isinstance(node, ast.Name) and node.id == name for node in nodes):
-        why = "is among the example inputs, which the graph would replace"
+        why = "is one of the example inputs, and the graph would overwrite it"
     if assignment.model == name and not is_a(namespace.get(name), PatchableGraph):
-        why = "is the model itself, which the graph would replace"
+        why = "is the model itself, and the graph would overwrite it"
     if why:
         raise SessionError(f"{name!r} {why}: choose another name: %graphpatch wrap pg = {assignment.model}(...)")
 
 
 def _with_named_options(assignment: Assignment) -> str:
-    """Returns the arguments with the options, which come first, by keyword: they are no input of the model."""
+    """Returns the arguments with the options, the first argument, as a keyword: they are not an input of the model."""
     options, *inputs = [ast.unparse(argument) for argument in (*assignment.call.args, *assignment.call.keywords)]
     return ", ".join([*inputs, f"extraction_options={options}"])
 
 
 def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> tuple[PatchableGraph, bool]:
-    """Returns the graph, and whether options are the first of the arguments.
+    """Returns the graph, and whether the first argument is an `ExtractionOptions`.
 
-    It is the call with `PatchableGraph` in place of the model, evaluated among the user's variables.
+    Evaluates the typed call in the user's namespace, with `PatchableGraph` in place of the model.
     """
     __tracebackhide__ = True
     positional: list[Any] = []
@@ -163,7 +163,7 @@ def _evaluate(assignment: Assignment, namespace: dict[str, Any]) -> tuple[Patcha
 
 
 def _is_raised_by_line(error: NameError) -> bool:
-    """Whether an error comes from the typed line itself, and not from code that it calls."""
+    """Whether the typed line itself raised an error, and not code that it calls."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -171,7 +171,7 @@ def _is_raised_by_line(error: NameError) -> bool:
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback with the frames of the model, and of this package only the innermost, if that is one."""
+    """Returns a traceback without the frames of this package, except for the innermost frame."""
     places = []
     while traceback is not None:
         places.append(traceback)
@@ -185,14 +185,14 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
 
 def _check_model(module: Any, assignment: Assignment) -> None:
     if isinstance(module, PatchableGraph):
-        raise SessionError(f"{assignment.model!r} is a PatchableGraph already; use it, or wrap the model itself")
+        raise SessionError(f"{assignment.model!r} is already a PatchableGraph; use it, or wrap the model itself")
     if not isinstance(module, Module):
         kind = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
-        raise SessionError(f"{assignment.model!r} is no torch.nn.Module but {kind}; {_USAGE}")
+        raise SessionError(f"{assignment.model!r} must be a torch.nn.Module, but is {kind}; {_USAGE}")
 
 
 def use(workspace: Workspace, text: str) -> None:
-    """Picks the graph that commands are about."""
+    """Selects the graph that commands apply to."""
     names = arguments(text)
     if len(names) != 1:
         there = ", ".join(workspace.graphs())

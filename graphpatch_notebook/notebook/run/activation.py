@@ -1,4 +1,4 @@
-"""The value of one node, shown: read off the model where it holds it, else probed in a run."""
+"""The value of one node for display: read from the model if it is a parameter or buffer, else probed in a run."""
 
 from __future__ import annotations
 
@@ -9,34 +9,89 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from graphpatch_notebook.capture.inputs import ExampleInputs
+from graphpatch_notebook.checks.model_state import Fingerprint
 from graphpatch_notebook.errors import ChosenPatchError, SessionError
 from graphpatch_notebook.execution import held_value, tensor_at
 from graphpatch_notebook.inspection.resolution import Target, Unresolvable, resolve
 from graphpatch_notebook.notebook.display.statistics import Readable, readable, statistics_of
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, TokenLabels
-from graphpatch_notebook.notebook.run.basis import Basis
-from graphpatch_notebook.notebook.run.model_calls import PassCount, Passes, Separate
-from graphpatch_notebook.notebook.run.run_inputs import inputs_for_run
-from graphpatch_notebook.notebook.run.views_2d import Picture, axis_labels, check_plane, nothing, parse_plane, picture
-from graphpatch_notebook.notebook.run.worker import Job, ThreadSettings
+from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
+from graphpatch_notebook.notebook.run.model_calls import CallCount, ModelCalls, Separate, inputs_for_run
+from graphpatch_notebook.notebook.run.value_plots import (
+    Picture,
+    axis_labels,
+    check_plane,
+    nothing,
+    parse_plane,
+    picture,
+)
+from graphpatch_notebook.notebook.session.chosen_patch import names_used
+from graphpatch_notebook.notebook.session.expressions import free_names
 from graphpatch_notebook.notebook.session.session import Session
 from graphpatch_notebook.notebook.session.slices import SliceText
 from graphpatch_notebook.patchable_graph import captured
 from graphpatch_notebook.patches.kinds import Patch, ProbePatch
 from graphpatch_notebook.values import TensorSpec
 
+
+class RunFingerprint:
+    """The inputs, variables and weights that a run would use now. Nothing is copied.
+
+    Two fingerprints are equal if none of these changed in between. Changes are read off the version counters of torch,
+    which do not count writes through `.data`.
+
+    Args:
+        session: The session.
+        is_patched: Whether the model would run with the chosen patches.
+        typed: The arguments of a call as Python code.
+        given: The inputs that the browser was given.
+        namespace: The user's variables.
+    """
+
+    def __init__(
+        self, session: Session, is_patched: bool, typed: str | None, given: Any, namespace: dict[str, Any]
+    ) -> None:
+        examples = captured(session.graph).examples
+        arguments: tuple[Any, ...] = (given,)
+        names = names_used(session.chosen.enabled) if is_patched else set()
+        if typed is not None and typed.strip():
+            names |= _names_in(typed)
+            arguments = ()
+        elif given is None and examples is not None:
+            arguments = (examples.args, examples.kwargs)
+        elif given is None and session.origin.arguments is not None:
+            names |= _names_in(session.origin.arguments)
+        # Keeps the objects alive, so that a later object cannot get the identity of a deleted one.
+        self._values = ExampleInputs(arguments, {name: namespace[name] for name in sorted(names) if name in namespace})
+        model = captured(session.graph)
+        self._model = Fingerprint(model.module), model.edits
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunFingerprint) and self._model == other._model and self._values.is_like(other._values)
+
+    __hash__ = None  # type: ignore[assignment]  # its values may change
+
+
+def _names_in(arguments: str) -> set[str]:
+    try:
+        return set(free_names(f"_(\n{arguments}\n)"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()  # evaluating them fails with an error, too
+
+
 _MOST_KEPT = 256 * 2**20
-"""Values of more bytes are not kept for the next plane."""
+"""Values with more bytes are not kept for other slices."""
 _INDICES = (int, bool, slice, range, type(None), type(Ellipsis), Tensor, Parameter)
 
 
 @dataclass(frozen=True)
 class Plane:
-    """A plane of a value that somebody wants to see.
+    """The slice of a value to display.
 
     Attributes:
-        typed: The slice; `None` for the last two dimensions.
-        names: What the names in it mean.
+        typed: The slice; `None`: the last two dimensions.
+        names: The values of the variables in it.
     """
 
     typed: SliceText | None
@@ -44,10 +99,10 @@ class Plane:
 
     @classmethod
     def of(cls, text: str | None, namespace: dict[str, Any]) -> Plane:
-        """Returns the plane that was typed; nothing is the default one.
+        """Returns the slice that was typed; an empty text gives the default.
 
         Raises:
-            ChosenPatchError: It is no slice (`field` is `plane`).
+            ChosenPatchError: The text is not a slice (`field` is `plane`).
         """
         if text is None or not text.strip():
             return cls(None, {})
@@ -55,24 +110,24 @@ class Plane:
         names = {name: namespace[name] for name in typed.names if name in namespace}
         for name, value in names.items():
             if not _is_index(value):
-                message = f"{name} is {type(value).__name__}: write numbers, or variables that hold whole numbers"
-                raise ChosenPatchError("plane", f"{message}, slices or tensors of them")
+                message = f"{name} is {type(value).__name__}: write numbers, or variables that hold integers"
+                raise ChosenPatchError("plane", f"{message}, slices or tensors of integers")
         return cls(typed, names)
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Makes sure that a value of this shape has such a plane.
+        """Checks that the slice is valid for values of this shape.
 
         Raises:
-            ChosenPatchError: It has not (`field` is `plane`).
+            ChosenPatchError: It is not (`field` is `plane`).
         """
         if self.typed is not None:
             check_plane(self.typed, shape, self.names)
 
 
 def _is_index(value: Any) -> bool:
-    """Whether torch can be given a value between brackets: of some that are no such thing it asks too much, and dies.
+    """Whether torch accepts a value as an index. With some objects torch crashes.
 
-    By its type itself: `isinstance` believes what a value says of its class.
+    Checks the type itself: `isinstance` trusts the `__class__` of an object.
     """
     if type(value) in (list, tuple):
         return all(map(_is_index, value))
@@ -80,29 +135,27 @@ def _is_index(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Which value is to be shown.
-
-    Two that are equal mean the same one: of the same node, with the same patches, on the same inputs and weights.
+class ActivationKey:
+    """Identifies the value of a node, with given patches, inputs and weights.
 
     Attributes:
-        path: The node path, as the package writes it.
-        version: That of the chosen patches; `None`: without patches.
-        inputs: What was typed.
-        basis: What the run starts from.
+        path: The canonical node path.
+        version: The version of the chosen patches; `None`: without patches.
+        inputs: The typed inputs.
+        fingerprint: The inputs, variables and weights of the run.
     """
 
     path: str
     version: int | None
     inputs: str | None
-    basis: Basis
+    fingerprint: RunFingerprint
 
 
 def target_of(session: Session, path: str) -> Target:
     """Returns the node at a path.
 
     Raises:
-        ChosenPatchError: There is none whose value can be shown (`field` is `path`).
+        ChosenPatchError: There is not a node with a value at the path (`field` is `path`).
     """
     try:
         return resolve(captured(session.graph).root, path)
@@ -111,25 +164,25 @@ def target_of(session: Session, path: str) -> Target:
 
 
 def recorded_shape(target: Target) -> tuple[int, ...] | None:
-    """Returns the shape that a value had at capture, if it was a tensor."""
+    """Returns the recorded shape of a value, if it is a tensor."""
     return tuple(target.spec.shape) if isinstance(target.spec, TensorSpec) else None
 
 
 class Activation:
-    """What it takes to get at the value of a node.
+    """Gets the value of a node.
 
     Args:
         session: The session.
         target: The node.
         is_patched: Whether the model runs with the chosen patches.
-        typed: Arguments of a call, as Python.
+        typed: The arguments of a call as Python code.
         given: The inputs that the browser was given.
         namespace: The user's variables.
-        settings: Those of the user's thread.
-        count: Told how many calls of the model are done.
+        settings: The settings of the user's thread.
+        count: Updated after each call of the model.
 
     Raises:
-        SessionError: A run is needed, and there is nothing to run on; or a value cannot be evaluated.
+        SessionError: A run is needed and there are no inputs, or a value cannot be evaluated.
     """
 
     def __init__(
@@ -141,70 +194,70 @@ class Activation:
         given: Any,
         namespace: dict[str, Any],
         settings: ThreadSettings,
-        count: PassCount,
+        count: CallCount,
     ) -> None:
         self._target = target
         self._probe = ProbePatch()
-        self._passes: Passes | None = None
+        self._calls: ModelCalls | None = None
         chosen = session.chosen
         is_changed = is_patched and any(one.path == target.path for one in chosen.enabled)
         if _is_held(target) and not is_changed:
             return
         patch_map: dict[str, list[Patch[Any]]] = session.resolve(namespace, chosen).patch_map if is_patched else {}
-        patch_map.setdefault(target.path, []).append(self._probe)  # after all others: it sees what came of them
+        patch_map.setdefault(target.path, []).append(self._probe)  # last: sees the patched value
         inputs = inputs_for_run(session, namespace, typed, given)
-        self._passes = Passes(session.graph, inputs, [patch_map], settings, count, self._take)
+        self._calls = ModelCalls(session.graph, inputs, [patch_map], settings, count, self._take)
         self._value: Any = None
 
     def _take(self, _position: int, separate: Separate) -> None:
         self._value = separate(self._probe.activation)
 
-    def shown(self, job: Job[Shown], plane: Plane, tokenizer: Any) -> Shown:
-        """Returns the value, with its statistics and a picture of it.
+    def shown(self, job: Job[ShownValue], plane: Plane, tokenizer: Any) -> ShownValue:
+        """Returns the value with its statistics and plot.
 
         Raises:
-            SessionError: The node did not come up.
-            Exception: Whatever the model raises.
+            SessionError: The node was not run.
+            Exception: Any error that the model raises.
         """
         tokens: TokenInputs | None = None
-        if self._passes is None:
+        if self._calls is None:
             value = held_value(self._target.frame.module, self._target.node.target)
         else:
-            outcome = self._passes.run(job)
-            value, tokens = self._value, outcome.tokens
+            results = self._calls.run(job)
+            value, tokens = self._value, results.tokens
             if value is None:
-                raise SessionError("; ".join(outcome.warnings) or f"{self._target.path!r} did not come up in this run")
+                raise SessionError("; ".join(results.warnings) or f"{self._target.path!r} was not computed in this run")
 
-        def make() -> Shown:
+        def make() -> ShownValue:
             labels = None if tokens is None else tokens.labels(tokenizer)
-            return Shown(self._target.path, value, plane, labels, is_kept=self._passes is not None)
+            return ShownValue(self._target.path, value, plane, labels, is_kept=self._calls is not None)
 
         shown = job.interruptibly(make)
-        if job.is_interrupted:  # too late: nobody looks at it
+        if job.is_interrupted:  # too late to stop, and not needed any more
             shown.forget_value()
         return shown
 
 
 def _is_held(target: Target) -> bool:
-    """Whether the model itself holds the value, so that nothing has to run."""
+    """Whether the value is a parameter or buffer, so that the model need not run."""
     if target.node.kind not in ("parameter", "buffer") or target.dig:
         return False
     try:
         value = tensor_at(target.frame.module, target.node.target)
-    except Exception:  # it may be there only while the model runs
+    except Exception:  # it may exist only while the model runs
         return False
     return isinstance(value, Tensor) and value.device.type != "meta"
 
 
-class Shown:
-    """A value that is shown.
+class ShownValue:
+    """The display of a value.
 
     Args:
         path: The node path.
         value: The value.
-        plane: What part of it is drawn.
-        labels: The texts of the tokens that the model was run on.
-        is_kept: Whether to keep (a copy of) the value for another plane, if it is not too large.
+        plane: The slice to plot.
+        labels: The texts of the tokens in the inputs.
+        is_kept: Whether to keep a copy of the value for other slices, if it is not too large.
 
     Attributes:
         view: The `ActivationView` of the front end.
@@ -221,15 +274,15 @@ class Shown:
         self.buffers: list[bytes] = []
         try:
             self._draw(numbers, picture(numbers, plane.typed, plane.names))
-        except ChosenPatchError as error:  # on these inputs it has another shape than at capture
+        except ChosenPatchError as error:  # its shape differs from the recorded one
             self._draw(numbers, nothing(str(error)))
         if is_large and is_kept and self.view["plot"]["type"] == "heatmap":
             size = f"the value has {value.numel() * value.element_size() / 2**20:.0f} MB and is not kept"
-            words = f"{size}: another slice of it runs the model again"
+            words = f"{size}: to show another slice, the model runs again"
             self.view["plot"]["reduced"] = "; ".join(filter(None, [self.view["plot"]["reduced"], words]))
         self._numbers: Readable | None = None
         if is_kept and not is_large and numbers.tensor is not None:
-            # A copy: it may be part of something larger, or be written into.
+            # A copy: the tensor may be a view of a larger one, or be written into.
             copy = torch.empty_like(numbers.tensor, device="cpu", requires_grad=False)
             self._numbers = Readable(copy.copy_(numbers.tensor), numbers.remark)
 
@@ -239,12 +292,12 @@ class Shown:
         self.view = {**self.view, "plot": found.plot, "row_labels": rows, "column_labels": columns}
 
     def show(self, plane: Plane) -> bool:
-        """Shows another plane; returns whether that can be done without a run.
+        """Shows another slice of the value, and returns whether that was possible without a run.
 
-        The same plane again is somebody's wish to see what is there now.
+        Returns `False` for the same slice: the user asks for the current value.
 
         Raises:
-            ChosenPatchError: There is none such (`field` is `plane`).
+            ChosenPatchError: The slice is not valid for the value (`field` is `plane`).
         """
         if self._numbers is None or _text(plane) == self._text:
             return False
@@ -253,7 +306,7 @@ class Shown:
         return True
 
     def forget_value(self) -> None:
-        """Lets go of the value; what is shown stays."""
+        """Drops the value; what is displayed stays."""
         self._numbers = None
 
 

@@ -1,7 +1,8 @@
-"""Calls of a graph for the widget: each on the same inputs and from the same state, which is there again afterwards."""
+"""Calls of a graph for the tree browser: on the same inputs, from the same state, which is restored afterwards."""
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,18 +13,253 @@ from typing import Any, TypeVar
 import torch
 
 from graphpatch_notebook.capture import call_sites
+from graphpatch_notebook.capture.inputs import ExampleInputs
+from graphpatch_notebook.capture.observers import original_forward
 from graphpatch_notebook.capture.records import SourceLine, line_at
-from graphpatch_notebook.checks.model_state import copied_output
-from graphpatch_notebook.errors import GraphPatchError
+from graphpatch_notebook.checks.model_state import Change, ModuleState, SharedRandomState, copied, copied_output
+from graphpatch_notebook.checks.outer_values import outer_objects
+from graphpatch_notebook.errors import ChosenPatchError, GraphPatchError, SessionError
 from graphpatch_notebook.interrupts import afterwards
 from graphpatch_notebook.notebook.display.labels import file_label
 from graphpatch_notebook.notebook.display.tokens import TokenInputs
-from graphpatch_notebook.notebook.run.run_inputs import RunInputs
-from graphpatch_notebook.notebook.run.run_state import RunState
-from graphpatch_notebook.notebook.run.worker import Job, ThreadSettings
-from graphpatch_notebook.patchable_graph import PatchableGraph
+from graphpatch_notebook.notebook.run.jobs import Job, ThreadSettings
+from graphpatch_notebook.notebook.session.expressions import quoted, undefined, without_syntax_warnings
+from graphpatch_notebook.notebook.session.origin import changed_variables, written_arguments
+from graphpatch_notebook.notebook.session.session import Session
+from graphpatch_notebook.options import options_among
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import Patch, RecordPatch
 from graphpatch_notebook.warning_places import collected_warnings
+
+_REPAIR = "type the arguments of a call in the field Inputs, or give some: pg.browse(inputs=...)"
+_CALL = "<graphpatch>"  # not a name that a user could have
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The inputs of one run.
+
+    Attributes:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        text: The arguments as Python code, as far as known.
+        examples: The example inputs, if these are the inputs. They must not change before they are copied.
+        remark: A message about the inputs.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    text: str = "..."
+    examples: ExampleInputs | None = None
+    remark: str | None = None
+
+    def copy(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a copy for one call, since a model may write into its inputs, or extend a cache.
+
+        Raises:
+            SessionError: The example inputs were changed since the capture.
+        """
+        args, kwargs = copied((self.args, self.kwargs))
+        if self.examples is not None:
+            _check_unchanged(self.examples)
+        return args, kwargs
+
+
+def inputs_for_run(session: Session, namespace: dict[str, Any], typed: str | None, given: Any) -> RunInputs:
+    """Returns the inputs of a run: the typed ones, else the given ones, else the example inputs.
+
+    Args:
+        session: The session. Its graph holds the example inputs, its origin the code of them.
+        namespace: The user's variables.
+        typed: The arguments of a call as Python code; `None` or empty for none.
+        given: A tuple of arguments, a dict of keyword arguments, or one value; `None` for none.
+
+    Raises:
+        ChosenPatchError: The typed arguments are not valid, or cannot be evaluated (`field` is `inputs`).
+        SessionError: There are no inputs, or the example inputs were changed since the capture.
+    """
+    if typed is not None and typed.strip():
+        args, kwargs = evaluated_arguments(typed, namespace)
+        return RunInputs(args, kwargs, typed.strip())
+    if given is not None:
+        return _given(given, namespace)
+    examples: ExampleInputs | None = captured(session.graph).examples
+    written = _without_options(session.origin.arguments)
+    if examples is not None:
+        _check_unchanged(examples)
+        return _kept(examples, written, namespace)
+    if written is None:
+        raise SessionError(f"there are no example inputs for this graph; {_REPAIR}")
+    args, kwargs = evaluated_arguments(written, namespace)
+    return RunInputs(args, kwargs, written)
+
+
+def _kept(examples: ExampleInputs, written: str | None, namespace: dict[str, Any]) -> RunInputs:
+    if written is None:
+        return RunInputs(examples.args, examples.kwargs, "...", examples)
+    changed = ", ".join(changed_variables(written, examples, namespace))
+    if not changed:
+        return RunInputs(examples.args, examples.kwargs, written, examples)
+    remark = f"{changed} has changed since the capture: this run used the example inputs of the capture; "
+    remark += f"to use the current values, type {written} in the field Inputs"
+    return RunInputs(examples.args, examples.kwargs, "...", examples, remark)
+
+
+def no_inputs(session: Session, given: Any = None) -> str | None:
+    """Returns a message if a run without typed inputs has nothing to run on; else `None`."""
+    examples: ExampleInputs | None = captured(session.graph).examples
+    if given is not None or (examples is None and session.origin.arguments is not None):
+        return None
+    if examples is None:
+        return f"there are no example inputs for this graph; {_REPAIR}"
+    change = examples.change()
+    return None if change is None else _changed(change)
+
+
+def _check_unchanged(examples: ExampleInputs) -> None:
+    if (change := examples.change()) is not None:
+        raise SessionError(_changed(change))
+
+
+def _changed(change: str) -> str:
+    return f"the example inputs were changed since the capture ({change}); {_REPAIR}"
+
+
+def given_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and keyword arguments that given inputs stand for.
+
+    Example:
+        >>> given_arguments((1, 2)), given_arguments({"x": 1}), given_arguments(3)
+        (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
+    if type(given) is tuple:
+        return given, {}
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
+        return (), dict(given)
+    return (given,), {}
+
+
+def _given(given: Any, namespace: dict[str, Any]) -> RunInputs:
+    args, kwargs = given_arguments(given)
+    written = written_arguments(args, kwargs, namespace)
+    return RunInputs(args, kwargs, written or ("*inputs" if len(args) > 1 else "**inputs" if kwargs else "inputs"))
+
+
+def evaluated_arguments(text: str, namespace: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and keyword arguments of typed code.
+
+    Raises:
+        ChosenPatchError: The code cannot be parsed or evaluated.
+
+    Example:
+        >>> evaluated_arguments("a, scale=2 * a", {"a": 3})
+        ((3,), {'scale': 6})
+    """
+    call = _parsed(text)
+    call.func = ast.copy_location(ast.Name(_CALL, ast.Load()), call.func)
+    code = compile(ast.fix_missing_locations(ast.Expression(call)), "<inputs>", "eval")
+    make: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)  # noqa: E731
+    try:
+        args, kwargs = eval(code, namespace, {_CALL: make})
+        _, args, kwargs = options_among(args, kwargs)
+    except NameError as error:
+        message = undefined(error.name, namespace) if error.name not in namespace else f"NameError: {error}"
+        raise ChosenPatchError("inputs", f"inputs {quoted(text)}: {message}") from error
+    except Exception as error:
+        raise ChosenPatchError("inputs", f"inputs {quoted(text)}: {type(error).__name__}: {error}") from error
+    return args, kwargs
+
+
+def _parsed(text: str) -> ast.Call:
+    try:
+        # On lines of its own, so that a comment or an extra parenthesis cannot end the call.
+        with without_syntax_warnings():
+            node = ast.parse(f"_(\n{text}\n)", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ChosenPatchError("inputs", f"{quoted(text)} are not the arguments of a call ({reason})") from None
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ChosenPatchError("inputs", f"{quoted(text)} are not the arguments of a call")
+    if any(isinstance(inner, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)) for inner in ast.walk(node)):
+        raise ChosenPatchError("inputs", f"{quoted(text)}: inputs cannot await, yield or assign; do that in a cell")
+    return node
+
+
+def _without_options(arguments: str | None) -> str | None:
+    """Returns the code of the example inputs without options of the capture."""
+    if arguments is None or "extraction_options" not in arguments:
+        return arguments
+    call = _parsed(arguments)
+    call.keywords = [keyword for keyword in call.keywords if keyword.arg != "extraction_options"]
+    return ", ".join(ast.unparse(argument) for argument in (*call.args, *call.keywords))
+
+
+_RANDOM = ("torch", "Python", "numpy", "own")
+
+
+class RunState:
+    """The state of a model that each call starts from, and that is restored afterwards.
+
+    The generators of torch, Python and numpy belong to the process. A cell of the user may draw from them during a run,
+    and would draw the same numbers twice if they were restored. So they are not restored if the model is in eval mode
+    and did not draw at capture. `remark` reports if they changed nevertheless.
+
+    Args:
+        graph: The graph of the model.
+    """
+
+    def __init__(self, graph: PatchableGraph) -> None:
+        self._state = ModuleState(captured(graph).module, _generators(graph))
+        model = captured(graph)
+        is_training = any(module.training for module in model.module.modules())
+        self._draws = model.drawn is None or bool(model.drawn) or is_training
+        self._begin = SharedRandomState()
+        self._end: SharedRandomState | None = None
+
+    def restore(self) -> None:
+        """Restores the state. Leaves out the generators of the process, if the model does not draw from them."""
+        self._state.restore(has_random=self._draws)
+
+    def change_of_model(self) -> Change | None:
+        """Returns a change of the model that cannot be restored. Call it after `restore`."""
+        return self._state.change(besides=_RANDOM)
+
+    def separated(self, value: Any) -> Any:
+        """Returns a value that does not change when the state is restored, or in another call."""
+        return self._state.separated(value)
+
+    def remark(self, is_last: bool) -> str | None:
+        """Returns a message if two calls may not have drawn the same numbers. Call it after each, before `restore`.
+
+        Args:
+            is_last: Whether this was the last call.
+        """
+        now, before = SharedRandomState(), self._end
+        self._end = now
+        if not self._draws:
+            moved = [] if is_last else now.differing(self._begin)
+            return (
+                f"random numbers of {' and '.join(moved)} were drawn during the run without the patches: if the model "
+                "drew them (not a cell), they may cause some of the differences"
+                if moved
+                else None
+            )
+        moved = [] if before is None else now.differing(before)
+        return (
+            f"the runs with and without the patches drew different amounts of random numbers "
+            f"({' and '.join(moved)}), or a cell drew some meanwhile: this may cause some of the differences"
+            if moved
+            else None
+        )
+
+
+def _generators(graph: PatchableGraph) -> Iterator[Any]:
+    """Yields the objects outside of the model that its calls and code refer to; some are random generators."""
+    for frame in captured(graph).root.walk():
+        yield from outer_objects(frame.module, original_forward(frame.module)).values()
+        for node in frame.nodes:
+            yield from (*node.args, *node.kwargs.values())
+
 
 T = TypeVar("T")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -35,12 +271,12 @@ _MOMENT = 0.02
 
 
 @dataclass
-class PassCount:
-    """How many calls are done; may be read from another thread meanwhile.
+class CallCount:
+    """The number of calls. Other threads may read it during the run.
 
     Attributes:
-        total: How many there will be.
-        done: How many there were.
+        total: The number of all calls.
+        done: The number of finished calls.
     """
 
     total: int
@@ -48,12 +284,12 @@ class PassCount:
 
 
 @dataclass
-class Outcome:
-    """What came of the calls.
+class CallResults:
+    """The results of the calls.
 
     Attributes:
-        outputs: What they returned.
-        warnings: What this package had to say meanwhile.
+        outputs: The output of each call.
+        warnings: The warnings of this package.
         tokens: The tokens in the inputs.
     """
 
@@ -62,20 +298,20 @@ class Outcome:
     tokens: TokenInputs | None = None
 
 
-class Passes:
+class ModelCalls:
     """Calls of a graph, one with each of several patch maps.
 
-    They run without gradients (an autograd graph of a large model that nobody asked for would fill the memory), unless
-    the model or a patch cannot do without.
+    They run without gradients, since an autograd graph of a large model could fill the memory. If the model or a patch
+    needs gradients, the calls start again with them.
 
     Args:
         graph: The graph.
-        inputs: What to call it on. Each call has a copy.
+        inputs: The inputs. Each call gets a copy.
         patch_maps: The patches of each call.
-        settings: Those of the user's thread.
-        count: Told how many calls are done.
-        take: Called after each call, with its position, before anything is put back. It is given what makes a value
-            stay what it is then.
+        settings: The settings of the user's thread.
+        count: Updated after each call.
+        take: Called after each call, before the state is restored, with the position of the call and a function that
+            returns a value which does not change when the state is restored.
     """
 
     def __init__(
@@ -84,7 +320,7 @@ class Passes:
         inputs: RunInputs,
         patch_maps: Sequence[PatchMap],
         settings: ThreadSettings,
-        count: PassCount,
+        count: CallCount,
         take: Callable[[int, Separate], None],
     ) -> None:
         self._graph = graph
@@ -94,12 +330,12 @@ class Passes:
         self._count = count
         self._take = take
 
-    def run(self, job: Job[T]) -> Outcome:
+    def run(self, job: Job[T]) -> CallResults:
         """Makes the calls, in the thread of the job.
 
         Raises:
-            KeyboardInterrupt: Somebody interrupted.
-            Exception: Whatever the model raises.
+            KeyboardInterrupt: The job was interrupted.
+            Exception: Any error that the model raises.
         """
         with _turn(job), self._settings.applied():
             try:
@@ -107,29 +343,29 @@ class Passes:
             except RuntimeError as error:
                 if "does not require grad" not in str(error):
                     raise
-            self._begin_anew()
+            self._start_again()
             return self._all(job, has_gradients=True)
 
-    def _all(self, job: Job[Any], has_gradients: bool) -> Outcome:
-        outcome = Outcome()
+    def _all(self, job: Job[Any], has_gradients: bool) -> CallResults:
+        results = CallResults()
         state = RunState(self._graph)
-        with afterwards(state.restore), torch.set_grad_enabled(has_gradients), collected_warnings() as outcome.warnings:
+        with afterwards(state.restore), torch.set_grad_enabled(has_gradients), collected_warnings() as results.warnings:
             for position, patch_map in enumerate(self._patch_maps, 1):
-                output = self._call(job, patch_map, outcome)
+                output = self._call(job, patch_map, results)
                 is_last = position == len(self._patch_maps)
-                outcome.outputs.append(state.separated(output) if is_last else _apart(output, outcome))
+                results.outputs.append(state.separated(output) if is_last else _apart(output, results))
                 self._take(self._count.done, state.separated)
                 if (remark := state.remark(is_last)) is not None:
-                    outcome.warnings.append(remark)
+                    results.warnings.append(remark)
                 state.restore()
                 self._count.done += 1
-                self._note_change(state, outcome)
-        return outcome
+                self._note_change(state, results)
+        return results
 
-    def _call(self, job: Job[Any], patch_map: PatchMap, outcome: Outcome) -> Any:
+    def _call(self, job: Job[Any], patch_map: PatchMap, results: CallResults) -> Any:
         args, kwargs = self._inputs.copy()
-        if outcome.tokens is None:
-            outcome.tokens = TokenInputs.of(self._graph, args, kwargs)
+        if results.tokens is None:
+            results.tokens = TokenInputs.of(self._graph, args, kwargs)
 
         def call() -> Any:
             with self._graph.patch(dict(patch_map.items())) if patch_map else nullcontext():
@@ -137,15 +373,15 @@ class Passes:
 
         return job.interruptibly(call)
 
-    def _note_change(self, state: RunState, outcome: Outcome) -> None:
+    def _note_change(self, state: RunState, results: CallResults) -> None:
         change = state.change_of_model()
         if change is not None and self._count.done < self._count.total:
-            outcome.warnings.append(
-                f"{change}, which stays so: the run with the patches began where the one without them had ended, and "
-                "some of the differences may come from that"
+            results.warnings.append(
+                f"{change}, which cannot be restored: the run with the patches started with this change, which may "
+                "cause some of the differences"
             )
 
-    def _begin_anew(self) -> None:
+    def _start_again(self) -> None:
         self._count.done = 0
         for patch_map in self._patch_maps:
             for patch in (patch for patches in patch_map.values() for patch in patches):
@@ -155,8 +391,8 @@ class Passes:
 
 @contextmanager
 def _turn(job: Job[Any]) -> Iterator[None]:
-    """Waits until no other session's calls go on: they may be of the same model, and the random numbers are shared."""
-    # Not in the call that can be interrupted: an interrupt between getting the lock and knowing it would keep it.
+    """Waits for the calls of other sessions, which may use the same model, and share the random generators."""
+    # Not within `interruptibly`: an interrupt right after `acquire` would leave the lock locked.
     while not _one_at_a_time.acquire(timeout=_MOMENT):
         job.interruptibly(lambda: None)
     try:
@@ -165,20 +401,20 @@ def _turn(job: Job[Any]) -> Iterator[None]:
         _one_at_a_time.release()
 
 
-def _apart(output: Any, outcome: Outcome) -> Any:
-    """Returns a copy of an output: the next call may write into the same tensors, wherever the model has them from."""
+def _apart(output: Any, results: CallResults) -> Any:
+    """Returns a copy of an output, since the next call may write into the same tensors."""
     try:
         return copied_output(output)
     except Exception as error:
-        outcome.warnings.append(
+        results.warnings.append(
             f"the output without the patches cannot be copied ({type(error).__name__}: {error}): if the model writes "
-            "into tensors that it returned before, they show no difference"
+            "into tensors that it returned before, these show no difference"
         )
         return output
 
 
 def in_words(error: BaseException) -> str:
-    """Returns what is said of an error that a run ended with: what it is, and the innermost line of the user's code."""
+    """Returns the message for an error of a run: the error, and the innermost line of the user's code."""
     if isinstance(error, GraphPatchError):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -191,7 +427,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _innermost_line(error: BaseException) -> SourceLine | None:
-    """Returns the innermost line outside of this package and of torch; if there is none, that of one of its modules."""
+    """Returns the innermost line outside of this package and torch; else the innermost one in a module of torch."""
     traceback, found, is_torchs = error.__traceback__, None, True
     while traceback is not None:
         code = traceback.tb_frame.f_code

@@ -1,20 +1,24 @@
-"""What a run has changed, for the front end: outputs without and with the patches, and what probes kept."""
+"""The report of a run: the outputs without and with the patches compared, and the values of probes."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.checks.model_state import copied
 from graphpatch_notebook.errors import PatchValueError
 from graphpatch_notebook.notebook.display.labels import visible
 from graphpatch_notebook.notebook.display.statistics import (
     Readable,
+    bounded,
     dtype_name,
     norm,
     norm_of,
@@ -24,10 +28,13 @@ from graphpatch_notebook.notebook.display.statistics import (
     summary,
 )
 from graphpatch_notebook.notebook.display.tokens import TokenLabels
-from graphpatch_notebook.notebook.run.views_2d import axis_labels, nothing, picture
-from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
+from graphpatch_notebook.notebook.run.model_calls import PatchMap
+from graphpatch_notebook.notebook.run.value_plots import axis_labels, nothing, picture
+from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch, ChosenPatches
+from graphpatch_notebook.notebook.session.session import ResolvedPatches
 from graphpatch_notebook.patches.kinds import Patch
 from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import is_compiled
 from graphpatch_notebook.values import key_text, readable_children
 
 _MOST_CHANGES = 8
@@ -41,11 +48,11 @@ _NUMBERS = (bool, int, float, complex)
 
 @dataclass
 class Changes:
-    """What is different in the output.
+    """The differences between two outputs.
 
     Attributes:
-        listed: The `Change`s of the front end: logits first, then what lies least deep.
-        remarks: What is to be said besides.
+        listed: The `Change`s of the front end: logits first, then the shortest paths.
+        remarks: Messages about parts that are not compared.
     """
 
     listed: list[dict[str, Any]] = field(default_factory=list)
@@ -53,7 +60,7 @@ class Changes:
 
 
 def changes(before: Any, after: Any) -> Changes:
-    """Returns how the output with the patches differs from that without."""
+    """Returns the differences between the outputs without and with the patches."""
     mine, theirs = _by_path(before), _by_path(after)
     paths = sorted({**mine, **theirs}, key=lambda path: (path[-1:] != ("logits",), len(path)))  # stable
     found = Changes()
@@ -70,7 +77,7 @@ def changes(before: Any, after: Any) -> Changes:
         which = ", ".join(map(_shown, alike[:_MOST_ENTRIES])) + (", ..." if len(alike) > _MOST_ENTRIES else "")
         found.remarks.append(f"several parts of the output have the same path, only the first is compared: {which}")
     if not paths:
-        found.remarks.append(f"there is no tensor or number in the output, an object of type {type(after).__name__}")
+        found.remarks.append(f"the output, of type {type(after).__name__}, does not contain a tensor or number")
     return found
 
 
@@ -79,7 +86,7 @@ def _shown(path: tuple[str, ...]) -> str:
 
 
 def _by_path(value: Any) -> dict[tuple[str, ...], list[Any]]:
-    """Returns the tensors and numbers in an output; several have one path where keys differ only in their type."""
+    """Returns the tensors and numbers in an output by path. Keys that differ only in their type have the same path."""
     found: dict[tuple[str, ...], list[Any]] = {}
     for path, leaf in _leaves(value):
         found.setdefault(path, []).append(leaf)
@@ -87,7 +94,7 @@ def _by_path(value: Any) -> dict[tuple[str, ...], list[Any]]:
 
 
 def _leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the tensors and numbers in an output, each with the texts of the keys that lead to it."""
+    """Yields the tensors and numbers in an output, each with the texts of its keys."""
     waiting: list[tuple[tuple[str, ...], Any, frozenset[int]]] = [((), value, frozenset())]
     for _ in range(_MOST_LEAVES):
         if not waiting:
@@ -95,7 +102,7 @@ def _leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
         path, one, above = waiting.pop(0)
         if isinstance(one, (Tensor, *_NUMBERS)):
             yield path, one
-        elif id(one) not in above and (inside := readable_children(one)) is not None:  # it may hold itself
+        elif id(one) not in above and (inside := readable_children(one)) is not None:  # it may contain itself
             waiting[:0] = [((*path, key_text(key)), child, above | {id(one)}) for key, child in inside]
 
 
@@ -119,13 +126,13 @@ def _change(path: str, before: Any, after: Any) -> dict[str, Any]:
         if found.remark is not None and found.remark not in notes:
             notes.append(found.remark)
     if before is None or after is None:
-        notes.append(f"only there {'with' if before is None else 'without'} the patches")
+        notes.append(f"only in the output {'with' if before is None else 'without'} the patches")
     elif (unlike := _unlike(before, after)) is not None:
         notes.append(unlike)
     elif numbers[0].tensor is not None and numbers[1].tensor is not None:
         notes += _compare(change, *(_parts(*pair) for pair in zip((before, after), numbers, strict=True)))
         if change["largest"] and any(isinstance(one, complex) or _is_complex(one) for one in (before, after)):
-            notes.append("the last number of an index is 0 for a real part, 1 for an imaginary one")
+            notes.append("the last number of an index is 0 for a real part, 1 for an imaginary part")
     change["note"] = "; ".join(notes) or None
     return change
 
@@ -135,7 +142,7 @@ def _is_complex(value: Any) -> bool:
 
 
 def _parts(value: Any, numbers: Readable) -> Tensor:
-    """Returns the numbers to compare: of complex ones real and imaginary parts, in a last dimension of their own."""
+    """Returns the numbers to compare. Real and imaginary parts become a last dimension."""
     assert numbers.tensor is not None
     if isinstance(value, complex):
         return torch.tensor([value.real, value.imag], dtype=torch.float64)
@@ -154,7 +161,7 @@ def _unlike(before: Any, after: Any) -> str | None:
 
 
 def _compare(change: dict[str, Any], before: Tensor, after: Tensor) -> list[str]:
-    """Fills in the differences; returns what is to be said of numbers that are not finite."""
+    """Sets the differences in `change`, and returns messages about numbers that are not finite or are rounded."""
     if before.shape != after.shape:  # of nested tensors
         return [f"not compared: {before.numel()} values without the patches, {after.numel()} with them"]
     change["norm_difference"] = norm(lambda: _differences(before, after))
@@ -168,12 +175,12 @@ def _compare(change: dict[str, Any], before: Tensor, after: Tensor) -> list[str]
     if not before.is_floating_point() and _is_beyond_doubles(before, after):
         notes.append("integers beyond 2**53 are rounded")
     elif notes:
-        notes.append("differences are those of entries that are finite in both")
+        notes.append("differences count only entries that are finite in both")
     return notes
 
 
 def compared(before: Any, after: Any) -> dict[str, Any]:
-    """Returns the norms of two values and of their difference; `None` where there is none, and a note says why."""
+    """Returns the norms of two values and of their difference. A norm may be `None`; the note says why."""
     numbers = [readable(one) for one in (before, after)]
     first, second = (None if found.tensor is None else norm_of(found.tensor) for found in numbers)
     difference: dict[str, Any] = {"norm_difference": None}
@@ -196,16 +203,16 @@ def _is_beyond_doubles(*tensors: Tensor) -> bool:
 
 
 def _differences(before: Tensor, after: Tensor) -> Iterator[Tensor]:
-    """Yields the differences in pieces; zero where one of the two is not finite."""
+    """Yields the differences in pieces, with 0 for entries that are not finite in one of the two."""
     for first, second in zip(pieces(before), pieces(after), strict=True):
         difference = second - first
         is_finite = first.isfinite() & second.isfinite()
-        limit = sys.float_info.max  # of very large numbers the difference has no float64
+        limit = sys.float_info.max  # the difference of very large numbers overflows
         yield torch.where(is_finite, difference.clamp(-limit, limit), 0.0)
 
 
 def _largest(before: Tensor, after: Tensor) -> list[dict[str, Any]]:
-    """Returns the entries that changed most."""
+    """Returns the entries with the largest changes."""
     found: list[tuple[float, int]] = []
     start = 0
     for piece in _differences(before, after):
@@ -238,7 +245,7 @@ class Buffers:
     parts: list[bytes] = field(default_factory=list)
 
     def plot(self, plot: dict[str, Any], values: bytes | None) -> dict[str, Any]:
-        """Returns the plot, with the place of its values, which are added."""
+        """Adds the values of a plot, and returns the plot with their position."""
         if values is None:
             return plot
         self.parts.append(values)
@@ -246,13 +253,13 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a probe or record kept in a run.
+class KeptValue:
+    """The value that a probe or record kept in a run.
 
     Attributes:
-        chosen: The probe.
-        value: What its variable receives; `None` if there is nothing for it.
-        problem: Why what was kept is no result.
+        chosen: The probe or record.
+        value: The value of its variable; `None` if it did not fire.
+        problem: Why there is not a value.
     """
 
     chosen: ChosenPatch
@@ -262,14 +269,14 @@ class Taken:
     @classmethod
     def of(
         cls, chosen: ChosenPatch, patch: Patch[Any], names: Mapping[str, Any], separate: Callable[[Any], Any]
-    ) -> Taken:
-        """Returns it.
+    ) -> KeptValue:
+        """Returns the value of a probe after a run.
 
         Args:
-            chosen: The probe.
-            patch: The same, after the run.
+            chosen: The probe or record.
+            patch: Its patch, after the run.
             names: The variables in its slice.
-            separate: Makes a value stay what it is when the state of the model is put back.
+            separate: Returns a value that does not change when the state of the model is restored.
         """
         try:
             return cls(chosen, separate(chosen.taken(patch, names)))
@@ -280,8 +287,8 @@ class Taken:
         """Returns the `ProbeReport` of the front end.
 
         Args:
-            labels: The texts of the tokens that the model was run on.
-            buffers: Takes the values of the heatmap.
+            labels: The texts of the tokens in the inputs.
+            buffers: Receives the values of the heatmap.
         """
         report = {
             "number": self.chosen.number,
@@ -300,14 +307,14 @@ class Taken:
                 report["note"] = f"{len(self.value)} values were recorded; this is the last one"
         if shown is None:
             return {**report, "note": self.problem or "it did not fire in this run"}
-        # What a slice leaves has dimensions of its own, which may only look like those of tokens.
+        # The dimensions of a slice are not those of tokens, even if the sizes are equal.
         return {**report, **shown_value(shown, labels if self.chosen.slice is None else None, buffers)}
 
 
 def apart_from_weights(value: Any, model: Module) -> Any:
-    """Returns what a probe or record kept, with copies in place of parameters of the model and of parts of them.
+    """Returns a value with copies in place of parameters of the model and views of them.
 
-    Who has one in a variable may write into it, and does not mean the model.
+    A user who writes into the variable of a probe does not mean to change the model.
     """
     if isinstance(value, list):
         return [apart_from_weights(one, model) for one in value]
@@ -321,12 +328,12 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     try:
         memory = one.untyped_storage().data_ptr()
         return memory != 0 and memory == other.untyped_storage().data_ptr()
-    except Exception:  # some layouts and subclasses have no memory of their own
+    except Exception:  # some layouts and subclasses do not have a storage
         return False
 
 
 def shown_value(value: Any, labels: TokenLabels | None, buffers: Buffers) -> dict[str, Any]:
-    """Returns statistics, plot and labels of a value."""
+    """Returns the statistics, plot and labels of a value."""
     numbers = readable(value)
     found = picture(numbers, None, {}) if numbers.tensor is not None else nothing(str(numbers.remark))
     rows, columns = axis_labels(numbers.tensor, found, labels)
@@ -336,3 +343,116 @@ def shown_value(value: Any, labels: TokenLabels | None, buffers: Buffers) -> dic
         "row_labels": rows,
         "column_labels": columns,
     }
+
+
+_FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+_NORMS = ("norm_before", "norm_after", "norm_difference")
+
+
+class ProbedCalls:
+    """The calls of a run: the first without the patches, the last with them.
+
+    If patches change values and there are probes, the call before the last one has the probes as its only patches. This
+    is the first call, unless probes can change rounding: then the first call has no patches at all.
+
+    Args:
+        root: The captured frame of the model.
+        chosen: The chosen patches.
+        resolved: The chosen patches with their values.
+        namespace: The user's variables.
+
+    Attributes:
+        maps: The patch map of each call.
+        unpatched: The probes of the call before the last one; empty if there is nothing to compare.
+    """
+
+    def __init__(
+        self, root: Frame, chosen: ChosenPatches, resolved: ResolvedPatches, namespace: dict[str, Any]
+    ) -> None:
+        self.maps: list[PatchMap] = [{}, resolved.patch_map] if resolved.patch_map else [{}]
+        self.unpatched: list[tuple[ChosenPatch, Patch[Any]]] = []
+        self._without: list[KeptValue] = []
+        if not resolved.observing or all(one.definition.keeps is not None for one in chosen.enabled):
+            return
+        self.unpatched = [(one, one.patch(namespace)) for one, _ in resolved.observing]
+        probes: dict[str, list[Patch[Any]]] = {}
+        for one, patch in self.unpatched:
+            probes.setdefault(one.path, []).append(patch)
+        self.maps = [*([{}] if _probes_change_rounding(root) else []), probes, resolved.patch_map]
+
+    def take(self, names: Mapping[str, Any]) -> None:
+        """Stores copies of what the probes of the call before the last one kept.
+
+        Args:
+            names: The variables in the slices.
+        """
+        self._without = [_apart(KeptValue.of(one, patch, names, lambda value: value)) for one, patch in self.unpatched]
+
+    def reports(self, kept: list[KeptValue], labels: TokenLabels | None, buffers: Buffers) -> list[dict[str, Any]]:
+        """Returns the `ProbeReport`s of the front end, given the values of the last call."""
+        reports = [one.report(labels, buffers) for one in kept]
+        changes = [probe_change(*pair) for pair in zip(self._without, kept, strict=False)] or [None] * len(kept)
+        return [{**report, "change": change} for report, change in zip(reports, changes, strict=True)]
+
+
+def _apart(kept: KeptValue) -> KeptValue:
+    try:
+        return replace(kept, value=copied(kept.value))
+    except Exception as error:
+        return replace(kept, value=None, problem=f"the value cannot be copied ({type(error).__name__}: {error})")
+
+
+def _probes_change_rounding(root: Frame) -> bool:
+    """Whether a probe may change rounding: some modules run as one kernel without, and step by step with one."""
+    return any(
+        isinstance(frame.module, _FUSED)
+        or is_compiled(frame.module)
+        or frame.has_own_graph
+        or any(node.composite is not None for node in frame.nodes)
+        for frame in root.walk()
+    )
+
+
+def probe_change(before: KeptValue, after: KeptValue) -> dict[str, Any] | None:
+    """Returns the `ProbeChange` of the front end; `None` without values or numbers.
+
+    For a record, the norms are sums over its values.
+    """
+    if after.problem is not None:  # the report of the probe says it
+        return None
+    if before.problem is not None:
+        return _unknown(f"not compared: without the patches, {before.problem}")
+    first, second = (_values(one) for one in (before, after))
+    if len(first) != len(second):
+        return _unknown(_of_other_length(before, after))
+    pairs = [compared(*pair) for pair in zip(first, second, strict=True)]
+    if all(pair["norm_before"] is None and pair["norm_after"] is None for pair in pairs):
+        return None
+    notes = [pair["note"] for pair in pairs if pair["note"] is not None]
+    if len(pairs) > 1:
+        notes.insert(0, f"sums of the norms of {len(pairs)} recorded values")
+    return {
+        **{what: _sum([pair[what] for pair in pairs]) for what in _NORMS},
+        "note": "; ".join(dict.fromkeys(notes)) or None,
+    }
+
+
+def _values(kept: KeptValue) -> list[Any]:
+    if kept.chosen.definition.keeps_list:
+        return list(kept.value)
+    return [] if kept.value is None else [kept.value]
+
+
+def _of_other_length(before: KeptValue, after: KeptValue) -> str:
+    if not _values(before) or not _values(after):
+        return f"not compared: it fired only {'without' if _values(before) else 'with'} the patches"
+    return f"not compared: {len(before.value)} values were recorded without the patches, {len(after.value)} with them"
+
+
+def _sum(norms: list[float | None]) -> float | None:
+    known = [norm for norm in norms if norm is not None]
+    return bounded(math.fsum(known)) if len(known) == len(norms) else None
+
+
+def _unknown(note: str) -> dict[str, Any]:
+    return {**dict.fromkeys(_NORMS), "note": note}

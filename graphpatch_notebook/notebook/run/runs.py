@@ -1,9 +1,9 @@
-"""*Run* and *show activation* of the tree browser: the model runs in a thread of its own, and somebody asks how far.
+"""Runs that the tree browser starts with *Run* and *Show activation*, each in its own thread.
 
-start            inputs, values and slices are looked up among the user's variables, in the caller's thread
-  -> Job         the model runs, without the patches and with them (`passes`, `worker`)
-  -> report      what has changed (`run_report`); variables of probes are filled
-status           where it is (`started_work`, `run_progress`), or the report
+start            evaluates inputs, patch values and slices with the user's variables, in the caller's thread
+  -> Job         runs the model without and with the patches (`model_calls`, `jobs`)
+  -> report      compares the two (`run_report`), and sets the variables of probes
+status           returns the progress of the run, or its report
 """
 
 from __future__ import annotations
@@ -13,35 +13,91 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.display.tokens import TokenInputs, next_tokens
-from graphpatch_notebook.notebook.run.activation import Activation, Plane, Shown, Source, recorded_shape, target_of
-from graphpatch_notebook.notebook.run.basis import Basis
-from graphpatch_notebook.notebook.run.model_calls import PassCount, Passes, Separate, in_words
-from graphpatch_notebook.notebook.run.probe_changes import ProbedPasses
-from graphpatch_notebook.notebook.run.run_inputs import inputs_for_run, no_inputs
-from graphpatch_notebook.notebook.run.run_report import Buffers, Taken, apart_from_weights, changes
-from graphpatch_notebook.notebook.run.started_work import StartedWork
-from graphpatch_notebook.notebook.run.worker import Job, ThreadSettings
+from graphpatch_notebook.notebook.run.activation import (
+    Activation,
+    ActivationKey,
+    Plane,
+    RunFingerprint,
+    ShownValue,
+    recorded_shape,
+    target_of,
+)
+from graphpatch_notebook.notebook.run.jobs import Job, RunProgress, ThreadSettings
+from graphpatch_notebook.notebook.run.model_calls import (
+    CallCount,
+    ModelCalls,
+    Separate,
+    given_arguments,
+    in_words,
+    inputs_for_run,
+    no_inputs,
+)
+from graphpatch_notebook.notebook.run.run_report import Buffers, KeptValue, ProbedCalls, apart_from_weights, changes
+from graphpatch_notebook.notebook.session.origin import written_arguments
 from graphpatch_notebook.notebook.session.session import Session
-from graphpatch_notebook.notebook.session.workspace import Results
+from graphpatch_notebook.notebook.session.workspace import Results, Workspace
 from graphpatch_notebook.patchable_graph import captured
 
 T = TypeVar("T")
 _MOST_KEPT = 8
-_BUSY = "a run is going on; wait until it is done, or interrupt it"
+_BUSY = "a run is in progress; wait for it to finish, or interrupt it"
+
+
+@dataclass
+class StartedJob(Generic[T]):
+    """A job that was started, for a run or an activation.
+
+    Attributes:
+        id: The number that requests refer to.
+        job: The job.
+        count: The number of finished calls of the model.
+        progress: The progress; created by the first call of `status`.
+        key: Identifies the value, if the job is for an activation.
+    """
+
+    id: int
+    job: Job[T]
+    count: CallCount
+    progress: RunProgress | None = None
+    key: ActivationKey | None = None
+
+    def forget_value(self) -> None:
+        """Drops the value that is kept for other slices, and what identifies it."""
+        self.key = None
+        if isinstance(self.job.result, ShownValue):
+            self.job.result.forget_value()
+
+    def status(self, session: Session) -> dict[str, Any]:
+        """Returns the fields that `RunStatus` and `ActivationStatus` share."""
+        state = self.job.state
+        at, fraction = None, None
+        if state == "running":
+            if self.progress is None:
+                self.progress = RunProgress(session.graph, self.count.total)
+            self.progress.done = self.count.done
+            at, fraction = self.progress.look(self.job.python_frame())
+        return {
+            "id": self.id,
+            "state": state,
+            "seconds": self.job.seconds,
+            "at": at,
+            "fraction": 1.0 if state == "done" else fraction,
+            "error": self.job.error if state == "failed" else None,
+        }
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run gave: the tensors themselves, on the devices of the model, without gradients.
+    """The results of a run: the tensors themselves, on the devices of the model, without gradients.
 
     Attributes:
         output: What the model returned with the patches.
-        unpatched_output: What it returned without.
-        activations: What probes and records kept, by the names of their variables.
+        unpatched_output: What the model returned without the patches.
+        activations: The values of probes and records, by the names of their variables.
     """
 
     output: Any
@@ -51,34 +107,36 @@ class RunResult:
 
 @dataclass
 class _Report:
-    """A finished run: its report, and the binary parts of it."""
+    """The report of a finished run, and its binary parts."""
 
     report: dict[str, Any]
     buffers: list[bytes] = field(default_factory=list)
 
 
 class Runs:
-    """The runs of one session: one at a time.
+    """The runs of one session, one at a time.
 
-    Runs of other sessions wait for their turn. A run works on copies of its inputs, in a thread of its own: patch
-    contexts of a cell do not hold there; autocast and the default device are those of the thread that asks for the run,
-    or, if that is not the one that made this object, of the latter as last seen. It runs without gradients where the
-    model can do without, in the modes (`train`, `eval`) that the model is in. Buffers, and tensors in attributes of
-    modules, are as they were afterwards, and so are the random generators if the model draws from them; with and
-    without patches it draws the same numbers. The report says where that cannot be kept up, with one exception: a
-    generator of the model's own (`numpy.random.default_rng()`) that neither its attributes nor a `forward` name. Do not
-    train the model meanwhile: buffers would be put back, too.
+    Runs of several sessions never overlap: a later one waits. A run uses copies of its inputs, in its own thread:
+
+    - Patch contexts that are active in a cell do not apply. Autocast and the default device are those of the thread
+      that starts the run, or those last seen in the thread that created this object, if that is another one.
+    - The model stays in its mode (`train` or `eval`). It runs without gradients, unless it needs them.
+    - Afterwards, buffers and tensors in attributes of modules are restored. So are the random generators, if the model
+      draws from them: it draws the same numbers without and with the patches. The report says where this is not
+      possible, except for a generator of the model that neither its attributes nor a `forward` refer to
+      (`numpy.random.default_rng()`).
+
+    Do not train the model during a run: its buffers would be restored, too.
 
     Args:
         session: The session.
         namespace: Returns the user's variables.
-        tokenizer: Says what tokens are in words (`decode` or `convert_ids_to_tokens`).
-        inputs: What to run on: a tuple of arguments, a dict of keyword arguments, or one value. `None`: the example
-            inputs.
-        results: Knows which variables probes have filled; an own one, if left out.
+        tokenizer: Turns tokens into text (`decode` or `convert_ids_to_tokens`).
+        inputs: The inputs: a tuple of arguments, a dict of keyword arguments, or one value. `None`: the example inputs.
+        results: Records which variables hold results of probes; a new one by default.
 
     Attributes:
-        last: What the last run gave that came to its end.
+        last: The results of the last finished run.
 
     Example:
         >>> import torch
@@ -111,45 +169,45 @@ class Runs:
         self._settings = ThreadSettings()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._runs: dict[int, StartedWork[_Report]] = {}
-        self._activations: dict[int, StartedWork[Shown]] = {}
+        self._runs: dict[int, StartedJob[_Report]] = {}
+        self._activations: dict[int, StartedJob[ShownValue]] = {}
         self._latest: Job[Any] | None = None
         self.last: RunResult | None = None
         weakref.finalize(session.graph, _forget, weakref.ref(self)).atexit = False
 
     def forget(self) -> None:
-        """Lets go of all tensors: nobody can run any more. What is shown stays."""
-        # Without the lock: the graph may end in any thread, also in one that has the lock.
+        """Drops all tensors, when the graph is deleted. Finished reports stay."""
+        # Without the lock: the graph may be deleted in any thread, even in one that holds the lock.
         self.last = self.inputs = None
-        for going in list(self._activations.values()):
-            going.forget_value()
+        for work in list(self._activations.values()):
+            work.forget_value()
 
     def no_inputs(self) -> str | None:
-        """Returns why there are no inputs to run on, in words; `None`: there are some."""
+        """Returns a message if there are no inputs to run on; else `None`."""
         return no_inputs(self._session, self.inputs)
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def start(self, inputs: str | None) -> int:
-        """Starts a run with the chosen patches; returns its number.
+        """Starts a run with the chosen patches, and returns its number.
 
         Args:
-            inputs: Arguments of a call as Python, evaluated now; `None`: what this object was given, or else the
-                example inputs.
+            inputs: The arguments of a call as Python code, evaluated now. `None`: the inputs of this object, or else
+                the example inputs.
 
         Raises:
             ChosenPatchError: The inputs cannot be evaluated (`field` is `inputs`).
-            SessionError: A value cannot be evaluated, there are no inputs to run on, or a run is going on. Nothing ran.
+            SessionError: A value cannot be evaluated, there are no inputs, or a run is in progress. Nothing ran.
         """
         self._check_idle()
         session, namespace = self._session, self._namespace()
         chosen = session.chosen
         resolved = session.resolve(namespace, chosen)
         found = inputs_for_run(session, namespace, inputs, self.inputs)
-        probed = ProbedPasses(captured(session.graph).root, chosen, resolved, namespace)
-        count = PassCount(len(probed.maps))
+        probed = ProbedCalls(captured(session.graph).root, chosen, resolved, namespace)
+        count = CallCount(len(probed.maps))
         names = {name: namespace[name] for one, _ in resolved.observing if one.index for name in one.index.names}
-        taken: list[Taken] = []
+        kept: list[KeptValue] = []
         model = captured(session.graph).module
 
         def take(position: int, separate: Separate) -> None:
@@ -157,12 +215,12 @@ class Runs:
                 return apart_from_weights(separate(value), model)
 
             if position == count.total - 1:
-                taken[:] = [Taken.of(one, patch, names, apart) for one, patch in resolved.observing]
+                kept[:] = [KeptValue.of(one, patch, names, apart) for one, patch in resolved.observing]
             elif position == count.total - 2:
                 probed.take(names)
 
         settings = self._current_settings()
-        passes = Passes(session.graph, found, probed.maps, settings, count, take)
+        calls = ModelCalls(session.graph, found, probed.maps, settings, count, take)
         head = {
             "call": f"{session.origin.graph}({found.text})",
             "patches": [one.number for one in chosen.enabled],
@@ -170,21 +228,21 @@ class Runs:
         }
         with self._lock:
             before = self._check_idle()
-            job = Job(lambda job: self._run(job, before, passes, taken, probed, head), in_words)
+            job = Job(lambda job: self._run(job, before, calls, kept, probed, head), in_words)
             return self._note(self._runs, job, count)
 
     def _run(
         self,
         job: Job[_Report],
         before: Job[Any] | None,
-        passes: Passes,
-        taken: list[Taken],
-        probed: ProbedPasses,
+        calls: ModelCalls,
+        kept: list[KeptValue],
+        probed: ProbedCalls,
         head: dict[str, Any],
     ) -> _Report:
         _wait_for(job, before)
-        outcome = passes.run(job)
-        unpatched, output, inputs = outcome.outputs[0], outcome.outputs[-1], outcome.tokens
+        results = calls.run(job)
+        unpatched, output, inputs = results.outputs[0], results.outputs[-1], results.tokens
         buffers = Buffers()
 
         def make() -> dict[str, Any]:
@@ -194,16 +252,16 @@ class Runs:
             return {
                 **head,
                 "seconds": job.seconds,
-                "warnings": [*head["warnings"], *dict.fromkeys(outcome.warnings), *found.remarks, *remarks],
+                "warnings": [*head["warnings"], *dict.fromkeys(results.warnings), *found.remarks, *remarks],
                 "tokens": tokens,
                 "changes": found.listed,
-                "probes": probed.reports(taken, labels, buffers),
+                "probes": probed.reports(kept, labels, buffers),
             }
 
         report = job.interruptibly(make)
-        # From here on nothing is interrupted: all variables are filled, or none.
-        activations = {str(one.chosen.name): one.value for one in taken if one.value is not None}
-        self._results.remove(str(one.chosen.name) for one in taken if one.value is None)
+        # From here on, nothing is interrupted: either all variables are set, or none.
+        activations = {str(one.chosen.name): one.value for one in kept if one.value is not None}
+        self._results.remove(str(one.chosen.name) for one in kept if one.value is None)
         self._results.put(activations)
         self.last = RunResult(output, unpatched, activations)
         return _Report(report, buffers.parts)
@@ -213,141 +271,141 @@ class Runs:
     ) -> tuple[dict[str, Any] | None, list[str]]:
         found = next_tokens(unpatched, output, self.tokenizer, inputs) if inputs is not None else None
         is_one_of_many = found is not None and inputs is not None and inputs.rows > 1
-        remark = f"the next tokens are those of the first of {inputs.rows} rows" if is_one_of_many and inputs else None
+        remark = f"the next tokens are those of the first row of {inputs.rows}" if is_one_of_many and inputs else None
         return found, [] if remark is None else [remark]
 
     def status(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
         """Returns the `RunStatus` of a run, and the binary parts of its report.
 
         Raises:
-            SessionError: There was no such run, or many came after it.
+            SessionError: There is not a run with this number, or it is too old.
         """
-        going = self._find(self._runs, number)
-        status = going.status(self._session)
-        result = going.job.result if status["state"] == "done" else None
+        work = self._find(self._runs, number)
+        status = work.status(self._session)
+        result = work.job.result if status["state"] == "done" else None
         return {**status, "report": result.report if result else None}, result.buffers if result else []
 
     def interrupt(self, number: int) -> None:
-        """Has a run end at its next line of Python. Nothing is left of it: no patches, no values in variables."""
+        """Interrupts a run at its next line of Python. It leaves no patches active and sets no variables."""
         self._find(self._runs, number).job.interrupt()
 
     # -- activations ---------------------------------------------------------------------------------------------------
 
     def start_activation(self, path: str, plane: str | None, is_patched: bool, inputs: str | None) -> int:
-        """Starts what shows the value of a node; returns its number.
+        """Starts a job that shows the value of a node, and returns its number.
 
-        The value of the node that was shown last is kept until `close_activation`: another plane of it runs nothing.
+        The last value shown is kept until `close_activation`: showing another slice of it does not run the model.
 
         Args:
             path: The node path.
-            plane: A slice that leaves two dimensions, or one; `None`: the last two.
-            is_patched: Whether the model runs with the chosen patches; shown is what came of them.
+            plane: A slice with one or two dimensions left. `None`: the last two dimensions.
+            is_patched: Whether to run the model with the chosen patches, and show the patched value.
             inputs: As for `start`.
 
         Raises:
-            ChosenPatchError: `field` (`path`, `plane` or `inputs`) says what is wrong.
+            ChosenPatchError: The `path`, `plane` or `inputs` named by `field` are not valid.
             SessionError: As for `start`.
         """
         session, namespace = self._session, self._namespace()
         target = target_of(session, path)
         wanted = Plane.of(plane, namespace)
-        basis = Basis(session, is_patched, inputs, self.inputs, namespace)
-        source = Source(target.path, session.chosen.version if is_patched else None, inputs, basis)
-        if (known := self._shown_already(source, wanted)) is not None:
+        fingerprint = RunFingerprint(session, is_patched, inputs, self.inputs, namespace)
+        key = ActivationKey(target.path, session.chosen.version if is_patched else None, inputs, fingerprint)
+        if (known := self._shown_already(key, wanted)) is not None:
             return known
         shape = recorded_shape(target)
         if shape is not None and not inputs and self.inputs is None:
             wanted.check(shape)
         self._check_idle(replaces_activation=True)
-        count, tokenizer, settings = PassCount(1), self.tokenizer, self._current_settings()
+        count, tokenizer, settings = CallCount(1), self.tokenizer, self._current_settings()
         activation = Activation(session, target, is_patched, inputs, self.inputs, namespace, settings, count)
         with self._lock:
             before = self._check_idle(replaces_activation=True)
-            for going in self._activations.values():  # at most one value is kept
-                going.forget_value()
+            for other in self._activations.values():  # at most one value is kept
+                other.forget_value()
 
-            def work(job: Job[Shown]) -> Shown:
+            def show(job: Job[ShownValue]) -> ShownValue:
                 _wait_for(job, before)
                 return activation.shown(job, wanted, tokenizer)
 
-            return self._note(self._activations, Job(work, in_words), count, source)
+            return self._note(self._activations, Job(show, in_words), count, key)
 
-    def _shown_already(self, source: Source, plane: Plane) -> int | None:
-        """Shows another plane of a value that is kept; returns its number."""
+    def _shown_already(self, key: ActivationKey, plane: Plane) -> int | None:
+        """Shows another slice of the value that is kept, and returns the number of its job; else `None`."""
         with self._lock:
-            known = next((going for going in self._activations.values() if going.source == source), None)
+            known = next((work for work in self._activations.values() if work.key == key), None)
             shown = None if known is None or known.job.state != "done" else known.job.result
             return known.id if known is not None and shown is not None and shown.show(plane) else None
 
     def activation_status(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the `ActivationStatus`, and the values of its heatmap.
+        """Returns the `ActivationStatus` of a job, and the values of its heatmap.
 
         Raises:
-            SessionError: There was none with this number, or it was closed.
+            SessionError: There is not a job with this number, or it was closed.
         """
-        going = self._find(self._activations, number)
-        status = going.status(self._session)
-        result = going.job.result if status["state"] == "done" else None
+        work = self._find(self._activations, number)
+        status = work.status(self._session)
+        result = work.job.result if status["state"] == "done" else None
         return {**status, "view": result.view if result else None}, result.buffers if result else []
 
     def interrupt_activation(self, number: int) -> None:
-        """Has the run for an activation end at its next line of Python."""
+        """Interrupts the run for an activation at its next line of Python."""
         self._find(self._activations, number).job.interrupt()
 
     def close_activation(self, number: int) -> None:
-        """Lets go of what was kept to show an activation."""
+        """Drops the value that is kept for an activation."""
         with self._lock:
-            going = self._activations.pop(number, None)
-        if going is not None:
-            going.job.interrupt()
-            going.forget_value()
+            work = self._activations.pop(number, None)
+        if work is not None:
+            work.job.interrupt()
+            work.forget_value()
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def wait(self, number: int, seconds: float | None = None) -> None:
-        """Waits for the end of a run, or of what shows an activation."""
-        going: StartedWork[Any] = self._find({**self._runs, **self._activations}, number)
-        going.job.wait(seconds)
+        """Waits until a run, or the job for an activation, has finished."""
+        work: StartedJob[Any] = self._find({**self._runs, **self._activations}, number)
+        work.job.wait(seconds)
 
     def _current_settings(self) -> ThreadSettings:
-        # Requests may come in a thread of the kernel's own, which has no settings of the user's.
+        # Requests may arrive in a thread of the kernel, which does not have the settings of the user's thread.
         if self._settings.thread == threading.get_ident():
             self._settings = ThreadSettings()
         return self._settings
 
     def _check_idle(self, replaces_activation: bool = False) -> Job[Any] | None:
-        """Returns the job that went before, which may still be about to end.
+        """Returns the previous job, which may have been interrupted and not have finished yet.
 
         Raises:
-            SessionError: It goes on.
+            SessionError: The previous job is running.
         """
         latest = self._latest
         if latest is None or latest.state != "running" or latest.is_interrupted:
             return latest
-        if replaces_activation and any(going.job is latest for going in self._activations.values()):
+        if replaces_activation and any(work.job is latest for work in self._activations.values()):
             latest.interrupt()
             return latest
         raise SessionError(_BUSY)
 
     def _note(
         self,
-        goings: dict[int, StartedWork[T]],
+        started: dict[int, StartedJob[T]],
         job: Job[T],
-        count: PassCount,
-        source: Source | None = None,
+        count: CallCount,
+        key: ActivationKey | None = None,
     ) -> int:
         self._latest = job
         number = next(self._numbers)
-        goings[number] = StartedWork(number, job, count, source=source)
-        for old in list(goings)[:-_MOST_KEPT]:
-            del goings[old]
+        started[number] = StartedJob(number, job, count, key=key)
+        for old in list(started)[:-_MOST_KEPT]:
+            del started[old]
         return number
 
-    def _find(self, goings: dict[int, StartedWork[T]], number: int) -> StartedWork[T]:
-        going = goings.get(number)
-        if going is None:
-            raise SessionError(f"there is no run {number} any more; run again")
-        return going
+    def _find(self, started: dict[int, StartedJob[T]], number: int) -> StartedJob[T]:
+        work = started.get(number)
+        if work is None:
+            raise SessionError(f"run {number} is not available any more; run again")
+        return work
 
 
 def _forget(reference: weakref.ref[Runs]) -> None:
@@ -357,10 +415,109 @@ def _forget(reference: weakref.ref[Runs]) -> None:
 
 
 def _wait_for(job: Job[Any], before: Job[Any] | None) -> None:
-    """Waits until the job before, which was interrupted, has left the model as it was."""
+    """Waits until the previous job, which was interrupted, has restored the model."""
 
     def wait() -> None:
         while before is not None and before.state == "running":
             before.wait(0.05)
 
     job.interruptibly(wait)
+
+
+class Follower(Protocol):
+    """An object that shows the runs."""
+
+    def follow_runs(self) -> None:
+        """Called after each change."""
+
+
+class SharedRuns:
+    """The runs that all browsers of a session share. They exist as long as one of the browsers.
+
+    Args:
+        session: The session.
+        workspace: The user's variables.
+
+    Attributes:
+        runs: The runs.
+        run: The number and state of the current or last run; `None` before the first one.
+    """
+
+    def __init__(self, session: Session, workspace: Workspace) -> None:
+        self._session = session
+        self._workspace = workspace
+        self._typed: str | None = None
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self.runs = Runs(session, lambda: workspace.namespace, results=workspace.results)
+        self.run: dict[str, Any] | None = None
+
+    @staticmethod
+    def of(session: Session, workspace: Workspace) -> SharedRuns:
+        """Returns the runs of a session, the same object for all of its browsers."""
+        with _lock:
+            reference = _shared.get(session)
+            shared = reference() if reference is not None else None
+            if shared is None:
+                shared = SharedRuns(session, workspace)
+                _shared[session] = weakref.ref(shared)  # weak, since the value refers to the key
+            return shared
+
+    def add(self, follower: Follower) -> None:
+        """Calls `follow_runs` of an object after each change, as long as the object exists."""
+        self._followers.add(follower)
+
+    def remove(self, follower: Follower) -> None:
+        """Stops calling an object."""
+        self._followers.discard(follower)
+
+    def use(self, *, inputs: Any = None, typed: str | None = None, tokenizer: Any = None) -> None:
+        """Sets the inputs of runs and the tokenizer. What is not given stays as it is.
+
+        Args:
+            inputs: A tuple of arguments, a dict of keyword arguments, or one value.
+            typed: The arguments of a call as Python code, evaluated for each run.
+            tokenizer: A tokenizer.
+        """
+        if inputs is not None or typed is not None:
+            self.runs.inputs, self._typed = inputs, typed
+        if tokenizer is not None:
+            self.runs.tokenizer = tokenizer
+        self._notify()
+
+    def typed(self) -> str | None:
+        """Returns the default arguments of a run as Python code; `None`: those of `runs`."""
+        return self._typed
+
+    def written(self) -> str | None:
+        """Returns the default inputs of a run as Python code; `None` if their code is not known."""
+        if self._typed is not None:
+            return self._typed
+        if self.runs.inputs is not None:
+            return written_arguments(*given_arguments(self.runs.inputs), self._workspace.namespace)
+        return self._session.origin.arguments
+
+    @property
+    def is_given(self) -> bool:
+        """Whether runs use other inputs than the example inputs by default."""
+        return self._typed is not None or self.runs.inputs is not None
+
+    @property
+    def no_inputs(self) -> str | None:
+        """A message if there are no inputs to run on; else `None`."""
+        return None if self._typed is not None else self.runs.no_inputs()
+
+    def note(self, status: dict[str, Any]) -> None:
+        """Stores the number and state of a run, given its status."""
+        run = {"id": status["id"], "state": status["state"]}
+        # The state of an older run does not matter any more.
+        if run != self.run and (self.run is None or run["id"] >= self.run["id"]):
+            self.run = run
+            self._notify()
+
+    def _notify(self) -> None:
+        for follower in tuple(self._followers):
+            follower.follow_runs()
+
+
+_shared: weakref.WeakKeyDictionary[Session, weakref.ref[SharedRuns]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What is made of the nodes of a graph, and kept as long as the graph is."""
+"""A cache of values that are computed from the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class KeptByGraph(Generic[T]):
-    """Something for each graph, made when it is asked for, and anew when the graphs were edited since.
+    """A value for each graph, computed at first use, and again after an edit of the graphs.
 
     Args:
-        make: Makes it of the nodes. What it returns must not hold the graph.
+        make: Computes the value from the nodes. The value must not hold a reference to the graph.
     """
 
     def __init__(self, make: Callable[[NodeMap], T]) -> None:
         self._make = make
         self._kept: weakref.WeakKeyDictionary[PatchableGraph, tuple[NodeMap, T]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()  # the widget asks in another thread than the cells
+        self._lock = threading.Lock()  # the widget reads it in another thread than the cells
 
     def of(self, pg: PatchableGraph) -> T:
-        """Returns that of a graph."""
-        nodes = pg.nodes  # another object after an edit
+        """Returns the value of a graph."""
+        nodes = pg.nodes  # a new object after each edit
         with self._lock:
             known = self._kept.get(pg)
             if known is None or known[0] is not nodes:

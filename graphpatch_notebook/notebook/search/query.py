@@ -1,19 +1,19 @@
-"""The search grammar, shared by `%graphpatch find` and the widget: from the text of a query to its terms.
+"""The search grammar of `%graphpatch find` and the widget: parses a query into terms.
 
 | term | finds nodes |
 | --- | --- |
-| `attn` | with this text in their path or torch function; upper and lower case are the same |
-| `"mlp.act"` | with these names in their path: whole names, upper and lower case differ |
-| `h_*.attn` | the same, in this order; `*` stands for any letters, here as in all terms |
-| `op:mul` | made by this torch function; `op:*norm` |
-| `shape:64` | tensors with a dimension of this size |
-| `shape:[1,128,64]` | tensors of this shape; `*` is any size, `...` any number of sizes |
-| `dtype:f16` | tensors of this dtype, `f16` or `float16` |
+| `attn` | whose path or torch function contains this text, ignoring case |
+| `"mlp.act"` | whose path contains these whole names, in this case |
+| `h_*.attn` | that contain these texts in this order; in all terms, `*` is any text |
+| `op:mul` | computed by this torch function; also `op:*norm` |
+| `shape:64` | that are tensors with a dimension of this size |
+| `shape:[1,128,64]` | that are tensors of this shape; `*` is any size, `...` any number of sizes |
+| `dtype:f16` | that are tensors of this dtype, `f16` or `float16` |
 | `is:parameter` | of this kind; `is:patched`, `is:opaque` (in a graph that is opaque), `is:plumbing`, ... |
-| `module:LlamaMLP` | in the graph of a module of this class |
-| `-term` | that the term does not find |
+| `module:LlamaMLP` | in a module of this class |
+| `-term` | that do not match the term |
 
-All terms of a query must hold. Plumbing is found only where `is:plumbing` asks for it.
+A node must match all terms of a query. Plumbing is only found with `is:plumbing`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _QUOTED = re.compile(r"\"([^\"]*)\"(?!\S)|'([^']*)'(?!\S)")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What shapes a `shape:` term means: a size that is among the dimensions, or whole shapes.
+    """The shapes that a `shape:` term matches: any with a dimension of one size, or whole shapes.
 
     Attributes:
-        size: The size that is among the dimensions; `None` for any.
-        first: The sizes at the beginning, for whole shapes; `None` where only `size` counts.
-        last: The sizes at the end, behind `...`; `None` where there is no `...`.
+        size: The size that one dimension must have; `None` for any.
+        first: For whole shapes, the sizes before `...`, or all sizes; `None` if only `size` is tested.
+        last: The sizes after `...`; `None` without `...`.
     """
 
     size: int | None = None
@@ -55,7 +55,7 @@ class Shape:
     last: Sizes | None = None
 
     def matches(self, shape: Sequence[int]) -> bool:
-        """Whether the shape is one of those meant."""
+        """Whether the term matches the shape."""
         if self.first is None:
             return len(shape) > 0 if self.size is None else self.size in shape
         if self.last is None:
@@ -74,9 +74,9 @@ class Term:
     """One term of a query.
 
     Attributes:
-        kind: What it is about.
+        kind: The property that it tests.
         value: The text (lower case for `text`, `op` and `module`; the long name of a dtype; a state), or the `Shape`.
-        is_excluded: Whether nodes are wanted for which it does not hold.
+        is_excluded: Whether the term finds the nodes that do not match it.
     """
 
     kind: TermKind
@@ -88,7 +88,7 @@ def parse_query(text: str) -> list[Term]:
     """Returns the terms of a query.
 
     Raises:
-        ValueError: The text is no query; the message, of one line, says how to write what was perhaps meant.
+        ValueError: The text is not a valid query. The message is one line and suggests a correction.
 
     Example:
         >>> parse_query("mlp -op:mul")
@@ -120,7 +120,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _term(text: str, position: int) -> tuple[Term, int]:
-    """Returns the term at `position`, and where it ends."""
+    """Returns the term at `position`, and its end."""
     if text[position] in "\"'":
         if (quoted := _QUOTED.match(text, position)) is None:
             raise ValueError(f"the quote does not end: {text[position:]}; write {text[position]}name{text[position]}")

@@ -32,13 +32,13 @@ _COLUMNS = (
 
 
 class FoundNodes(Table[NodeMeta]):
-    """The nodes that a query found, in order of execution: a sequence of `NodeMeta`s that shows as a table.
+    """The nodes that match a query, in order of execution: a sequence of `NodeMeta` that displays as a table.
 
     Args:
         query: The query.
-        columns: What is known of the nodes.
-        positions: Which of them were found.
-        hints: Gives what else there is to say, where nothing was found; asked when the table is shown.
+        columns: The properties of all nodes.
+        positions: The positions of the nodes that match.
+        hints: Returns suggestions for a query that finds nothing. Called when the table is shown.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class FoundNodes(Table[NodeMeta]):
 
     @property
     def paths(self) -> list[str]:
-        """The paths of all nodes found, as `pg.patch` takes them."""
+        """The paths of all found nodes, as `pg.patch` takes them."""
         return [self._paths[position] for position in self._positions]
 
 
 def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) -> FoundNodes:
-    """Returns the nodes of `pg` that a query finds, in order of execution.
+    """Returns the nodes of `pg` that match a query, in order of execution.
 
     Args:
         pg: The graph.
-        query: Terms, as explained in `notebook/search/query.py`; all must hold. An empty query finds all.
-        patched_paths: The paths that `is:patched` means.
+        query: Terms, as explained in `notebook/search/query.py`. All must match. An empty query finds all nodes.
+        patched_paths: The paths of the nodes that are patched, for `is:patched`.
 
     Raises:
-        ValueError: The text is not a query; the message is one line.
+        ValueError: The query is not valid. The message is one line.
 
     Example:
         >>> import torch
@@ -90,11 +90,11 @@ def find(pg: PatchableGraph, query: str, patched_paths: Collection[str] = ()) ->
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is looked through
+# Properties of nodes
 
 
 class NodeColumns:
-    """What terms ask of the nodes of a capture: a list for each property, made when the first term asks for it.
+    """The properties of the nodes of a capture that terms test: one list a property, computed at its first use.
 
     Args:
         rows: The nodes.
@@ -106,40 +106,40 @@ class NodeColumns:
 
     @property
     def texts(self) -> list[str]:
-        """What is written of the nodes, in lower case: the paths, each with the torch function behind a line break."""
+        """The path and the torch function of each node, in lower case, separated by a line break."""
         return self._column(
             "texts", lambda: [f"{path}\n{op}".lower() for path, op in zip(self.rows.paths, self.ops, strict=True)]
         )
 
     @property
     def ops(self) -> list[str]:
-        """The names of the torch functions in lower case; empty for nodes that are no ops."""
+        """The names of the torch functions in lower case; empty for nodes that are not ops."""
         return self._column("ops", lambda: [n.op.lower() if n.kind == "op" else "" for n in self.rows.nodes])
 
     @property
     def module_classes(self) -> list[str]:
-        """The names of the classes of the modules that the nodes are in, in lower case."""
+        """The class names of the modules that contain the nodes, in lower case."""
         return self._column("classes", lambda: [type(frame.module).__name__.lower() for frame in self.rows.frames])
 
     @property
     def shapes(self) -> list[tuple[int, ...] | None]:
-        """The shapes; `None` for what is no tensor."""
+        """The shapes; `None` for values that are not tensors."""
         return self._column("shapes", lambda: [_shape(spec) for spec in self.rows.specs])
 
     @property
     def dtypes(self) -> list[str]:
-        """The names of the dtypes, such as `float32`; empty for what is no tensor."""
+        """The names of the dtypes, such as `float32`; empty for values that are not tensors."""
         return self._column("dtypes", lambda: list(map(_dtype_name, self.rows.specs)))
 
     @property
     def stems(self) -> dict[str, str]:
-        """The names of the nodes without the numbers at their ends, each with the first name that has it."""
+        """The names of the nodes without the number at the end, each with the first name that it comes from."""
         column = self._column("stems", lambda: [_stems(node.name for node in self.rows.nodes)])
         return column[0]  # type: ignore[no-any-return]
 
     @property
     def words(self) -> list[str]:
-        """The names that stand in paths, and those of torch functions, sorted; without those that need quotes."""
+        """The sorted names in paths and of torch functions, except names that need quotes."""
         return self._column("words", lambda: sorted(filter(_is_word, {*self.ops, *self._names()})))
 
     def _names(self) -> Iterator[str]:
@@ -164,7 +164,7 @@ class NodeColumns:
         return column
 
     def matching(self, terms: Sequence[Term], patched: Set[str]) -> list[int]:
-        """Returns the positions of the nodes for which all terms hold."""
+        """Returns the positions of the nodes that match all terms."""
         positions: Sequence[int] = range(len(self.rows.paths))
         for term in terms:
             has = self._test(term, patched)
@@ -173,7 +173,7 @@ class NodeColumns:
         return list(positions)
 
     def _test(self, term: Term, patched: Set[str]) -> Callable[[int], bool]:
-        """Returns what tells of the node at a position whether the term holds, not minding that it may be excluded."""
+        """Returns a function of a position: whether the node there matches the term, ignoring `is_excluded`."""
         value: Any = term.value
         paths = self.rows.paths
         match term.kind:
@@ -215,7 +215,7 @@ class NodeColumns:
 
 
 class NodeIndex:
-    """What queries look through in one capture: made in parts, when the first query needs them.
+    """The properties of the nodes of one capture, computed when the first query needs them.
 
     Args:
         nodes: The nodes of the capture.
@@ -232,16 +232,16 @@ class NodeIndex:
 
     @property
     def without_plumbing(self) -> NodeColumns:
-        """Those that carry more than sizes."""
+        """The nodes that carry more than sizes."""
         return self._of("without plumbing", with_plumbing=False)
 
     @property
     def plumbing(self) -> NodeColumns:
-        """Those that carry only sizes."""
+        """The nodes that carry only sizes."""
         return self._of("plumbing", only_plumbing=True)
 
     def prepare(self) -> None:
-        """Makes what plain words are looked for in, so that the first query need not wait for it."""
+        """Computes the texts that plain words are searched in, so that the first query does not wait for them."""
         for columns in (self.without_plumbing, self.plumbing):
             _ = columns.texts
 
@@ -255,12 +255,12 @@ _indices = KeptByGraph(NodeIndex)
 
 
 def index_of(pg: PatchableGraph) -> NodeIndex:
-    """Returns the index of `pg`, which is kept as long as `pg` and made anew when its graphs were edited."""
+    """Returns the index of `pg`. It is cached, and computed again when the graphs are edited."""
     return _indices.of(pg)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is known of a node
+# Properties of one node
 
 
 def _is_word(name: str) -> bool:
@@ -284,11 +284,11 @@ def _canonical(path: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is shown
+# The table
 
 
 class _Metas(Sequence[NodeMeta]):
-    """The `NodeMeta`s of some rows, made when somebody looks."""
+    """The `NodeMeta` of some rows, created when they are read."""
 
     def __init__(self, rows: NodeRows, positions: Sequence[int]) -> None:
         self._rows, self._positions = rows, positions
@@ -314,9 +314,9 @@ def _cells(meta: NodeMeta) -> list[str]:
 
 
 def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterator[str]:
-    """Yields what may help somebody whose query found nothing."""
+    """Yields suggestions for a query that finds nothing."""
     if hidden := index.plumbing.matching(terms, patched):
-        yield f"{len(hidden):,} in the plumbing, that only carries sizes: add is:plumbing"
+        yield f"{len(hidden):,} found in the plumbing, which only carries sizes: add is:plumbing"
         return
     columns = index.without_plumbing
     for term in terms:
@@ -327,18 +327,18 @@ def _hints(index: NodeIndex, terms: Sequence[Term], patched: Set[str]) -> Iterat
         if term.kind in ("op", "text", "exact"):
             yield from (_FUSED.format(op) for op, inside in _INSIDE.items() if op in ops and value.lower() in inside)
         if term.kind == "op" and value in NODE_KINDS:
-            yield f"{value} is no torch function but a kind of node: is:{value}"
+            yield f"{value} is a kind of node, not a torch function: write is:{value}"
         elif term.kind == "op":
-            yield f"no op is called {value}; nearest: {', '.join(nearest(value, ops))}"
+            yield f"no torch function is named {value}; nearest: {', '.join(nearest(value, ops))}"
         elif term.kind in ("text", "exact"):
             close = _close(value.lower(), {op: op for op in ops} | columns.stems)
             if re.search("[.|]", value):
                 close = nearest_paths(index.nodes.root, ParsedPath(tuple(re.split(r"[.|]", value))))
-            yield f"no path and no op has {value} in it" + (f"; nearest: {', '.join(close)}" if close else "")
+            yield f"no path or torch function contains {value}" + (f"; nearest: {', '.join(close)}" if close else "")
 
 
 def _stems(names: Iterable[str]) -> dict[str, str]:
-    """Returns what is left of the names without the numbers at their ends, each with the first name that has it.
+    """Returns the names without the number at the end, each with the first name that it comes from.
 
     Example:
         >>> _stems(["x_1", "x_2", "hidden"])
@@ -351,7 +351,7 @@ def _stems(names: Iterable[str]) -> dict[str, str]:
 
 
 def _close(value: str, names: Mapping[str, str]) -> list[str]:
-    """Returns the names whose stems are spelled like `value`, with its number or without."""
+    """Returns the names whose stems are similar to `value`, with or without its number."""
     stems = list(islice(names, _MOST_COMPARED))
     close = difflib.get_close_matches(value, stems, cutoff=0.7)
     close += difflib.get_close_matches(value.rstrip("_0123456789"), stems, cutoff=0.7)
@@ -361,7 +361,7 @@ def _close(value: str, names: Mapping[str, str]) -> list[str]:
 _INSIDE = {
     "scaled_dot_product_attention": {"softmax", "pattern", "attn_pattern", "attn_weights", "scores", "attn_scores"},
 }
-_FUSED = 'it is inside of {0}, which ExtractionOptions(decompose=["{0}"]) opens'
+_FUSED = 'it is computed inside {0}; to see it, capture with ExtractionOptions(decompose=["{0}"])'
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ _FUSED = 'it is inside of {0}, which ExtractionOptions(decompose=["{0}"]) opens'
 
 
 def has_names(path: str, wanted: str) -> bool:
-    """Whether `wanted`, one name or several with the dots between them, stands in `path` as whole names.
+    """Whether `path` contains `wanted`, one or more whole names separated by dots.
 
     Example:
         >>> has_names("h_0.mlp.act.mul", "mlp.act"), has_names("h_0.mlp.act", "ml"), has_names('out|"a.b"', "a.b")
@@ -384,7 +384,7 @@ def has_names(path: str, wanted: str) -> bool:
 
 
 def has_parts(text: str, parts: Iterable[str]) -> bool:
-    """Whether `text` has all parts in it, one behind the other: what `*` between them means.
+    """Whether `text` contains all parts in this order: a pattern with `*` between the parts.
 
     Example:
         >>> has_parts("h_0.mlp.act", ["h_", ".act"]), has_parts("h_0.mlp.act", ["act", "mlp"])
@@ -400,7 +400,7 @@ def has_parts(text: str, parts: Iterable[str]) -> bool:
 
 
 def is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
-    """Returns what tells of a position whether the name there is the one meant; `*` stands for any letters."""
+    """Returns a function of a position: whether the name there matches the pattern. `*` matches any text."""
     if "*" not in pattern:
         return lambda at: names[at] == pattern
     parts = pattern.split("*")
@@ -409,7 +409,7 @@ def is_among(names: Sequence[str], pattern: str) -> Callable[[int], bool]:
 
 
 def _is_made(name: str, parts: Sequence[str]) -> bool:
-    """Whether a name is made of the parts, two or more in order, with any letters between them."""
+    """Whether a name consists of two or more parts in this order, with any text between them."""
     first, *middle, last = parts
     if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
         return False

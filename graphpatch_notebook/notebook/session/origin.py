@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.session.expressions import free_names, parsed
 

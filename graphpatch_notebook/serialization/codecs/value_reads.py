@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphpatch_notebook.capture.data_loops import PARTS, part_count_by_values
 from graphpatch_notebook.capture.doubts import Reason
 from graphpatch_notebook.capture.functions import VALUE_READS
 from graphpatch_notebook.capture.records import Frame, Node
-from graphpatch_notebook.capture.value_sizes import PARTS, part_count_by_values
 from graphpatch_notebook.errors import StoredFormError
 from graphpatch_notebook.values import ScalarSpec
 

@@ -254,7 +254,7 @@ describe("a report", () => {
   it("tells no relative change of nothing, and no difference where nothing was compared", async () => {
     const kind = { shape: [2], dtype: "float32", largest: [] };
     const norms = { norm_before: 0, norm_after: 3, norm_difference: 3 };
-    const other = { norm_before: 2, norm_after: 0, norm_difference: 0, note: "only there without the patches" };
+    const other = { norm_before: 2, norm_after: 0, norm_difference: 0, note: "only in the output without the patches" };
     const odd = { norm_before: 2, norm_after: 4, norm_difference: 2, note: "with the patches 1 NaN of 2" };
     await show({
       changes: [

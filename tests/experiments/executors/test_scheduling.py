@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from graphpatch_notebook.experiments.engine.interrupts import interrupts_deferred
 
 from graphpatch_notebook import CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ZeroPatch
 from graphpatch_notebook.experiments import SweepInterrupted
-from graphpatch_notebook.experiments.engine.interrupts import interrupts_deferred
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.1, -1.0]])
 

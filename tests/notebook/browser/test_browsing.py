@@ -19,7 +19,7 @@ class Words:
 
 def exported(browser: Any, inputs: str | None = None) -> str:
     message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": inputs}}
-    reply, _ = answer(browser._desk, message)
+    reply, _ = answer(browser._request_context, message)
     return str(reply["result"]["code"])
 
 
@@ -44,7 +44,7 @@ def test_inputs_that_are_no_call_are_an_error_of_the_export(pg: Shell) -> None:
     pg.ok("%graphpatch zero up.linear")
     pg.ok("browser = pg.browse()")
     message = {"id": 1, "request": "export", "payload": {"form": "graphpatch", "inputs": "x)("}}
-    reply, _ = answer(pg.namespace["browser"]._desk, message)
+    reply, _ = answer(pg.namespace["browser"]._request_context, message)
     assert "are not the arguments of a call" in reply["error"]["message"]
 
 

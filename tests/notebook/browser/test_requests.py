@@ -16,8 +16,7 @@ from torch import nn
 
 from graphpatch_notebook import PatchableGraph
 from graphpatch_notebook.notebook.browser import requests
-from graphpatch_notebook.notebook.browser.requests import REQUESTS, Desk, answer
-from graphpatch_notebook.notebook.browser.session_state import session_state
+from graphpatch_notebook.notebook.browser.requests import REQUESTS, RequestContext, answer, session_state
 from graphpatch_notebook.notebook.browser.skeleton import skeleton_of
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session import session_file
@@ -43,10 +42,10 @@ class Front:
         self.session = Session(self.pg, Origin("pg", None, "x"))
         self.workspace = Workspace(lambda: self.namespace, print)
         runs = Runs(self.session, lambda: self.namespace, results=self.workspace.results)
-        self.desk = Desk(self.session, self.workspace, lambda: skeleton_of(self.pg), runs)
+        self.context = RequestContext(self.session, self.workspace, lambda: skeleton_of(self.pg), runs)
 
     def send(self, message: Any) -> dict[str, Any]:
-        reply, _ = answer(self.desk, message)
+        reply, _ = answer(self.context, message)
         json.dumps(reply)
         return reply
 
@@ -92,7 +91,7 @@ def test_the_browser_trusts_a_file(front: Front, tmp_path: Path) -> None:
     state = session_state(front.session, skeleton_of(front.pg))
     assert [one["untrusted"] for one in state["patches"]] == [None]
     started = front.ask("run", inputs=None)
-    front.desk.runs.wait(started["id"])
+    front.context.runs.wait(started["id"])
     assert canary.read_text() == "1"
     assert session_file.load(front.session, file)[0].untrusted is None
 
@@ -237,7 +236,7 @@ def test_a_slice_is_checked_before_a_value_is_typed(front: Front) -> None:
             {"id": 1, "request": "check", "payload": {"patch": {"path": "x", "colour": 1}, "number": None}},
             "a patch has no field 'colour'",
         ),
-        ({"id": 1, "request": "run_status", "payload": {"id": 77}}, "there is no run 77"),
+        ({"id": 1, "request": "run_status", "payload": {"id": 77}}, "run 77 is not available any more"),
     ],
 )
 def test_malformed_messages_are_refused_in_words(front: Front, message: Any, says: str) -> None:
@@ -313,7 +312,9 @@ def test_runs(front: Front) -> None:
 
 
 def test_runs_on_what_was_given_as_text(front: Front) -> None:
-    front.desk = Desk(front.session, front.workspace, front.desk.skeleton, front.desk.runs, lambda: "2 * ones")
+    front.context = RequestContext(
+        front.session, front.workspace, front.context.skeleton, front.context.runs, lambda: "2 * ones"
+    )
     front.namespace["ones"] = torch.ones(1, 4)
     front.edit("add", patch=fields("sub_0.input", "probe", name="kept"))
     assert until_done(front, "run_status", front.ask("run", inputs=None))["state"] == "done"

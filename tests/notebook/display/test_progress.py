@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.capture.frame_count import FrameCount, frame_count
+from graphpatch_notebook.capture.recorder import FrameCount, frame_count
 from graphpatch_notebook.notebook.display.progress import busy, capture_progress
 from graphpatch_notebook.patchable_graph import captured
 from tests.notebook.hosts import environment

@@ -67,15 +67,15 @@ def test_a_cell_that_is_run_again_changes_nothing(pg: Shell) -> None:
     pg.ok("%graphpatch disable #1")
     again = pg.ok(CELL).out.splitlines()
     assert again == [
-        "#1 zero hidden[:, 0] is chosen already, but disabled: %graphpatch enable #1",
-        "#2 add up.linear 0.5 * torch.ones(8) --steps prefill is chosen already",
-        "#3 probe mul as product is chosen already",
-        "#4 probe hidden as hidden is chosen already",
-        "#5 record hidden as hidden_1 --any-shape is chosen already",
+        "#1 zero hidden[:, 0] is already chosen, but disabled: %graphpatch enable #1",
+        "#2 add up.linear 0.5 * torch.ones(8) --steps prefill is already chosen",
+        "#3 probe mul as product is already chosen",
+        "#4 probe hidden as hidden is already chosen",
+        "#5 record hidden as hidden_1 --any-shape is already chosen",
     ]
     assert session.chosen.version == before.version + 1
     pg.ok("%%graphpatch\npg(x);")
-    assert "is chosen already" in pg.ok("%graphpatch probe hidden").out  # now that the variable holds something
+    assert "is already chosen" in pg.ok("%graphpatch probe hidden").out  # now that the variable holds something
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_cell_that_is_run_again_changes_nothing(pg: Shell) -> None:
 def test_only_the_same_patch_is_the_same(pg: Shell, line: str) -> None:
     pg.ok("%graphpatch zero hidden[:, 0]")
     is_same = line.startswith(("zero hidden[:,0 ]", 'zero "hidden"'))
-    assert ("is chosen already" in pg.ok(f"%graphpatch {line}").out) is is_same
+    assert ("is already chosen" in pg.ok(f"%graphpatch {line}").out) is is_same
     assert len(chosen(pg)) == 2 - is_same
 
 
@@ -102,7 +102,7 @@ def test_a_probe_of_another_name_or_place_is_another(pg: Shell) -> None:
     pg.ok("%graphpatch probe hidden second")
     assert chosen(pg) == ["probe hidden first", "probe hidden second"]
     assert pg.refused("%graphpatch probe mul first").startswith("#1 puts 'hidden' in 'first'")
-    assert pg.ok("%graphpatch probe hidden second").out == "#2 probe hidden as second is chosen already\n"
+    assert pg.ok("%graphpatch probe hidden second").out == "#2 probe hidden as second is already chosen\n"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_what_cannot_be_expanded(deep: Shell) -> None:
     )
     assert "no variable 'indx'" in deep.refused("%graphpatch probe layers_1.mlp.output h_$indx")
     assert deep.refused("%graphpatch zero layers_*.mlp.output[:, 0]") == (
-        "'layers_*.mlp.output' would be several nodes, and a patch is for one: choose them in a loop, "
+        "'layers_*.mlp.output' is a pattern for several nodes, but a patch has one node: choose them in a loop, "
         "for i in range(...): with %graphpatch zero layers_{i}.mlp.output[:, 0] in its body"
     )
     assert chosen(deep) == []
@@ -181,10 +181,10 @@ def test_paths_in_quotes_as_code_has_them(deep: Shell, quote: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("zero layers[1].mlp.output[:, 0]", "layers[1].mlp.output[:,' is no path: a path has no brackets; "
+        ("zero layers[1].mlp.output[:, 0]", "layers[1].mlp.output[:,' is not a path: a path has no brackets; "
          "did you mean 'layers_1.mlp.output[:, 0]'?"),
         ("show layers[1].mlp", "did you mean 'layers_1.mlp'?"),
-        ("zero layers[7].mlp.output", "stands directly behind the slice of 'layers'"),
+        ("zero layers[7].mlp.output", "a space is missing between the slice of 'layers' and"),
         ("zero output|sub_1|h", "inside of a container a dot leads on: 'output|sub_1.h'"),
         ("zero output[:, 0]", "say which value: 'output|sub_0[:, 0]', 'output|sub_1.h[:, 0]'"),
         ("zero layers_1.mlp.output|sub_0[:, 3]", "to patch a part of it, write layers_1.mlp.output[:, 3]"),
@@ -240,13 +240,13 @@ def test_no_quotes_are_advised_around_values(pg: Shell) -> None:
     ],
 )
 def test_words_of_other_tools(pg: Shell, word: str, meant: str) -> None:
-    assert pg.refused(f"%graphpatch {word} #1").startswith(f"there is no command {word!r}; it is written {meant}")
+    assert pg.refused(f"%graphpatch {word} #1").startswith(f"there is no command {word!r}; use {meant}")
 
 
 @pytest.mark.parametrize("kind", ["input", "output", "parameter", "buffer"])
 def test_kinds_of_nodes_that_are_no_torch_functions(pg: Shell, kind: str) -> None:
     found = repr(pg.ok(f"%graphpatch find op:{kind}").value)
-    assert f"{kind} is no torch function but a kind of node: is:{kind}" in found
+    assert f"{kind} is a kind of node, not a torch function: write is:{kind}" in found
 
 
 def test_a_refused_file_says_how_to_overwrite_it(pg: Shell, tmp_path: object) -> None:
@@ -274,7 +274,7 @@ def test_such_names_inside_the_model_are_errors_of_the_users_own(shell: Shell) -
 def test_the_model_is_not_overwritten_by_its_graph(shell: Shell) -> None:
     before = shell.namespace["model"]
     assert shell.refused("%graphpatch wrap model = model(x)") == (
-        "'model' is the model itself, which the graph would replace: choose another name: "
+        "'model' is the model itself, and the graph would overwrite it: choose another name: "
         "%graphpatch wrap pg = model(...)"
     )
     assert shell.namespace["model"] is before

@@ -34,10 +34,10 @@ def zeroed(x: Tensor) -> Tensor:
 
 
 # What is said of a cell that does not call its graph.
-UNCALLED = re.compile(r"(?m)^pg was not called under the patches in this cell \(.*\): no patch was applied\n")
+UNCALLED = re.compile(r"(?m)^no patch was applied, because this cell did not call pg under the patches \(.*\)\n")
 
 
-NOT_FILLED = "no call in this cell filled {} for {}: the variable is {}\n"
+NOT_FILLED = "no call in this cell filled {} for {}: the variable holds {}\n"
 
 
 @pytest.fixture
@@ -287,14 +287,14 @@ def test_patches_that_the_context_refuses(zero: Shell) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("zero x", r"'zero' is a command for a line of its own: %graphpatch zero x"),
+        ("zero x", r"'zero' is a command; write it on a line of its own: %graphpatch zero x"),
         ("nope", r"there is no variable 'nope'; graphs: pg"),
         ("model", r"'model' is not a PatchableGraph but an object of Mlp; graphs: pg"),
-        ("pg pg", r"'pg' is too much; write %%graphpatch \[NAME\]"),
-        ("--only", r"--only needs to know which patches"),
+        ("pg pg", r"unexpected argument 'pg'; write %%graphpatch \[NAME\]"),
+        ("--only", r"--only needs at least one patch"),
         ("--only #7", r"there is no patch #7; chosen: #1"),
-        ("--only hiden", r"no chosen patch at 'hiden'; nearest: 'hidden'"),
-        ("--ony #1", r"there is no option --ony"),
+        ("--only hiden", r"no chosen patch matches 'hiden'; nearest: 'hidden'"),
+        ("--ony #1", r"unknown option --ony"),
     ],
 )
 def test_first_lines_that_mean_nothing(zero: Shell, line: str, message: str) -> None:
@@ -310,10 +310,10 @@ def test_empty_body(zero: Shell, body: str) -> None:
 def test_without_chosen_patches_the_cell_runs_and_says_so(zero: Shell) -> None:
     zero.ok("%graphpatch disable #1")
     ran = zero.ok("%%graphpatch\nequal = torch.equal(pg(x), model(x))")
-    assert ran.out == "none of these patches is switched on: the cell runs with pg as it is\n"
+    assert ran.out == "all of these patches are disabled: the cell runs without patches on pg\n"
     assert zero.namespace["equal"]
     zero.ok("%graphpatch clear")
-    assert zero.ok("%%graphpatch\na = 1").out == "no patch is chosen: the cell runs with pg as it is\n"
+    assert zero.ok("%%graphpatch\na = 1").out == "no patch is chosen: the cell runs without patches on pg\n"
 
 
 def test_a_patch_that_never_fires_is_told_at_the_users_line(zero: Shell) -> None:
@@ -393,7 +393,7 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_ones(zero: Shell) -> Non
     zero.namespace["b"] = before = torch.ones(1)
     with pytest.warns(PatchNotFiredWarning, match=r"up\.bias"):
         ran = zero.ok("%%graphpatch\npg(x);")
-    assert ran.out == NOT_FILLED.format("b", "#4 (probe up.bias b --steps 7)", "not what that keeps")
+    assert ran.out == NOT_FILLED.format("b", "#4 (probe up.bias b --steps 7)", "not the result of a patch")
     assert zero.namespace["b"] is before
 
 
@@ -405,7 +405,9 @@ def test_what_an_earlier_run_left_is_put_back_if_the_graph_was_not_called(zero: 
     assert zero.namespace["h"] is left
     ran = zero.ok("%%graphpatch\n'h' in globals()")
     assert ran.value is False
-    assert UNCALLED.sub("", ran.out).endswith(NOT_FILLED.format("h", "#2 (probe hidden h)", "what an earlier run left"))
+    assert UNCALLED.sub("", ran.out).endswith(
+        NOT_FILLED.format("h", "#2 (probe hidden h)", "the result of an earlier run")
+    )
     assert zero.namespace["h"] is left
     assert type(zero.run("%%graphpatch\npg(torch.ones(3, 5))").error) is RuntimeError
     assert "h" not in zero.namespace
@@ -430,8 +432,8 @@ def test_what_values_and_slices_use_is_not_removed(zero: Shell) -> None:
 
 
 OVERWRITTEN = (
-    r"#2 \({} h\): the tensor of shape \(3, 2\) in h was written into after the call, so it is not what came up at "
-    r"'output' any more, and the variable is removed; write into a copy of what the call returned \(clone\)"
+    r"#2 \({} h\): the tensor of shape \(3, 2\) in h was modified in place after the call, so it is not the value at "
+    r"'output', and the variable was deleted; modify a copy of the output instead \(clone\)"
 )
 
 
@@ -461,7 +463,7 @@ def test_the_error_of_the_cell_comes_first(zero: Shell) -> None:
     zero.ok("%graphpatch probe output h")
     ran = zero.run("%%graphpatch\npg(x).detach().zero_()\n1 / 0")
     assert type(ran.error) is ZeroDivisionError
-    assert "was written into" in ran.error.__notes__[0]
+    assert "was modified in place" in ran.error.__notes__[0]
     assert "h" not in zero.namespace
 
 
@@ -504,7 +506,7 @@ def test_a_graph_that_is_not_called_is_told(zero: Shell, body: str) -> None:
     ran = zero.ok(f"%%graphpatch\n{body}")
     assert len(UNCALLED.findall(ran.out)) == 1
     is_other = zero.namespace.get("pg") is not zero.namespace["mine"]
-    assert ("the variable pg does not hold that graph any more" in ran.out) == is_other
+    assert ("the variable pg no longer holds that graph" in ran.out) == is_other
     zero.ok("pg = mine")
 
 
@@ -520,7 +522,7 @@ def test_a_variable_that_the_user_holds_for_another_is_told(zero: Shell) -> None
     zero.ok("h = 7")
     ran = zero.ok("%%graphpatch\nmodel(x)\nh")
     assert ran.value == 7
-    assert ran.out.endswith(NOT_FILLED.format("h", "#2 (probe hidden h)", "not what that keeps"))
+    assert ran.out.endswith(NOT_FILLED.format("h", "#2 (probe hidden h)", "not the result of a patch"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -633,7 +635,7 @@ def test_timeit_above_is_refused_and_below_is_patched(zero: Shell) -> None:
 
 
 def test_ways_that_swallow_the_cell_are_refused(zero: Shell) -> None:
-    assert "nothing of the cell ran" in zero.refused("%%prun -q\n%%graphpatch\nran = 1")
+    assert "the rest of the cell did not run" in zero.refused("%%prun -q\n%%graphpatch\nran = 1")
     assert "ran" not in zero.namespace
 
 
@@ -649,7 +651,7 @@ def test_cells_run_by_code_inside_the_body(zero: Shell, expected: Tensor) -> Non
 
 
 def test_one_inside_another_is_refused(zero: Shell) -> None:
-    assert "cannot stand inside another" in zero.refused("%%graphpatch\n%%graphpatch\npg(x)")
+    assert "cells cannot be nested" in zero.refused("%%graphpatch\n%%graphpatch\npg(x)")
     zero.ok("%%graphpatch\nresult = get_ipython().run_cell('%%graphpatch\\nran = 1')")
     assert type(zero.namespace["result"].error_in_exec) is UsageError
     assert "ran" not in zero.namespace
@@ -672,11 +674,11 @@ def test_run_cell_magic_of_a_cell_that_awaits(zero: Shell, expected: Tensor) -> 
     assert torch.equal(zero.namespace["out"], expected)
     result = asyncio.run(run_async(zero, cell))
     assert type(result.error_in_exec) is UsageError
-    assert "a cell that awaits must begin with %%graphpatch itself" in str(result.error_in_exec)
+    assert "a cell with a top-level await must begin with %%graphpatch" in str(result.error_in_exec)
 
 
 def test_a_marker_that_is_run_by_itself_is_refused(zero: Shell) -> None:
-    assert "nothing of the cell ran" in zero.refused("a = %graphpatch %%graphpatch pg")
+    assert "the rest of the cell did not run" in zero.refused("a = %graphpatch %%graphpatch pg")
     assert "no %%graphpatch cell is running" in zero.refused("%graphpatch %%results")
     assert "no %%graphpatch cell is running" in zero.refused("%graphpatch %%display")
 
@@ -748,7 +750,7 @@ def test_a_value_that_changes_in_the_cell_is_told(pg: Shell, choice: str, body: 
     pg.ok("scale = torch.relu" if "custom" in choice else "scale = 0")
     pg.ok(f"%graphpatch {choice}")
     ran = pg.ok(f"%%graphpatch\n{body}")
-    assert "scale got another value in this cell: patches have the one that it had when the cell began" in ran.out
+    assert "scale changed in this cell, but the patches use the value from the start of the cell" in ran.out
     assert "another value" not in pg.ok("%%graphpatch\n_ = pg(x)").out
 
 

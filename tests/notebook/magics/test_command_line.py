@@ -38,8 +38,8 @@ def test_places(text: str, path: str, index: str | None, rest: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a[0, 1", "the bracket behind 'a' is not closed"),
-        ("a[0].b", r"'\.b' stands directly behind the slice of 'a': a space is missing"),
+        ("a[0, 1", "the bracket after 'a' is not closed"),
+        ("a[0].b", r"a space is missing between the slice of 'a' and '\.b'; for an item"),
     ],
 )
 def test_places_that_are_none(text: str, message: str) -> None:
@@ -79,13 +79,13 @@ def test_options(text: str, options: dict[str, str], rest: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x --step 3", "there is no option --step; nearest: --steps"),
-        ("a --b", "there is no option --b"),
-        ("x --steps", "the option --steps lacks its argument"),
-        ("x --steps --any-shape", "the option --steps lacks its argument"),
+        ("x --step 3", "unknown option --step; nearest: --steps"),
+        ("a --b", "unknown option --b"),
+        ("x --steps", "the option --steps needs an argument"),
+        ("x --steps --any-shape", "the option --steps needs an argument"),
         ("x --any-shape=1", "the option --any-shape takes no argument"),
         ("--steps 1 x --steps 2", "the option --steps is given twice"),
-        ("a --any-shape b", "'--any-shape' stands among other text: options come last; 'b' is too much"),
+        ("a --any-shape b", "'--any-shape' is in the middle of other text: write options last, after 'b'"),
     ],
 )
 def test_options_that_are_none(text: str, message: str) -> None:

@@ -28,7 +28,7 @@ def test_the_children_of_the_root() -> None:
     what, value, remark = rows["skipped"]
     assert (what, value) == ("OpaqueGraphModule", "Sequential")
     assert remark.startswith("opaque: ")
-    assert rows["never"] == ("UnusedModule", "Linear", "the example did not reach it")
+    assert rows["never"] == ("UnusedModule", "Linear", "did not run on the example")
     assert repr(listing(graph())).startswith("<root>: CompiledGraphModule of Hostile\n")
 
 

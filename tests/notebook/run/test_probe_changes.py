@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import ExtractionOptions, PatchableGraph
-from graphpatch_notebook.notebook.run.probe_changes import probe_change
-from graphpatch_notebook.notebook.run.run_report import Taken
+from graphpatch_notebook.notebook.run.run_report import KeptValue, probe_change
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.origin import Origin
@@ -180,13 +179,13 @@ def loops() -> PatchableGraph:
 def test_records_are_summed() -> None:
     record = patch("a.linear", "record", name="every")
     first, second = [torch.tensor([3.0, 4.0]), 5.0], [torch.tensor([3.0, 5.0]), 3.0]
-    assert probe_change(Taken(record, first), Taken(record, second)) == {
+    assert probe_change(KeptValue(record, first), KeptValue(record, second)) == {
         "norm_before": 10.0,
         "norm_after": pytest.approx(math.sqrt(34) + 3, rel=1e-12),
         "norm_difference": 3.0,
         "note": "sums of the norms of 2 recorded values",
     }
-    found = probe_change(Taken(record, first), Taken(record, second[:1]))
+    found = probe_change(KeptValue(record, first), KeptValue(record, second[:1]))
     assert found is not None
     assert found["note"] == "not compared: 2 values were recorded without the patches, 1 with them"
     assert found["norm_before"] is found["norm_after"] is found["norm_difference"] is None
@@ -194,11 +193,11 @@ def test_records_are_summed() -> None:
 
 def test_what_has_no_numbers_and_what_was_not_kept_has_no_change() -> None:
     probe, record = patch("a.linear", "probe", name="h"), patch("a.linear", "record", name="every")
-    assert probe_change(Taken(probe, ("a",)), Taken(probe, ("b",))) is None
-    assert probe_change(Taken(probe, None), Taken(probe, None)) is None
-    assert probe_change(Taken(record, []), Taken(record, [])) is None
-    assert probe_change(Taken(probe, 1.0), Taken(probe, None, "written into")) is None
-    found = probe_change(Taken(probe, None, "written into"), Taken(probe, 1.0))
+    assert probe_change(KeptValue(probe, ("a",)), KeptValue(probe, ("b",))) is None
+    assert probe_change(KeptValue(probe, None), KeptValue(probe, None)) is None
+    assert probe_change(KeptValue(record, []), KeptValue(record, [])) is None
+    assert probe_change(KeptValue(probe, 1.0), KeptValue(probe, None, "written into")) is None
+    found = probe_change(KeptValue(probe, None, "written into"), KeptValue(probe, 1.0))
     assert found is not None
     assert found["note"] == "not compared: without the patches, written into"
 

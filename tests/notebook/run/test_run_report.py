@@ -61,7 +61,7 @@ def test_entries_that_are_not_finite_are_told_and_left_out() -> None:
     assert found["norm_before"] == pytest.approx(math.sqrt(17))
     assert found["note"] == (
         "without the patches 1 NaN and 1 infinite of 4; with the patches 1 infinite of 4; "
-        "differences are those of entries that are finite in both"
+        "differences count only entries that are finite in both"
     )
 
 
@@ -79,7 +79,7 @@ def test_other_shapes_and_kinds_are_told() -> None:
     found = change((torch.ones(2), None), (torch.ones(2), None))
     assert found["path"] == "output|sub_0"
     listed = changes((torch.ones(2), None), (torch.ones(2), torch.ones(1))).listed
-    assert (listed[1]["path"], listed[1]["note"]) == ("output|sub_1", "only there with the patches")
+    assert (listed[1]["path"], listed[1]["note"]) == ("output|sub_1", "only in the output with the patches")
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16], ids=str)
@@ -94,7 +94,7 @@ def test_complex_numbers_of_equal_magnitudes_differ() -> None:
     found = change(torch.tensor([3 + 4j, 1j]), torch.tensor([4 + 3j, 1j]))
     assert found["norm_difference"] == pytest.approx(math.sqrt(2))
     assert [entry["index"] for entry in found["largest"]] == [[0, 0], [0, 1]]
-    assert "0 for a real part, 1 for an imaginary one" in found["note"]
+    assert "0 for a real part, 1 for an imaginary part" in found["note"]
     assert change(1j, 1 + 0j)["norm_difference"] == pytest.approx(math.sqrt(2))
 
 
@@ -170,7 +170,7 @@ def test_paths_show_no_control_codes_and_are_cut() -> None:
 
 
 def test_outputs_without_numbers_are_told() -> None:
-    assert changes(None, None).remarks == ["there is no tensor or number in the output, an object of type NoneType"]
+    assert changes(None, None).remarks == ["the output, of type NoneType, does not contain a tensor or number"]
 
 
 # --------------------------------------------------------------------------------------------------------------------

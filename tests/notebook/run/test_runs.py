@@ -108,7 +108,7 @@ def test_a_value_that_cannot_be_evaluated_starts_nothing(pg: PatchableGraph) -> 
     runs = Runs(session_of(pg, ChosenPatch("output", "add", value="nowhere")), dict)
     with pytest.raises(SessionError, match="#1 .*nowhere"):
         runs.start(None)
-    with pytest.raises(SessionError, match="no run 1 any more"):
+    with pytest.raises(SessionError, match="run 1 is not available"):
         runs.status(1)
 
 
@@ -229,12 +229,12 @@ def test_given_inputs_are_a_tuple_a_dict_or_one_value(pg: PatchableGraph, given:
     ("typed", "match"),
     [
         ("nothing", "there is no variable 'nothing'"),
-        ("1 +", "are no arguments of a call"),
-        (") + f(", "are no arguments of a call"),
-        ("x)(x", "are no arguments of a call"),
+        ("1 +", "are not the arguments of a call"),
+        (") + f(", "are not the arguments of a call"),
+        ("x)(x", "are not the arguments of a call"),
         ("y := 1", "cannot await, yield or assign|no arguments"),
         ("x / 0 if False else 1 / 0", "ZeroDivisionError"),
-        ("x, x=", "are no arguments of a call"),
+        ("x, x=", "are not the arguments of a call"),
     ],
 )
 def test_inputs_that_cannot_be_evaluated_start_nothing(pg: PatchableGraph, typed: str, match: str) -> None:
@@ -460,7 +460,7 @@ def test_status_does_not_wait_for_the_model(slow: PatchableGraph) -> None:
 def test_only_one_run_goes_on_at_a_time(slow: PatchableGraph) -> None:
     runs = Runs(session_of(slow), dict)
     number = runs.start(None)
-    with pytest.raises(SessionError, match="a run is going on; wait until it is done, or interrupt it"):
+    with pytest.raises(SessionError, match="a run is in progress; wait for it to finish, or interrupt it"):
         runs.start(None)
     runs.interrupt(number)
     again = runs.start(None)  # waits for the end of the one that was interrupted
@@ -647,7 +647,7 @@ def test_old_runs_are_forgotten(pg: PatchableGraph) -> None:
     runs.wait(first)
     for _ in range(10):
         done(runs)
-    with pytest.raises(SessionError, match=f"there is no run {first} any more"):
+    with pytest.raises(SessionError, match=f"run {first} is not available any more"):
         runs.status(first)
 
 

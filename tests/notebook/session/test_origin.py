@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpatch_notebook.capture.example_inputs import ExampleInputs
+from graphpatch_notebook.capture.inputs import ExampleInputs
 from graphpatch_notebook.notebook.session.origin import changed_variables, written_arguments
 from tests.notebook.shells import Shell
 
@@ -70,8 +70,8 @@ def test_a_run_says_that_it_is_not_on_what_a_variable_holds_now(shell: Shell) ->
     status, _ = runs.status(number)
     assert status["report"]["call"] == "pg(...)"
     assert status["report"]["warnings"] == [
-        "x got another value since the capture: this ran on the example inputs, as they were captured; to run on what "
-        "the variables hold now, type x in the field Inputs"
+        "x has changed since the capture: this run used the example inputs of the capture; to use the current values, "
+        "type x in the field Inputs"
     ]
     number = runs.start("x")
     runs.wait(number)

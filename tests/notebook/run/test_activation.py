@@ -219,7 +219,7 @@ def test_variables_in_planes_are_whole_numbers(pg: PatchableGraph, name: str) ->
 def test_on_other_inputs_a_plane_may_be_missing(pg: PatchableGraph) -> None:
     _, view = shown(runs_of(pg), "hidden", "1, 2", False, "x[:1]")
     assert view["plot"]["type"] == "none"
-    assert "there is no [1, 2] in a value of shape [1, 3, 5, 6]" in view["plot"]["why"]
+    assert "[1, 2] is not valid for a value of shape [1, 3, 5, 6]" in view["plot"]["why"]
     assert view["statistics"]["shape"] == [1, 3, 5, 6]
 
 
@@ -236,7 +236,7 @@ def test_large_values_are_not_kept(pg: PatchableGraph, monkeypatch: pytest.Monke
     monkeypatch.setattr(activation, "_MOST_KEPT", 4 * X.numel())
     runs = runs_of(pg)
     _, view = shown(runs, "hidden")
-    assert "is not kept: another slice of it runs the model again" in view["plot"]["reduced"]
+    assert "is not kept: to show another slice, the model runs again" in view["plot"]["reduced"]
     count = pg._module.runs
     shown(runs, "hidden", "1, 1")
     assert pg._module.runs == count + 1
@@ -259,7 +259,7 @@ def test_values_are_kept_until_nobody_looks(pg: PatchableGraph) -> None:
     runs.close_activation(number)
     assert held() == [False, False]
     runs.close_activation(number)
-    with pytest.raises(SessionError, match="no run"):
+    with pytest.raises(SessionError, match="is not available any more"):
         runs.activation_status(number)
 
 
@@ -281,7 +281,7 @@ def test_a_later_activation_takes_the_place_of_one_that_goes_on_and_a_run_does_n
     model.gate = threading.Event()
     runs = runs_of(pg)
     first = runs.start_activation("linear.linear", None, False, None)
-    with pytest.raises(SessionError, match="a run is going on"):
+    with pytest.raises(SessionError, match="a run is in progress"):
         runs.start(None)
     second = runs.start_activation("output", None, False, None)
     runs.wait(first, 10)
@@ -290,7 +290,7 @@ def test_a_later_activation_takes_the_place_of_one_that_goes_on_and_a_run_does_n
     runs.wait(second, 10)
     assert runs.activation_status(second)[0]["state"] == "interrupted"
     third = runs.start(None)
-    with pytest.raises(SessionError, match="a run is going on"):
+    with pytest.raises(SessionError, match="a run is in progress"):
         runs.start_activation("output", None, False, None)
     model.gate.set()
     runs.wait(third, 10)
@@ -336,7 +336,7 @@ def test_a_run_of_a_language_model_tells_its_next_tokens(name: str) -> None:
     runs.wait(number)
     report = runs.status(number)[0]["report"]
     assert report["changes"][0]["path"] == "output|logits"
-    assert report["warnings"][-1:] == ["the next tokens are those of the first of 2 rows"]
+    assert report["warnings"][-1:] == ["the next tokens are those of the first row of 2"]
     assert report["tokens"]["position"] == 2
     assert runs.last is not None
     for tokens, output in (

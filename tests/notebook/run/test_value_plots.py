@@ -15,16 +15,16 @@ from torch import Tensor
 
 from graphpatch_notebook.errors import ChosenPatchError
 from graphpatch_notebook.notebook.display.statistics import readable
-from graphpatch_notebook.notebook.run import views_2d
-from graphpatch_notebook.notebook.run.views_2d import Picture, check_plane, parse_plane, picture
+from graphpatch_notebook.notebook.run import value_plots
+from graphpatch_notebook.notebook.run.value_plots import Picture, check_plane, parse_plane, picture
 
 SIDE = 10
 
 
 @pytest.fixture(autouse=True)
 def small_heatmaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert views_2d.SIDE == 256
-    monkeypatch.setattr(views_2d, "SIDE", SIDE)
+    assert value_plots.SIDE == 256
+    monkeypatch.setattr(value_plots, "SIDE", SIDE)
 
 
 def drawn(value: Any, plane: str | None = None, **names: Any) -> Picture:
@@ -68,8 +68,8 @@ def test_a_plane_is_what_the_slice_takes(plane: str | None, expected: Tensor, te
     ("plane", "match"),
     [
         ("0", r"leaves 3 dimensions, \[3, 4, 5\]; a heatmap shows two: .*, as in 0, 0, :, :"),
-        ("0, 0, 0, 0, 0", r"there is no \[0, 0, 0, 0, 0\] in a value of shape \[2, 3, 4, 5\]"),
-        ("2, 0", "there is no"),
+        ("0, 0, 0, 0, 0", r"\[0, 0, 0, 0, 0\] is not valid for a value of shape \[2, 3, 4, 5\]"),
+        ("2, 0", "is not valid for a value"),
         ("missing, 0", "name 'missing' is not defined"),
         ("1 +", "is not a slice"),
         ("f(0)", "is not allowed"),
@@ -154,7 +154,7 @@ def test_numbers_that_are_not_finite_are_sent_as_they_are() -> None:
     assert np.array_equal(values_of(found), value.numpy(), equal_nan=True)
     assert (found.plot["minimum"], found.plot["maximum"]) == (-2, 1)
     nothing = drawn(torch.full((2, 2), math.nan))
-    assert nothing.plot == {"type": "none", "why": "no number in it is finite: 4 NaN, 0 infinite"}
+    assert nothing.plot == {"type": "none", "why": "none of its numbers is finite: 4 NaN, 0 infinite"}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_magnitudes_are_told() -> None:
 
 def test_doubles_beyond_float32_are_told() -> None:
     found = drawn(torch.full((2, 2), 1e300, dtype=torch.float64))
-    assert found.plot == {"type": "none", "why": "no number in it can be shown in float32"}
+    assert found.plot == {"type": "none", "why": "none of its numbers fits into float32"}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ def test_what_has_one_row_or_dimension_is_a_histogram(value: Tensor, plane: str 
     [
         (torch.tensor(0.5), "one number: 0.5"),
         (7, "one number: 7"),
-        (torch.ones(0, 3), r"there is nothing in it: its shape is \[0, 3\]"),
-        (torch.ones(2, 0, 3), r"there is nothing in it: its shape is \[2, 0, 3\]"),
+        (torch.ones(0, 3), r"it has no elements: its shape is \[0, 3\]"),
+        (torch.ones(2, 0, 3), r"it has no elements: its shape is \[2, 0, 3\]"),
         (torch.empty(2, 3, device="meta"), "on the device meta"),
         (None, "an object of type NoneType"),
     ],

@@ -1,4 +1,4 @@
-"""Plain fx modules of a patched model, compared with the patched model before anybody gets them."""
+"""Plain fx modules of a patched model, compared with the patched model before they are returned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verified_fx_module(
     allow_doubts: bool,
     any_size: bool,
 ) -> fx.GraphModule:
-    """Returns the model as plain fx modules with the patches of `entries`, if that returns what `run` does.
+    """Returns the model as plain fx modules with the patches of `entries`, if they return what `run` does.
 
     Args:
         root: The graph module of the whole model.
@@ -35,12 +35,12 @@ def verified_fx_module(
         run: Runs the model with these patches.
         args: Positional inputs to compare with.
         kwargs: Inputs by keyword.
-        allow_doubts: Whether graphs will do of which it is known that other inputs may need others.
+        allow_doubts: Whether to accept graphs that may not hold for other inputs.
         any_size: Whether the result takes inputs of other sizes.
 
     Raises:
-        GraphError: There is no graph of some part, there are doubts, or the results differ.
-        Exception: Whatever the model raises on these inputs.
+        GraphError: A part of the model does not have a graph, there are doubts, or the results differ.
+        Exception: Any error that the model raises on these inputs.
     """
     patched: dict[Any, list[Any]] = {}
     for entry in entries:
@@ -67,7 +67,7 @@ def verified_fx_module(
 
 @contextmanager
 def _unchanged(patches: Iterable[Patch[Any]]) -> Iterator[None]:
-    """Lets patches that keep what they see forget what they saw in the block."""
+    """Restores patches that keep what they see to what they held before the block."""
     saved = [(patch, {name: _contents(value) for name, value in vars(patch).items()}) for patch in patches]
 
     def put_back() -> None:

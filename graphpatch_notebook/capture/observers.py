@@ -1,21 +1,26 @@
-"""Swaps `forward` on module instances, so that whoever runs the model can see module calls.
+"""Makes module calls and calls of `autograd.Function.apply` visible to the observer of their context.
 
-A swapped `forward` costs one look at a context variable as long as nobody observes. Swaps are counted: several
-observers, also in other threads, share one swap of a module, and the last one to leave puts back what was there.
+`forward` is swapped on module instances, and `Function.apply` on its class. Without an observer they
+cost one look at a context variable. Swaps are counted: several observers, also in other threads, share one swap, and
+the last one puts back what was there.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from torch.autograd import Function
 from torch.nn import Module
+from torch.utils.checkpoint import CheckpointFunction
 
 from graphpatch_notebook.capture.call_sites import invoke
-from graphpatch_notebook.interrupts import holding
+from graphpatch_notebook.interrupts import afterwards, holding
 
 
 class Observer(Protocol):
@@ -31,7 +36,7 @@ observer: ContextVar[Observer | None] = ContextVar("graphpatch_observer", defaul
 
 
 OfUnobserved: TypeAlias = "Callable[[Module], Observer | None]"
-"""Called when a swapped `forward` runs that nobody observes; returns what observes it then, if anything."""
+"""Called when a swapped `forward` runs without an observer; returns one for it, or `None`."""
 
 _lock = threading.RLock()
 _swaps: dict[int, _Swap] = {}
@@ -39,10 +44,10 @@ _ABSENT: Any = object()
 
 
 class _SwappedForward:
-    """Stands in for `forward` on a module instance; looks like it, and copies with the module as its real `forward`."""
+    """Replaces `forward` on a module instance; looks like it, and is copied with the module as the real `forward`."""
 
     def __init__(self, module: Module, original: Callable[..., Any]) -> None:
-        self.__wrapped__ = original  # whoever asks for the signature gets that of the original
+        self.__wrapped__ = original  # `inspect.signature` returns that of the original
         self.of_unobserved: OfUnobserved | None = None
         self._module = module
         self._original = original
@@ -110,13 +115,13 @@ def innermost_forward(module: Module) -> str:
 
 
 class Swaps:
-    """Swaps of `forward`, for as long as somebody holds them.
+    """Swaps of `forward`, as long as they are held.
 
     An interrupt may come between any two instructions. So what is to be taken back is noted before it is done, and
     `let_go` can be called again where it did not come to its end.
 
     Args:
-        of_unobserved: Called when one of the swapped `forward`s runs and nobody observes.
+        of_unobserved: Called when one of the swapped `forward`s runs without an observer.
     """
 
     def __init__(self, of_unobserved: OfUnobserved | None = None) -> None:
@@ -136,7 +141,7 @@ class Swaps:
                 known.install()
 
     def let_go(self) -> None:
-        """Takes all of it back; modules that nobody else holds swapped are as they were."""
+        """Takes all of it back; modules without other holders are as they were."""
         with _lock:
             for module in self._modules:
                 known = _swaps.get(id(module))
@@ -161,3 +166,69 @@ def original_forward(module: Module) -> Callable[..., Any]:
 
 
 __all__ = ["Observer", "Swaps", "innermost_forward", "invoke", "is_swapped", "observer", "original_forward"]
+
+
+# -- autograd functions ------------------------------------------------------------------------------------------------
+
+
+class ApplyObserver(Protocol):
+    """Sees calls of `Function.apply`."""
+
+    def on_apply(
+        self, cls: type[Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs `apply` and returns what its caller gets."""
+
+
+apply_observer: ContextVar[ApplyObserver | None] = ContextVar("graphpatch_apply_observer", default=None)
+
+# These run whole modules inside: their insides are what people want to see.
+TRANSPARENT = (CheckpointFunction,)
+
+
+class _Replacement:
+    """Puts the wrapper in place of `Function.apply` while anybody needs it.
+
+    As with swaps of `forward`, `let_go` can be called again where an interrupt kept it from its end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: set[object] = set()
+        self._wrapper: Any = None
+        self.original: Any = Function.__dict__["apply"]
+
+    def hold(self, holder: object) -> None:
+        with self._lock:
+            self._holders.add(holder)
+            if self._wrapper is None:
+                self._wrapper = classmethod(_apply)
+            if Function.__dict__["apply"] is not self._wrapper:
+                self.original = Function.__dict__["apply"]
+                Function.apply = self._wrapper  # type: ignore[method-assign]
+
+    def let_go(self, holder: object) -> None:
+        with self._lock:
+            self._holders.discard(holder)
+            if not self._holders and Function.__dict__["apply"] is self._wrapper:
+                Function.apply = self.original  # type: ignore[method-assign]
+
+
+_replacement = _Replacement()
+
+
+@contextmanager
+def visible_apply() -> Iterator[None]:
+    """Hands calls of `Function.apply` to the `apply_observer` of their context for the length of the block."""
+    holder = object()
+    with afterwards(partial(_replacement.let_go, holder)):
+        _replacement.hold(holder)
+        yield
+
+
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    apply = _replacement.original.__get__(None, cls)
+    watching = apply_observer.get()
+    if watching is None or issubclass(cls, TRANSPARENT):
+        return apply(*args, **kwargs)
+    return watching.on_apply(cls, apply, args, kwargs)

@@ -16,7 +16,7 @@ from torch.distributions import Beta, Dirichlet, Gamma
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphpatch_notebook import PatchableGraph
-from graphpatch_notebook.notebook.run.run_state import RunState
+from graphpatch_notebook.notebook.run.model_calls import RunState
 from graphpatch_notebook.notebook.run.runs import Runs
 from graphpatch_notebook.notebook.session.chosen_patch import ChosenPatch
 from graphpatch_notebook.notebook.session.session import Session
@@ -104,7 +104,7 @@ def test_numbers_that_a_cell_draws_during_a_run_of_a_drawing_model_are_told() ->
     may_go_on.set()
     runs.wait(number)
     (warning,) = runs.status(number)[0]["report"]["warnings"]
-    assert "another amount of random numbers (of torch)" in warning
+    assert "different amounts of random numbers (torch)" in warning
 
 
 def test_a_language_model_in_eval_mode_draws_nothing() -> None:
@@ -180,7 +180,7 @@ def test_attributes_are_put_back_and_what_cannot_be_is_told(writes: bool) -> Non
     runs = Runs(session_of(pg, ChosenPatch("output", "add", value="1")), dict)
     warnings = done(runs)["warnings"]
     assert len(warnings) == writes
-    assert all("'spread' while it runs, which stays so" in warning for warning in warnings)
+    assert all("'spread' while it runs, which cannot be restored" in warning for warning in warnings)
     assert model.calls == len(model.queue) == 1
     assert model.queue[0] is before[0]
     assert runs.last is not None

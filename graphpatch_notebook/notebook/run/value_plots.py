@@ -1,4 +1,4 @@
-"""Pictures of a value: a heatmap of two of its dimensions, or a histogram; small, whatever the size of the value."""
+"""Plots of a value for the front end: a heatmap of two dimensions or a histogram, of limited size."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from graphpatch_notebook.notebook.display.tokens import TokenLabels
 from graphpatch_notebook.notebook.session.slices import SliceText, parse_slice
 
 SIDE = 256
-"""The longest side of a heatmap that is sent."""
+"""The largest number of rows, and of columns, of a heatmap."""
 _BINS = 40
 _PEAKED = 8
 _FILL = 1e30
-"""Numbers beyond it (the least one of a dtype, say) fill up masks: a block that has others shows these."""
+"""Larger numbers, such as the limits of a dtype, are fill values of masks. A block averages its other numbers."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Picture:
     """A `Plot` for the front end.
 
     Attributes:
-        plot: As JSON. If it is a heatmap, its `buffer` is to be set to the place of `values` among the buffers.
+        plot: The plot as JSON. For a heatmap, set `buffer` to the position of `values` among the buffers.
         values: The values of a heatmap: little-endian float32, row by row.
-        index: What takes the rows and columns of the heatmap out of the value, if each is one position of it.
+        index: The index that selects the rows and columns of the heatmap, if each cell is one element of the value.
     """
 
     plot: dict[str, Any]
@@ -41,15 +41,15 @@ class Picture:
 
 
 def nothing(why: str) -> Picture:
-    """Returns the picture of a value that has none."""
+    """Returns a message in place of a plot."""
     return Picture({"type": "none", "why": why})
 
 
 def parse_plane(text: str) -> SliceText:
-    """Returns the slice that somebody typed to choose a plane.
+    """Parses the slice of a value to plot.
 
     Raises:
-        ChosenPatchError: It is none (`field` is `plane`).
+        ChosenPatchError: The text is not a slice (`field` is `plane`).
     """
     try:
         return parse_slice(text)
@@ -58,24 +58,24 @@ def parse_plane(text: str) -> SliceText:
 
 
 def check_plane(plane: SliceText, shape: Sequence[int], namespace: Mapping[str, Any]) -> None:
-    """Makes sure that a value of this shape has such a plane. Looks at no value.
+    """Checks that a slice is valid for values of a shape.
 
     Raises:
-        ChosenPatchError: It has not (`field` is `plane`).
+        ChosenPatchError: It is not (`field` is `plane`).
     """
     _part(torch.empty(tuple(shape), device="meta"), plane, namespace)
 
 
 def picture(numbers: Readable, plane: SliceText | None, namespace: Mapping[str, Any]) -> Picture:
-    """Returns a heatmap of a plane of a value; of what has one dimension, or one row, a histogram.
+    """Returns a heatmap of a slice of a value, or a histogram if the slice has one dimension or row.
 
     Args:
         numbers: The numbers of the value.
-        plane: What leaves two dimensions, or one; `None`: the last two, at the start of all others.
-        namespace: What names in it mean.
+        plane: The slice, which leaves one or two dimensions. `None`: the last two, at index 0 of the others.
+        namespace: The values of the variables in it.
 
     Raises:
-        ChosenPatchError: The value has no such plane.
+        ChosenPatchError: The slice is not valid for the value.
     """
     if numbers.tensor is None:
         return nothing(numbers.remark or "there are no numbers to show")
@@ -88,10 +88,10 @@ def picture(numbers: Readable, plane: SliceText | None, namespace: Mapping[str, 
         part = tensor[(0,) * (tensor.dim() - 2)] if tensor.numel() else tensor
     text = str(plane) if plane is not None else _default_text(tensor.dim())
     if part.numel() == 0:
-        return nothing(f"there is nothing in it: its shape is {list(part.shape)}")
+        return nothing(f"it has no elements: its shape is {list(part.shape)}")
     found = summary(part)
     if not found.finite:
-        return nothing(f"no number in it is finite: {found.nan} NaN, {found.infinite} infinite")
+        return nothing(f"none of its numbers is finite: {found.nan} NaN, {found.infinite} infinite")
     if part.dim() < 2 or 1 in part.shape:
         return _histogram(part, text)
     drawn = _heatmap(part, text, found.minimum, found.mean, found.maximum, numbers.remark)
@@ -109,7 +109,7 @@ def _part(tensor: Tensor, plane: SliceText, namespace: Mapping[str, Any]) -> Ten
     try:
         part = tensor[plane.index(namespace)]
     except Exception as error:
-        raise ChosenPatchError("plane", f"there is no [{plane}] in a value of shape {shape}: {error}") from None
+        raise ChosenPatchError("plane", f"[{plane}] is not valid for a value of shape {shape}: {error}") from None
     if part.dim() > 2:
         raise ChosenPatchError(
             "plane",
@@ -122,7 +122,7 @@ def _part(tensor: Tensor, plane: SliceText, namespace: Mapping[str, Any]) -> Ten
 def axis_labels(
     numbers: Tensor | None, drawn: Picture, labels: TokenLabels | None
 ) -> tuple[list[str] | None, list[str] | None]:
-    """Returns labels for the rows and the columns of a picture of these numbers, where they are tokens."""
+    """Returns the labels of the rows and columns of a heatmap, if these are tokens."""
     if numbers is None or drawn.index is None or labels is None:
         return None, None
     return labels.of_axes(numbers, drawn.index)
@@ -139,7 +139,7 @@ def _histogram(part: Tensor, text: str | None) -> Picture:
         margin = max(0.5, abs(low) * 1e-6)
         ends = [max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)]
         edges = torch.tensor(ends, dtype=torch.float64)
-    else:  # in halves: the whole range of float64 is no float64
+    else:  # weighted ends, since `high - low` may overflow
         steps = torch.linspace(0, 1, _BINS + 1, dtype=torch.float64)
         edges = low * (1 - steps) + high * steps
         edges[0], edges[-1] = low, high
@@ -152,7 +152,7 @@ def _histogram(part: Tensor, text: str | None) -> Picture:
 
 
 def _range(part: Tensor) -> tuple[float, float, bool]:
-    """Returns the least and the greatest finite number, and whether all finite ones are whole."""
+    """Returns the least and the greatest finite number, and whether all finite ones are integers."""
     low, high, is_whole = math.inf, -math.inf, True
     for piece in pieces(part):
         finite = piece[piece.isfinite()]
@@ -169,13 +169,13 @@ def _heatmap(part: Tensor, text: str | None, low: Any, mean: Any, high: Any, rem
     rows, columns = part.shape
     block = (math.ceil(rows / SIDE), math.ceil(columns / SIDE))
     is_whole = block == (1, 1)
-    # Where little stands out of much that is near zero, as in attention patterns, means would hide what one looks for.
+    # For few large values among many near zero, as in attention patterns, means would hide the large ones.
     takes_maxima = low >= 0 and high > _PEAKED * mean
     strips = [_reduced(doubles(part[at : at + block[0]]), block, takes_maxima) for at in range(0, rows, block[0])]
     values = torch.cat(strips).to(torch.float32)
     shown = values[values.isfinite()]
     if not len(shown):
-        return nothing("no number in it can be shown in float32")
+        return nothing("none of its numbers fits into float32")
     words = [remark] if remark else []
     if not is_whole:
         what = "greatest value" if takes_maxima else "mean"
@@ -196,7 +196,7 @@ def _heatmap(part: Tensor, text: str | None, low: Any, mean: Any, high: Any, rem
 
 
 def _reduced(strip: Tensor, block: tuple[int, int], takes_maxima: bool) -> Tensor:
-    """Returns one row of cells: means, or maxima, of the finite numbers of each block; NaN where there are none."""
+    """Returns one row of cells: the mean or maximum of the finite numbers of each block, or NaN without any."""
     if block == (1, 1):
         return strip
     width = math.ceil(strip.shape[1] / block[1])

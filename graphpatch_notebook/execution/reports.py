@@ -1,0 +1,191 @@
+"""Reports on the patches of a run: patches that did not fire, and repeated calls without a patch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame, SourceLine
+from graphpatch_notebook.errors import (
+    DataLoopWarning,
+    PatchNotFiredError,
+    PatchNotFiredWarning,
+    RepeatedCallWarning,
+    SharedGradientWarning,
+)
+from graphpatch_notebook.execution.plan import Entry, FramePlan, RunPlan
+from graphpatch_notebook.execution.steps import GenerationSteps
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.warning_places import level_of_caller, warn, warn_each_time
+
+
+class FiredPatches:
+    """Which patches fired in a run.
+
+    Attributes:
+        ids: The entries that fired (by id).
+        missing: Why entries had no value to be applied to (by id).
+        reached: The planned frames that ran (by id).
+        with_other_uses: The paths of probed inputs whose gradients include those of other uses of the tensor.
+        has_changed: Whether a patch changed a value.
+    """
+
+    __slots__ = ("has_changed", "ids", "missing", "reached", "with_other_uses")
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self.missing: dict[int, str] = {}
+        self.reached: set[int] = set()
+        self.with_other_uses: list[str] = []
+        self.has_changed = False
+
+    def changes(self, plan: RunPlan) -> list[str]:
+        """Returns descriptions of the patches that were applied so far, except those that only look."""
+        fired = (entry for frame_plan in plan.root.walk() for entry in frame_plan.entries if id(entry) in self.ids)
+        return [
+            f"{entry.target.path!r} ({type(patch).__name__})"
+            for entry in fired
+            for patch in entry.patches
+            if not patch.observes_only
+        ]
+
+    def others(self, plan: RunPlan, steps: GenerationSteps | None) -> list[tuple[Entry, str]]:
+        """Returns the entries that never fired in a run that has ended, each with the reason."""
+        if len(self.ids) == len(plan.entries):
+            return []
+        return [
+            (entry, self.missing.get(id(entry)) or _held_back(entry, steps) or self._why(plan, frame_plan.frame))
+            for frame_plan in plan.root.walk()
+            for entry in frame_plan.entries
+            if id(entry) not in self.ids
+        ]
+
+    def _why(self, plan: RunPlan, frame: Frame) -> str:
+        if id(frame) in self.reached:
+            return "its module ran, but did not come to this operation"
+        planned = {id(frame_plan.frame) for frame_plan in plan.root.walk()}
+        outermost = above = frame
+        while above.parent is not None and id(above.parent) not in self.reached:
+            above = above.parent
+            outermost = above if id(above) in planned else outermost
+        return f"{format_path(outermost.path) or 'the model'!r} was not called"
+
+
+def _held_back(entry: Entry, steps: GenerationSteps | None) -> str | None:
+    return None if steps is None or entry.restriction is None else steps.why_not(entry)
+
+
+class Reports:
+    """Reports patches of a context that do not fire: each message once.
+
+    Args:
+        is_strict: Whether such a patch is an error.
+        is_quiet: Whether nothing is reported.
+
+    Attributes:
+        repetitions: Reports calls beyond those of the example.
+    """
+
+    def __init__(self, *, is_strict: bool, is_quiet: bool) -> None:
+        self.is_strict = is_strict
+        self.is_quiet = is_quiet
+        self.repetitions = Repetitions()
+        self._given: set[str] = set()
+
+    def unfired(self, unfired: Sequence[tuple[Entry, str]], where: str) -> None:
+        """Reports patches that never fired, each with the reason."""
+        reasons = "; ".join(f"{entry.target.path!r}: {why}" for entry, why in unfired)
+        self.give(f"{count_of_patches(unfired)} never fired {where}: {reasons}")
+
+    def give(self, message: str) -> None:
+        """Gives one message."""
+        if self.is_quiet:
+            return
+        if self.is_strict:
+            raise PatchNotFiredError(message)
+        if message not in self._given:
+            self._given.add(message)
+            warn_each_time(message, PatchNotFiredWarning)
+
+
+def count_of_patches(unfired: Sequence[object]) -> str:
+    """Returns "a patch" or "n patches"."""
+    return "a patch" if len(unfired) == 1 else f"{len(unfired)} patches"
+
+
+def warn_of_other_uses(paths: Sequence[str]) -> None:
+    """Warns that the gradients of probed inputs are not only those of what their module does with them."""
+    shown = ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    warn(
+        f"the gradients of probed inputs include those of other uses of the same tensors: {shown}. Their modules are "
+        "given one tensor as several inputs, or in a list or dict, or run without gradients; probe what they compute",
+        SharedGradientWarning,
+        stacklevel=level_of_caller(),
+    )
+
+
+class Repetitions:
+    """Warns of calls beyond those of the example, which have no patch: each module and each call site once.
+
+    Only if *all* captured calls are patched: then the user probably meant each call.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def of_module(self, module: Module, index: int, by_index: Mapping[int, FramePlan] | None) -> None:
+        """Checks a call of `module` without a plan, in a frame where other calls of it have one."""
+        if not by_index or id(module) in self._told:
+            return
+        call = by_index[min(by_index)].frame.call
+        if call is None or index < call.call_count or sum(p.is_needed for p in by_index.values()) < call.call_count:
+            return
+        self._told.add(id(module))
+        paths = [format_path(by_index[i].frame.path) for i in sorted(by_index)]
+        _warn(paths, f"this {type(module).__name__}", "called", call.call_count)
+
+    def of_op(self, occurrence: int, by_occurrence: Mapping[int, Sequence[Entry]]) -> None:
+        """Checks an op without entries, at a call site where other occurrences have some."""
+        if id(by_occurrence) in self._told or not all(by_occurrence.values()):  # some only of the steps inside
+            return
+        target = by_occurrence[min(by_occurrence)][0].target
+        count = 1 + max(n.occurrence for n in target.frame.nodes if n.site is target.node.site)
+        if occurrence < count or len(by_occurrence) < count:
+            return
+        self._told.add(id(by_occurrence))
+        paths = [entries[0].target.path for _, entries in sorted(by_occurrence.items())]
+        _warn(paths, f"this {target.node.op}", "reached", count)
+
+
+def warn_of_data_loops(found: Mapping[SourceLine, Sequence[str]], is_by_user: bool) -> None:
+    """Warns of paths that name iterations of loops over data: each time for a block of the user, once for a sweep.
+
+    Args:
+        found: The paths, by the head of the loop.
+        is_by_user: Whether the user's code enters the context, rather than an experiment.
+    """
+    for loop, paths in found.items():
+        message = (
+            f"{_listed(paths)}: computed in a loop over data ({loop.text or loop}). Such a path names one iteration of "
+            "the loop (the third expert that was chosen, say): on other inputs it may be for something else, or "
+            "missing. Patch a value outside of the loop, or decide by the values in a CustomPatch"
+        )
+        if is_by_user:
+            warn_each_time(message, DataLoopWarning)
+        else:
+            warn(message, DataLoopWarning, stacklevel=level_of_caller())
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(map(repr, paths)) if len(paths) <= 3 else f"{paths[0]!r} to {paths[-1]!r}"
+
+
+def _warn(paths: Sequence[str], what: str, verb: str, count: int) -> None:
+    times = "once" if count == 1 else f"{count} times"
+    warn_each_time(
+        f"{_listed(paths)}: {what} was {verb} {times} when it was captured, but is {verb} "
+        "more often in this run: the calls after that are not patched; to patch each call, make the PatchableGraph "
+        "with inputs that need as many calls",
+        RepeatedCallWarning,
+    )

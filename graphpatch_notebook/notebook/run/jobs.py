@@ -1,0 +1,247 @@
+"""Jobs: calls of the model in a thread, which can be observed and interrupted from another thread.
+
+Each job has a new thread. Settings that belong to a thread (patch contexts, gradient mode, autocast, function modes)
+start with their defaults and end with the job. Settings of the user's cell do not apply, except for `ThreadSettings`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import Context
+from types import FrameType
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import torch
+from torch.nn import Module
+
+from graphpatch_notebook.capture.records import Frame
+from graphpatch_notebook.patchable_graph import PatchableGraph, captured
+from graphpatch_notebook.paths import format_path
+from graphpatch_notebook.torch_compat import is_module_call
+
+T = TypeVar("T")
+R = TypeVar("R")
+_ENOUGH_JUMPS = 100
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+JobState: TypeAlias = Literal["running", "done", "failed", "interrupted"]
+
+
+def raise_in_thread(ident: int, kind: type[BaseException]) -> None:
+    """Raises an exception in another thread, as soon as it runs Python code again.
+
+    Never revoke it (the same function with NULL): up to CPython 3.12, all threads would then check for it at every
+    jump, and would not make progress under a profiler.
+
+    `PyThreadState_SetAsyncExc`: CPython 3.10 to 3.14. Tested by tests/notebook/run/test_jobs.py.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(kind))
+
+
+class ThreadSettings:
+    """The settings of torch that belong to a thread and that a run depends on, read in the current thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self._device = torch.get_default_device()
+        self._threads = torch.get_num_threads()
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST if _is_autocast(kind)}
+        self._caches = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Applies the settings in the current thread, within the block."""
+        # A new thread starts with the number of the environment variable, which would change how sums are split.
+        torch.set_num_threads(self._threads)
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)
+        with ExitStack() as stack:
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._caches))
+            if self._device.type != "cpu":  # the default, also if it was never set
+                stack.enter_context(self._device)
+            yield
+
+    def remark(self) -> str | None:
+        """Returns a message if the current thread is another one, in which autocast could not be read; else `None`."""
+        if not self._autocast or self.thread == threading.get_ident():
+            return None
+        kinds = " and ".join(f"{kind} ({dtype})" for kind, dtype in self._autocast.items())
+        return f"autocast was on for {kinds} when a cell last used the browser, and is on in this run"
+
+
+def _is_autocast(kind: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(kind)
+    except RuntimeError:  # unknown device, or one without autocast
+        return False
+
+
+class Job(Generic[T]):
+    """A function that runs in its own thread.
+
+    Args:
+        work: The function. It receives the job, whose `interruptibly` it calls.
+        in_words: Returns the message for an error. The error itself is not kept: its traceback refers to tensors.
+
+    Attributes:
+        result: The return value, if `state` is `"done"`.
+        error: The message of the error, if `state` is `"failed"`.
+    """
+
+    def __init__(self, work: Callable[[Job[T]], T], in_words: Callable[[BaseException], str]) -> None:
+        self.result: T | None = None
+        self.error: str | None = None
+        self._in_words = in_words
+        self._state: JobState = "running"
+        self._lock = threading.Lock()
+        self._is_open = False
+        self._is_interrupted = False
+        self._started = time.monotonic()
+        self._ended: float | None = None
+        # In Python 3.14, a thread may inherit the context variables of the thread that starts it.
+        self._thread = threading.Thread(
+            target=Context().run, args=(self._run, work), name="graphpatch-run", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def state(self) -> JobState:
+        """The state of the job."""
+        if self._state == "running" and not self._thread.is_alive():
+            return "interrupted"  # so late that `_run` could not set the state
+        return self._state
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the job was interrupted. It may still be running for a moment."""
+        return self._is_interrupted
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the job so far, in seconds."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._started
+
+    def _run(self, work: Callable[[Job[T]], T]) -> None:
+        state: JobState = "failed"
+        try:
+            self.result = work(self)
+            state = "done"
+        except KeyboardInterrupt:
+            state = "interrupted"
+        except BaseException as error:
+            self.error = self._in_words(error)
+        self._ended = time.monotonic()
+        self._state = state
+
+    def interruptibly(self, call: Callable[[], R]) -> R:
+        """Returns the result of `call`, the only code that an interrupt can stop. Code after it always runs.
+
+        Raises:
+            KeyboardInterrupt: The job was interrupted, before or during `call`.
+            Exception: Any error that `call` raises.
+        """
+        try:
+            try:
+                with self._lock:
+                    if self._is_interrupted:
+                        raise KeyboardInterrupt
+                    self._is_open = True
+                return call()
+            finally:
+                self._close()
+        except KeyboardInterrupt:
+            self._close()  # the interrupt may have arrived within `_close`
+            raise
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_open = False
+        # A pending interrupt is raised here at the latest: Python checks for it at each backward jump.
+        for _ in range(_ENOUGH_JUMPS):
+            pass
+
+    def interrupt(self) -> None:
+        """Interrupts the job at its next line of Python. Does nothing if the job has finished."""
+        with self._lock:
+            self._is_interrupted = True
+            if self._is_open and self._thread.ident is not None:
+                raise_in_thread(self._thread.ident, KeyboardInterrupt)
+
+    def python_frame(self) -> FrameType | None:
+        """Returns the current innermost Python frame of the job."""
+        ident: Any = self._thread.ident
+        return sys._current_frames().get(ident) if self._thread.is_alive() else None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until the job has finished."""
+        self._thread.join(seconds)
+
+
+class RunProgress:
+    """The progress of a run, read from its Python stack by another thread.
+
+    It uses no hooks, profiler or function mode: these turn off fast paths of torch, which changes numbers.
+
+    Args:
+        graph: The graph; not kept alive.
+        calls: The number of calls of the model.
+
+    Attributes:
+        done: The number of finished calls.
+    """
+
+    def __init__(self, graph: PatchableGraph, calls: int) -> None:
+        self._graph = weakref.ref(graph)
+        self._calls = calls
+        self._positions = {id(frame): position for position, frame in enumerate(captured(graph).root.walk())}
+        self._fraction = 0.0
+        self._last = 0
+        self._call = 0
+        self.done = 0
+
+    def look(self, python_frame: FrameType | None) -> tuple[str | None, float]:
+        """Returns the path of the module that is running (`None`: the model or none), and the finished fraction.
+
+        Args:
+            python_frame: The innermost Python frame of the run.
+        """
+        if self._call != self.done:
+            self._call, self._last = self.done, 0
+        graph = self._graph()
+        if graph is None:
+            return None, self._fraction
+        root = captured(graph).root
+        found = self._frame_of(root, _modules_called(python_frame)) if python_frame is not None else root
+        self._last = max(self._last, self._positions[id(found)])
+        fraction = min(1.0, (self._call + self._last / len(self._positions)) / self._calls)
+        self._fraction = max(self._fraction, fraction)
+        return format_path(found.path) or None, self._fraction
+
+    def _frame_of(self, root: Frame, modules: list[Module]) -> Frame:
+        """Returns the captured frame of the innermost of these modules, given outermost first."""
+        found = root
+        for module in modules:
+            below = [node.frame for node in found.calls() if node.frame.module is module]
+            if below:  # of several calls of a module, the first that may be running
+                later = (frame for frame in below if self._end(frame) >= self._last)
+                found = next(later, below[-1])
+        return found
+
+    def _end(self, frame: Frame) -> int:
+        return self._positions[id(frame)] + sum(1 for _ in frame.walk()) - 1
+
+
+def _modules_called(python_frame: FrameType | None) -> list[Module]:
+    found = []
+    while python_frame is not None:
+        if is_module_call(python_frame.f_code):
+            found.append(python_frame.f_locals.get("self"))
+        python_frame = python_frame.f_back
+    return [module for module in reversed(found) if isinstance(module, Module)]
