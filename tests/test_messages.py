@@ -230,7 +230,7 @@ def test_files_of_exported_programs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no file .*program\.pt2"):
         PatchableGraph.from_exported(file)
     file.write_text("hello")
-    with pytest.raises(SerializationError, match=r"program\.pt2' is no file that torch\.export\.save wrote"):
+    with pytest.raises(SerializationError, match=r"program\.pt2' is not a file that torch\.export\.save wrote"):
         PatchableGraph.from_exported(file)
 
 

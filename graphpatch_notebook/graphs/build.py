@@ -61,7 +61,7 @@ _LITERALS = (bool, int, str, bytes, type(None), type(Ellipsis))
 
 
 class Targets(Protocol):
-    """How the code of a frame's graph module reaches what lies outside the graph."""
+    """How the code of a frame's graph module refers to what is outside the graph."""
 
     def of_call(self, node: CallNode) -> str:
         """Returns the attribute path of the graph module that a call node calls."""
@@ -72,7 +72,7 @@ class Targets(Protocol):
 
 @dataclass(slots=True)
 class BuiltGraph:
-    """A graph, and what its `get_attr` nodes of the form `_constant_0` stand for.
+    """A graph, and the values of its `get_attr` nodes called `_constant_0`, `_constant_1`, ...
 
     Attributes:
         graph: The graph.
@@ -150,12 +150,12 @@ class _GraphBuilder:
         fx_node.meta[RECORD] = node
         # The value of `x[i] = v` as a record is `x`, which has just been written into.
         self.values[node, ()] = self._written(node) or fx_node
-        # Taken out at once: the model may put something else there later.
+        # Read at once: the model may write something else there later.
         for dig in self.digs.get(node, ()):
             self._dug(node, dig)
 
     def _written(self, node: Node) -> fx.Node | None:
-        """Returns the node of the tensor that an op wrote into which itself returns nothing."""
+        """Returns the node of the tensor that an op without a result wrote into."""
         is_silent = getattr(node.target, "__name__", "") in ("__setitem__", "__set__", "__iset__")
         if not node.is_in_place or not (is_silent or is_overload(node.target)):
             return None
@@ -191,7 +191,7 @@ class _GraphBuilder:
         return tuple(map(self._value, node.args)), {key: self._value(value) for key, value in node.kwargs.items()}
 
     def _output(self, value: Any, spec: ValueSpec | None) -> Any:
-        """Returns how the recorded output stands in the graph; a `torch.Size` is recorded as a tuple of its sizes."""
+        """Returns the recorded output as the graph holds it; a `torch.Size` is recorded as a tuple of its sizes."""
         if not isinstance(spec, ContainerSpec) or type(value) not in (tuple, list, dict):
             return self._value(value)
         if spec.type is torch.Size:
@@ -204,7 +204,7 @@ class _GraphBuilder:
         return type(value)([self._output(v, s) for v, s in zip(value, specs, strict=True)])
 
     def _value(self, value: Any) -> Any:
-        """Returns how a recorded argument stands in the graph."""
+        """Returns a recorded argument as the graph holds it."""
         if isinstance(value, (tuple, list)) and type(value) not in (tuple, list, torch.Size):
             return self._container(type(value), range(len(value)), value)
         if type(value) in (tuple, list):
@@ -251,7 +251,7 @@ class _GraphBuilder:
             return self._dug(ref.node, ref.dig)
         except KeyError:
             where = format_path((*self.frame.path, ref.node.name))
-            raise GraphError(f"{where!r} is used before it is made, or outside of its frame") from None
+            raise GraphError(f"{where!r} is used before it is computed, or outside of its frame") from None
 
     def _dug(self, node: Node, dig: tuple[Key, ...]) -> fx.Node:
         known = self.values.get((node, dig))
@@ -304,7 +304,7 @@ def _identifier(name: str) -> str:
 
 
 class ForwardCodeGen(CodeGen):
-    """Prints signatures that fx's own code generation cannot: `/`, a bare `*`, and defaults that do not print."""
+    """Prints signatures that fx cannot print: `/`, a bare `*`, and defaults that are not literals."""
 
     def __init__(self, parameters: list[InputParameter]) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class ForwardCodeGen(CodeGen):
         return marked
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        """Returns the defaults that are no literals, by the names that stand for them."""
+        """Returns the defaults that are not literals, by the names that the code uses for them."""
         return [*super().additional_globals(), *self._defaults]
 
 
@@ -372,7 +372,7 @@ def _is_printable(value: Any) -> bool:
 
 
 class DefaultName:
-    """Prints as a name, by which the code finds a default that is no literal."""
+    """Prints as a name, under which the code finds a default that is not a literal."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -438,7 +438,7 @@ def _attribute_of(accessor: Any) -> str | None:
 
 
 def printable(func: Any) -> Any:
-    """Returns `func`, or a `NamedFunction` around it where fx could not print a name that leads back to it."""
+    """Returns `func`, or a `NamedFunction` around it if fx cannot print a name that refers to it."""
     if isinstance(func, (NamedFunction, Container)) or is_overload(func):
         return func
     name = getattr(func, "__name__", None)
@@ -489,7 +489,7 @@ class NamedFunction:
 
 
 class Container:
-    """Makes a container of a class of its own (dataclass, `ModelOutput`, namedtuple, ...) out of its children.
+    """Makes a container of a special class (dataclass, `ModelOutput`, namedtuple, ...) from its children.
 
     Keys that are names are passed as keyword arguments, all others by position.
     """
@@ -516,7 +516,7 @@ class Container:
 
 def _module_of(value: Any) -> str:
     module = str(getattr(value, "__module__", "") or "")
-    # fx writes the names of torch's own functions as they stand, without a global that could be another object.
+    # fx writes the names of torch's functions without a global that could be another object.
     return "function" if module.split(".", maxsplit=1)[0] in ("torch", "builtins", "_operator", "") else module
 
 

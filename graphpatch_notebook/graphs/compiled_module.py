@@ -81,10 +81,10 @@ class CompiledGraphModule(GraphModule):
         self.recompile()
 
     def recompile(self) -> None:
-        """Says that the graph was edited: from now on it is the module, and its code is generated anew when needed.
+        """Marks the graph as edited: from now on it replaces the module, and its code is generated again when needed.
 
         Raises:
-            RuntimeError: The graph is not well formed, or needs what is no longer there.
+            RuntimeError: The graph is malformed, or refers to something that is gone.
         """
         self.graph.lint()
         self._check_constants()
@@ -100,7 +100,7 @@ class CompiledGraphModule(GraphModule):
         self._hierarchy.edits += 1
 
     def _as_recorded(self) -> CompiledGraphModule:
-        """Returns what runs the graph as it is in the records, whatever becomes of this one."""
+        """Returns a graph module that runs the graph as recorded, regardless of later edits of this one."""
         result = CompiledGraphModule(dataclasses.replace(self._frame), self._hierarchy)
         result._callees.extend(self._callees)
         result._modules.update(self._modules)
@@ -117,8 +117,8 @@ class CompiledGraphModule(GraphModule):
         what = next((str(node.meta[RECORD].spec) for node in nodes if RECORD in node.meta), "a value")
         return (
             f"the graph of {self.path or '<root>'!r} ({type(self._original_module).__name__}) uses an object ({what}) "
-            "that was there only while the model was captured, as a cache is; to run it, make the PatchableGraph "
-            "with inputs that do without (transformers: use_cache=False)"
+            "that existed only while the model was captured, such as a cache; to run it, make the PatchableGraph "
+            "with inputs that do not need it (transformers: use_cache=False)"
         )
 
     @property
@@ -128,16 +128,16 @@ class CompiledGraphModule(GraphModule):
 
     @property
     def doubts(self) -> list[str]:
-        """Why the graph may not do what the module does, on other inputs or at all; each a sentence."""
+        """Why the graph may differ from the module, on other inputs or on all; a sentence each."""
         return list(map(str, self._frame.doubts))
 
     @property
     def last_comparison(self) -> tuple[CallSignature, RunComparison] | None:
-        """How the graph compared with the module when `verify` ran last, and in which calls."""
+        """The result of the last comparison of the graph with the module by `verify`, and the signature of the call."""
         return self._last_comparison
 
     def note_comparison(self, signature: CallSignature, comparison: RunComparison) -> None:
-        """Keeps how the graph compares with the module in such calls."""
+        """Stores how the graph compares with the module in calls of this signature."""
         self.__dict__["_last_comparison"] = signature, comparison
 
     @property
@@ -146,7 +146,7 @@ class CompiledGraphModule(GraphModule):
         return self._frame.has_own_graph
 
     def input_problem(self, node: Node) -> str | None:
-        """Returns why an input cannot be patched in this graph, which was edited, if so."""
+        """Returns why an input cannot be patched in this edited graph, if it cannot."""
         return None if self._edited_calls is None else self._edited_calls.input_problem(node)
 
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,7 +154,7 @@ class CompiledGraphModule(GraphModule):
         if is_compiling() or is_tracing():
             if self.has_own_graph:
                 return self.run_graph(args, kwargs)
-            # What goes on below is traced, unless graphs below are edited: then it runs as it is.
+            # The calls below are traced, unless graphs below are edited: then they run untraced.
             is_live = self.calls_own_graphs
             return _run_live(self, args, kwargs) if is_live else self._original_module.forward(*args, **kwargs)
         if self.has_own_graph:
@@ -164,7 +164,7 @@ class CompiledGraphModule(GraphModule):
         return self.run_graph(args, kwargs) if is_asked_for else run_live(self, args, kwargs)
 
     def run_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the graph as it is now, with fresh code, or node by node in an interpreted run."""
+        """Runs the current graph: its generated code, or node by node in an interpreted run."""
         function = None if is_compiling() else interpreter.get()
         function = function or self._code().function
         if is_compiling():
@@ -183,7 +183,7 @@ class CompiledGraphModule(GraphModule):
 
         Args:
             names: The names of the nodes whose values go through `patched(name, value)`.
-            patched: Returns what stands in for a value.
+            patched: Returns the patched value.
             args: The positional arguments of `forward`.
             kwargs: The keyword arguments.
         """
@@ -200,12 +200,12 @@ class CompiledGraphModule(GraphModule):
         return self.run_patched(frozenset(), lambda _, value: value, args, kwargs)
 
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Makes sure that the graph, if it was edited, holds for this call."""
+        """Checks that the graph, if it was edited, holds for this call."""
         if self._edited_calls is not None:
             self._edited_calls.check(args, kwargs)
 
     def _unwrapped(self, result: Any) -> Any:
-        # The graphs of custom extraction functions hand out a one-element tuple.
+        # The graphs of custom extraction functions return a one-element tuple.
         return result[0] if self._frame.custom_graph is not None else result
 
     def _build(self) -> BuiltGraph:
@@ -244,7 +244,7 @@ class CompiledGraphModule(GraphModule):
         callee = self._callee_of(node)
         if callee is None:
             raise GraphError(f"there is no graph module for the call {node.name!r} in {self.path or 'the root'!r}")
-        # The target first, which it mostly is: a graph may have thousands of calls and of children.
+        # The target first, as it usually fits: a graph may have thousands of calls and children.
         names = itertools.chain([node.target], (name for name, _ in self.named_children()))
         paths = (f"{name}.{node.call_index}" if node.call_count > 1 else name for name in names)
         return next((p for p in paths if _is_writable(p) and _below(self, p) is callee), None) or self._alias(
@@ -263,7 +263,7 @@ class CompiledGraphModule(GraphModule):
         return path if _is_writable(path) else self._alias(path, path)
 
     def built(self) -> BuiltGraph:
-        """Returns the graph as it is now, with what its constants stand for."""
+        """Returns the current graph with its constants."""
         return self._build()
 
     def path_meant(self, target: str) -> str:
@@ -281,7 +281,7 @@ class CompiledGraphModule(GraphModule):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # Code is generated anew where it is needed, graphs that are only records are built anew.
+        # Code is generated again when it is needed; graphs that are only records are built again.
         state["_generated"] = {}
         state["_edited_calls"] = state["_last_comparison"] = None
         state["_callee_by_frame"] = {}
@@ -337,7 +337,7 @@ def _attribute(module: GraphModule, path: str) -> Any:
 
 
 def _held(module: Module, name: str) -> Any:
-    # A parameter may be called like a method of the class: then only the registries have it.
+    # A parameter may have the name of a method of the class: then only the registries have it.
     for registry in (module._parameters, module._buffers, module._modules, module.__dict__):
         if name in registry:
             return registry[name]

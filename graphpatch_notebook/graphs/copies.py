@@ -45,8 +45,8 @@ class FrameReference:
 def copied_frame(frame: Frame, memo: dict[int, Any]) -> Frame:
     """Returns a copy of `frame` with all frames below it, over copies of their modules.
 
-    Call sites and specs are shared: they are immutable. Where only part of a capture is copied, the copy keeps its
-    place in the original: the frame that calls it is the original one.
+    Call sites and specs are shared: they are immutable. If only part of a capture is copied, the original frame still
+    calls the copy.
     """
     if id(frame) in memo:
         return memo[id(frame)]  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ def _mapped(value: Any, nodes: dict[Node, Node]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SavedSite(Site):
-    """A call site that was saved: its code objects are gone, what it looked like is not."""
+    """A call site that was saved: it has the source lines, but no code objects."""
 
     lines: tuple[SourceLine, ...] = ()
 
@@ -227,7 +227,7 @@ class PackedGraph:
 
     Attributes:
         nodes: For each node its op, name, target, args, kwargs, type, and the name of its record.
-        constants: The objects that `get_attr` nodes of the form `_constant_0` stand for.
+        constants: The values of `get_attr` nodes called `_constant_0`, `_constant_1`, ...
         codegen: How the graph prints its signature.
     """
 

@@ -67,7 +67,7 @@ class EditedCalls:
 
     Args:
         frame: The frame that the graph was a record of.
-        recorded: Runs the graph as it was on the arguments of a call; `None` if it is not known any more.
+        recorded: Runs the original graph on the arguments of a call; `None` in a copy, which does not have it.
     """
 
     def __init__(self, frame: Frame, recorded: Recorded | None) -> None:
@@ -76,12 +76,12 @@ class EditedCalls:
         self._example = replace(CallSignature.of_frame(frame), settings=current_settings())
         self._unused: set[Any] = set()
         doubts = {doubt.reason for doubt in frame.doubts}
-        # Numbers that a submodule returns are in the graph as they were, too.
+        # Numbers that a submodule returned are constants of the graph, too.
         self._goes_by_values = (
             bool(doubts - {Reason.ROUNDS}) or bool(self._example.objects) or any(map(_returns_numbers, frame.calls()))
         )
         self._is_rounded = Reason.ROUNDS in doubts
-        # What code may look at beside its inputs: attributes, submodules and hooks, of the module and of what it calls.
+        # Beside its inputs, code may read attributes, submodules and hooks, of the module and of the modules it calls.
         self._looked_at = [frame.module, *(node.frame.module for node in frame.calls())]
         self._look = ModuleState(frame.module, is_look=True)
         self._is_as_captured = True
@@ -89,24 +89,24 @@ class EditedCalls:
         self._has_warned = False
 
     def note_unused_inputs(self, graph: fx.Graph) -> None:
-        """Notes which inputs the graph has in it as they were in the example."""
+        """Notes which inputs the graph does not read, but holds as constants of the example."""
         records = [(node, node.meta.get(RECORD)) for node in graph.nodes if node.op == "placeholder"]
         self._unused = {r.target for node, r in records if isinstance(r, Node) and not node.users}
 
     def input_problem(self, node: Node) -> str | None:
-        """Returns why a patch on this input would not do in the graph what it does in the module, if so."""
+        """Returns why a patch on this input would act differently in the graph than in the module, if it would."""
         if isinstance(node.spec, ScalarSpec) and node.target in self._unused:
-            return f"was {node.spec} in the example, and is so in the edited graph, whatever it is given"
+            return f"was {node.spec} in the example, and the edited graph always uses that value"
         if node.target in {name for pair in self._frame.conditions.same_inputs for name, _ in pair}:
-            return "was one tensor with another input of the example, from which the edited graph cannot tell it"
+            return "was the same tensor as another input of the example, and the edited graph cannot distinguish them"
         return None
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Makes sure that the graph holds for this call.
+        """Checks that the graph holds for this call.
 
         Raises:
-            GraphError: It does not: the call has other flags or inputs than the example, or the graph, before it was
-                edited, did something else than the module.
+            GraphError: It does not: the call has other flags or inputs than the example, or the original graph differs
+                from the module.
 
         Warns:
             EditedGraphWarning: The two cannot be compared on these inputs.
@@ -128,7 +128,7 @@ class EditedCalls:
             self._judge(self._comparison(CallSignature.of(values), args, kwargs))
 
     def _look_again(self) -> None:
-        """Forgets what was compared if the modules have changed, by more than writes and new hooks."""
+        """Drops earlier comparisons if the modules have changed in other ways than by writes and new hooks."""
         changes = [change for module in self._looked_at for change in self._look.replaced_in(module)]
         if changes:
             self._look = ModuleState(self._frame.module, is_look=True)
@@ -137,7 +137,7 @@ class EditedCalls:
             self._compared.clear()
 
     def _is_left_out(self, difference: Difference) -> bool:
-        """Whether the graph has what differs in it as it was, however the call compares on these numbers."""
+        """Whether the graph holds the differing value as a constant, so that equal results would not prove anything."""
         if difference.aspect is Aspect.SPLIT:
             return True
         if difference.aspect is not Aspect.VALUE or {difference.was, difference.now} <= {ABSENT, ScalarSpec(None)}:
@@ -150,9 +150,9 @@ class EditedCalls:
             return self._compared[key]
         if self._recorded is None:
             return RunComparison(
-                ComparisonOutcome.NOT_COMPARABLE, "what it was before it was edited is not known in a copy"
+                ComparisonOutcome.NOT_COMPARABLE, "a copy does not have the graph as it was before the edit"
             )
-        # Without context variables: libraries collect hidden states in some, which these runs are not to add to.
+        # Without context variables: libraries collect hidden states in some, and these runs must not add to them.
         found = Context().run(self._run_both, self._recorded, args, kwargs)
         if len(self._compared) >= _MOST_SIGNATURES:
             self._compared.clear()
@@ -175,8 +175,8 @@ class EditedCalls:
     def _judge(self, comparison: RunComparison) -> None:
         if comparison.is_difference:
             raise self._error(
-                f"before it was edited, it did something else than the module ({comparison}), for it has sizes, flags "
-                "or branches of the example in it"
+                f"before it was edited, it differed from the module ({comparison}), as it holds sizes, flags or "
+                "branches of the example"
             )
         if comparison.outcome is ComparisonOutcome.UNREPEATABLE:
             raise self._error(f"it is unlike the example's, and cannot be compared with the module ({comparison})")
@@ -184,7 +184,7 @@ class EditedCalls:
             self._has_warned = True
             warn(
                 f"the edited graph of {self._who()} cannot be compared with the module on inputs unlike the example's: "
-                f"{comparison}; sizes, flags and branches that it has in it are those of the example",
+                f"{comparison}; it holds sizes, flags and branches of the example",
                 EditedGraphWarning,
                 stacklevel=2,
             )
@@ -192,7 +192,7 @@ class EditedCalls:
     def _error(self, why: str) -> GraphError:
         return GraphError(
             f"the edited graph of {self._who()} does not hold for this call: {why}; make the PatchableGraph with "
-            "inputs like these, or edit the graph of a module below it that has none of these"
+            "inputs like these, or edit the graph of a module below it that does not depend on them"
         )
 
     def _who(self) -> str:
@@ -213,18 +213,18 @@ _GRAPH_MODULE_GETS_TENSOR = "the graph module: graph_module.{} = tensor"
 
 
 def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Callable[[str], str]) -> None:
-    """Makes sure that an edited graph can be written down as code, and that there is all that it refers to.
+    """Checks that an edited graph can be written as code, and that everything that it refers to exists.
 
     Args:
         graph: The graph.
         frame: Its frame.
         owner: The graph module, which has what the graph refers to.
-        path_meant: Returns the attribute path of the user's module that the graph has as some other one.
+        path_meant: Returns the attribute path of the user's module for a path in the graph.
 
     Raises:
-        GraphError: It cannot; the message says which node it is, and how to put it right.
+        GraphError: A check fails; the message names the node and the repair.
     """
-    # Custom graphs are run with the user's module, which has to have what they refer to.
+    # Custom graphs run with the user's module, which must have what they refer to.
     is_custom = frame.custom_graph is not None
     owner, put = (frame.module, MODULE_GETS_TENSOR) if is_custom else (owner, _GRAPH_MODULE_GETS_TENSOR)
     nodes = [node for node in graph.nodes if not _reads_as_recorded(node, path_meant)]
@@ -236,7 +236,7 @@ def check_edited(graph: fx.Graph, frame: Frame, owner: Module, path_meant: Calla
 
 
 def _reads_as_recorded(node: fx.Node, path_meant: Callable[[str], str]) -> bool:
-    """Whether a node reads what the module read: that may be there during calls only."""
+    """Whether a node reads what the module read, which may exist only during calls."""
     record = node.meta.get(RECORD)
     return node.op == "get_attr" and isinstance(record, Node) and path_meant(str(node.target)) == record.target
 
@@ -248,15 +248,15 @@ Fingerprint = list[tuple[Any, ...]]
 
 
 def fingerprint(graph: fx.Graph) -> Fingerprint:
-    """Returns what tells the graph from an edited one."""
+    """Returns a value that differs after any edit of the graph."""
     return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 def update_records(frame: Frame, graph: fx.Graph, attribute: Callable[[str], Any]) -> None:
-    """Makes the records of `frame` those of its edited graph: each node of it has one, under a name of its own.
+    """Updates the records of `frame` to those of its edited graph: each node has one, under a unique name.
 
-    What new nodes hold, and what may have changed behind them, is found out on tensors without data (of the device
-    `meta`); where that does not work, it is not known.
+    The values of new nodes, and of those that depend on them, are computed on the meta device. They are unknown if that
+    fails.
 
     Args:
         frame: The frame.
@@ -294,11 +294,11 @@ def _record_of(node: fx.Node, kept: set[int]) -> Node | None:
 
 
 class _Specs:
-    """What is known of the values of a graph, node by node.
+    """Infers the specs of the values of a graph, node by node.
 
     Args:
         attribute: Returns what `get_attr` nodes read, by its path.
-        is_wrapped: Whether the output is in a tuple of its own, as in custom graphs.
+        is_wrapped: Whether the output is wrapped in a tuple, as in custom graphs.
     """
 
     def __init__(self, attribute: Callable[[str], Any], *, is_wrapped: bool) -> None:
@@ -338,13 +338,13 @@ class _Specs:
                 return _on(describe(getattr(args[0], str(node.target))(*args[1:], **kwargs)), devices)
             if node.op == "call_function" and callable(node.target):
                 return _on(describe(node.target(*args, **kwargs)), devices)
-        except Exception:  # whatever the user's function says to tensors without data
+        except Exception:  # raised by the user's function on meta tensors
             return None
         return None
 
 
 class _UnknownValueError(Exception):
-    """The value of a node cannot be made up (caught here)."""
+    """A value cannot be made without data (caught here)."""
 
 
 def _without_data(spec: ValueSpec, devices: list[torch.device]) -> Any:

@@ -63,7 +63,7 @@ class _SharedCode:
     def __init__(self, text: str) -> None:
         file = f"{_FILE} {next(_numbers)}>"
         self.module_code = compile(text, file, "exec")
-        # Without a modification time the entry stays until it is taken out.
+        # An entry without a modification time stays until it is removed.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         weakref.finalize(self, linecache.cache.pop, file, None)
 
@@ -72,9 +72,9 @@ _shared: weakref.WeakValueDictionary[str, _SharedCode] = weakref.WeakValueDictio
 
 
 def generate(graph: fx.Graph) -> GeneratedCode:
-    """Returns the code of `graph` as it is now.
+    """Returns the code of the current `graph`.
 
-    Graphs with equal source share one code object, whatever the globals that it runs with.
+    Graphs with equal source share one code object, even if their globals differ.
 
     Example:
         >>> graph = fx.Graph()
@@ -101,14 +101,14 @@ def generate(graph: fx.Graph) -> GeneratedCode:
 
 
 def _escape_keywords(graph: fx.Graph) -> None:
-    """Has fx write `getattr(self, "lambda")`: it does so for names that are no identifiers, but keywords are."""
+    """Makes fx write `getattr(self, "lambda")`: it does so for names that are not identifiers, but keywords are."""
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and any(map(keyword.iskeyword, str(node.target).split("."))):
             node.target = _EscapedPath(node.target)
 
 
 class _EscapedPath(str):
-    """An attribute path whose parts do not pass for identifiers."""
+    """An attribute path whose parts are not taken for identifiers."""
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return [_EscapedName(part) for part in super().split(sep, maxsplit)]
@@ -123,7 +123,7 @@ def name_assigned_at(code: CodeType, line: int) -> str | None:
     """Returns the name of the node whose value a line of generated code makes; `None` for any other code or line."""
     if not code.co_filename.startswith(_FILE):
         return None
-    # The value of `x[i] = v` is that of the node which the line goes on to name.
+    # The value of `x[i] = v` is that of the node that the rest of the line names.
     found = re.match(r"\s*(?:\w+\[.*\] = .*;  )?(\w+)(?: : [^=]+)? = ", linecache.getline(code.co_filename, line))
     return found.group(1) if found else None
 
@@ -140,12 +140,12 @@ _patches: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("graphpatch_
 
 
 def patches_from(patched: Callable[[str, Any], Any]) -> AbstractContextManager[None]:
-    """Makes `patched(name, value)` answer for the patched values that come up in the block."""
+    """Makes `patched(name, value)` return the patched values inside the block."""
     return holding(_patches, patched)
 
 
 def woven_patched(value: Any, name: str) -> Any:
-    """Returns what stands in for the value of the node `name`; what woven code calls."""
+    """Returns the patched value of the node `name`. Called by generated code."""
     patched = _patches.get()
     return value if patched is None else patched(name, value)
 

@@ -92,7 +92,7 @@ class _HierarchyBuilder:
                 self._pending.append((mirror, name, child))
 
     def _elsewhere(self, module: Module) -> Module:
-        """Returns what stands for a module that the frame that holds it does not call."""
+        """Returns the graph module of a module that is not called by the frame that holds it."""
         known = self._by_module.get(id(module))
         if known is None:
             is_used = any(id(inside) in self._by_module for inside in module.modules())
@@ -141,10 +141,10 @@ def _container(module: Module) -> Module:
 def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], None]) -> None:
     """Calls `function(graph_module, module)` for each graph module that has a graph, innermost first.
 
-    Where it edited the graph, the edited graph is the module from then on; where it did not, nothing changes.
+    If it edits the graph, the edited graph replaces the module; if not, nothing changes.
 
     Raises:
-        CaptureError: An edited graph is not well formed, or needs what is no longer there.
+        CaptureError: An edited graph is malformed, or refers to something that is gone.
         Exception: Whatever `function` raises.
     """
     for callee in graph_module.callees():
@@ -161,5 +161,5 @@ def postprocess(graph_module: GraphModule, function: Callable[[Any, Module], Non
         frame = graph_module.frame
         raise CaptureError(
             f"the postprocessing function left the graph of {format_path(frame.path) or '<root>'!r} "
-            f"({type(frame.module).__name__}) not fit to run: {error}"
+            f"({type(frame.module).__name__}) in a state that cannot run: {error}"
         ) from error

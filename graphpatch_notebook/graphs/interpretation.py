@@ -1,9 +1,9 @@
 """Runs the graphs of a model node by node, each by a `torch.fx.Interpreter`, instead of as generated code.
 
-Slower, but an error names its node, and every value can be looked at as it comes up.
+It is slower than generated code, but an error names its node, and a callback sees every value.
 
     GraphInterpreter.run
-    └── graph module            with the hooks of its module, as ever
+    └── graph module            with the hooks of its module, as always
         └── run_graph           of each frame: `Interpretation` in place of generated code
             └── _FrameInterpreter.run_node
 """
@@ -37,12 +37,12 @@ _STARS = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEY
 class GraphInterpreter:
     """Runs a hierarchy of graph modules node by node.
 
-    The graphs run as they are, also where they are known not to equal the model on such inputs: a warning says so.
-    What has no graph runs as it is.
+    All graphs run, including those that may differ from the model on such inputs: a warning says so. Modules without a
+    graph run themselves.
 
     Args:
         graph_module: The root of the hierarchy.
-        on_node: Called with the path and the value (no copy) of each node, when it has come up.
+        on_node: Called with the path and the value (not a copy) of each node once it is computed.
         before_run: Called before each run.
 
     Example:
@@ -72,10 +72,10 @@ class GraphInterpreter:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the graphs return on these inputs, bit for bit as if they had run as generated code.
 
-        What the graphs write into buffers, and the random generators, are put back afterwards.
+        Buffers that the graphs write into, and the random generators, are restored afterwards.
 
         Raises:
-            Exception: Whatever a node raises, with a note that names the node, its operation, the shapes, the line.
+            Exception: Raised by a node, with a note that names the node, its operation, the shapes and the line.
         """
         if self._before_run is not None:
             self._before_run()
@@ -107,14 +107,14 @@ class Interpretation:
         return _FrameInterpreter(graph_module, bound, self.on_node).run()
 
     def warn(self) -> None:
-        """Gives one warning for all graphs that ran though nobody knows whether they equal their modules."""
+        """Gives one warning for all graphs that ran without being known to equal their modules."""
         if not self._unverified:
             return
         more = f"\n  ... and {len(self._unverified) - _MOST} more" if len(self._unverified) > _MOST else ""
         lines = "".join(f"\n  {line}" for line in self._unverified[:_MOST])
         warnings.warn(
             "graphs were interpreted that are not known to equal the model's own code on such inputs, so that their "
-            f"result may be another one than the model's; PatchableGraph.verify compares them:{lines}{more}",
+            f"result may differ from the model's; PatchableGraph.verify compares them:{lines}{more}",
             UnverifiedGraphWarning,
             stacklevel=3,
         )
@@ -150,7 +150,7 @@ class _FrameInterpreter(fx.Interpreter):
         return self._bound[target.lstrip("*")]
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a graph module. Graphs of files reach some modules by names that only the user's module knows."""
+        """Calls a graph module. Graphs of files refer to some modules by names that only the user's module has."""
         module = self.fetch_attr(target)
         record = self._node.meta.get(RECORD) if self._node is not None else None
         if isinstance(record, CallNode) and module is record.frame.module:
@@ -167,7 +167,7 @@ class _FrameInterpreter(fx.Interpreter):
         return map_arguments(n.args, lookup), map_arguments(n.kwargs, lookup)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one node, and says which it was if that raises."""
+        """Runs one node; adds a note about it to an error that it raises."""
         self._node = n
         try:
             value = super().run_node(n)

@@ -1,13 +1,13 @@
 """The graph modules: a hierarchy that mirrors the model's, in which graphs run in place of the modules' own code.
 
-    GraphModule                  stands for one frame of one of the user's modules
-    ├── CompiledGraphModule      runs its graph, where that is known to equal the module
+    GraphModule                  one frame of one of the user's modules
+    ├── CompiledGraphModule      has a graph, and runs it if it replaces the module
     ├── OpaqueGraphModule        has no graph: runs the module
     └── UnusedModule             was not reached by the example: runs the module
     MultiplyInvokedModule        the graph modules of a module that was called several times
 
-A graph module shares parameters, buffers and hooks with its module (the very same dictionaries), has the graph modules
-of the submodules under their own names, and hands all other attributes through.
+A graph module shares parameters, buffers and hooks with its module (the same dictionaries), has the graph modules of
+the submodules under the same names, and reads all other attributes from its module.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAKE_MODULES = type(vars(Module())["_modules"])
 
 
 class Mirror(Module):
-    """A module that stands for another one, with which it shares all but the submodules. Abstract."""
+    """A module that shares everything but the submodules with another module. Abstract."""
 
     # Set without `Module.__init__`: a hierarchy may have thousands of these.
     _original_module: Module
@@ -109,7 +109,7 @@ class Mirror(Module):
         self._original_module.train(mode)
         return self
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # what `to`, `half`, `cuda`, ... are made of
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # called by `to`, `half`, `cuda`, ...
         self._original_module._apply(*args, **kwargs)
         return self
 
@@ -134,7 +134,7 @@ class Hierarchy:
     """What all graph modules of one model share.
 
     Attributes:
-        has_own_graphs: Whether there are graphs that are their module, rather than a record of it: edited ones, and
+        has_own_graphs: Whether there are graphs that replace their module, rather than record it: edited ones, and
             those of custom extraction functions.
         edits: How often a graph was edited.
     """
@@ -145,9 +145,9 @@ class Hierarchy:
 
 
 class GraphModule(Mirror):
-    """Stands for one frame: one invocation of one of the user's modules. Abstract.
+    """The graph module of one frame: one invocation of one of the user's modules. Abstract.
 
-    Called like the module, and returns what the module returns.
+    It is called like the module, and returns what the module returns.
     """
 
     _frame: Frame
@@ -173,18 +173,18 @@ class GraphModule(Mirror):
 
     @property
     def reason(self) -> str | None:
-        """Why there is no graph, or why the graph does not stand for the module; `None` where it may."""
+        """Why there is no graph, or why the graph may differ from the module; `None` if neither applies."""
         reasons = (self._frame.opaque_reason, self._frame.custom_failure)
         return "; ".join(reason for reason in reasons if reason is not None) or None
 
     @property
     def has_own_graph(self) -> bool:
-        """Whether there is a graph that *is* the module (edited, or custom), rather than a record of it."""
+        """Whether there is a graph that replaces the module (edited, or custom), rather than records it."""
         return False
 
     @property
     def calls_own_graphs(self) -> bool:
-        """Whether there may be graphs below this one that are their module."""
+        """Whether there may be graphs below this one that replace their module."""
         return self._hierarchy.has_own_graphs
 
     @property
@@ -193,7 +193,7 @@ class GraphModule(Mirror):
         return self._hierarchy.edits
 
     def callee(self, module: Module, call_index: int) -> GraphModule | None:
-        """Returns the graph module of the given call of `module` in this frame, if it came up during capture."""
+        """Returns the graph module of the given call of `module` in this frame, if the capture had that call."""
         for callee in self._callees:
             call = callee._frame.call
             if callee._original_module is module and call is not None and call.call_index == call_index:
@@ -211,9 +211,9 @@ class GraphModule(Mirror):
             yield from callee.walk()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the hooks of the user's module and the frame, or the frame alone where a graph calls it.
+        """Runs the hooks of the user's module and the frame, or the frame alone if a graph calls it.
 
-        What hooks do to tensors is part of the graph of the caller.
+        The graph of the caller already has what hooks do to tensors.
         """
         if is_compiling():
             is_inside = self._frame.parent is not None
@@ -228,18 +228,18 @@ class GraphModule(Mirror):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the frame: its graph, or the module where there is none that can stand for it."""
+        """Runs the frame: its graph, or the module if no graph can replace it."""
         if is_hooked(self._original_module):
             return run_in_hook(self._original_module, self.run_frame, args, kwargs)
         return self.run_frame(args, kwargs)
 
     @abstractmethod
     def run_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs what lies inside of all hooks."""
+        """Runs the frame inside of all hooks."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        # The frame first: its copy brings along those of all frames below it, which the callees then find.
+        # The frame first: copying it also copies all frames below it, and the callees then use these copies.
         return {"_frame": FrameReference(self._frame)} | {k: v for k, v in self.__dict__.items() if k != "_frame"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ def run_live(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _Router:
-    """Diverts what a module calls to the graph modules of these calls."""
+    """Redirects the calls of submodules to the graph modules of these calls."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self._graph_module = graph_module
@@ -281,7 +281,7 @@ class _Router:
 class OpaqueGraphModule(GraphModule):
     """A module without a graph. Runs the module itself.
 
-    The options say to skip it, it could not be captured, or its weight is quantized; `reason` tells.
+    The options say to skip it, it could not be captured, or its weight is quantized; `reason` says which.
 
     Example:
         >>> import torch
@@ -357,10 +357,10 @@ class MultiplyInvokedModule(ModuleList):
         return getattr(self.__dict__["_original_module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the next of the calls where a graph calls, which counts them.
+        """Runs the next of the calls if a graph calls it; the running graph counts its calls.
 
         Raises:
-            GraphError: Nobody counts: which of the calls is meant cannot be told.
+            GraphError: It is not called by a graph, so it is not known which call is meant.
         """
         caller = running_graph.get()
         if caller is not None:

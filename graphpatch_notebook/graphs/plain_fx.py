@@ -4,9 +4,9 @@
     mul = hidden * 2                     patch_hidden = self.patch_hidden(hidden)
                                          mul = patch_hidden * 2
 
-The modules have the names that they have in the model, share its parameters and buffers, and know nothing of this
-package but for the patches. A graph is a record of one run: the graph of the whole checks that its inputs look like
-those of that run, and that the modules are in the modes that they were in.
+The modules have the same names as in the model, share its parameters and buffers, and depend on this package only for
+the patches. A graph is a record of one run: the root graph checks that its inputs look like those of that run, and that
+the modules are in the same modes.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ from graphpatch_notebook.torch_compat import codegen_of
 from graphpatch_notebook.values import Key, ScalarSpec, replaced, take
 
 Patched = Mapping[Node, Sequence["tuple[tuple[Key, ...], Sequence[Patch[Any]]]"]]
-"""What is patched: for each node the places in its value, each with its patches, in order."""
+"""The patches of each node, in order, by the keys that lead to the patched part of its value."""
 
 
 def plain_fx_module(root: GraphModule, patched: Patched, *, any_size: bool) -> tuple[fx.GraphModule, InputCheck]:
-    """Returns the hierarchy from `root` down as plain modules, with patches woven in, and what checks its inputs.
+    """Returns the hierarchy from `root` down as plain modules, with patches inserted, and the check of its inputs.
 
     Args:
         root: The graph module of the whole model.
         patched: The patches.
-        any_size: Whether inputs of other sizes than the example's are let in.
+        any_size: Whether inputs of other sizes than the example's are accepted.
 
     Raises:
-        GraphError: There is no graph of some frame; the message names them all.
+        GraphError: Some frames have no graph; the message names them all.
     """
     opaque = [graph for graph in root.walk() if graph.frame.opaque_reason is not None]
     if opaque:
         listed = "; ".join(f"{graph.path or '<root>'!r}: {graph.frame.opaque_reason}" for graph in opaque)
-        raise GraphError(f"there is no graph of every part of the model, so it cannot be written as one: {listed}")
+        raise GraphError(f"some parts of the model have no graph, so it cannot be written as one graph: {listed}")
     woven: set[Node] = set()
     check = InputCheck(root.frame, any_size=any_size)
     result = _Writer(root, patched, woven, check).module()
     if missing := [node.name for node in patched if node not in woven]:
-        raise GraphError(f"these patched nodes do not stand in the graphs: {', '.join(map(repr, missing))}")
+        raise GraphError(f"these patched nodes are not in the graphs: {', '.join(map(repr, missing))}")
     return result, check
 
 
 class PatchedValue(Module):
-    """Returns what stands in for a value of the model, from its patches. What such a graph calls where one is patched.
+    """Applies patches to a value of the model. The graph calls it where a node is patched.
 
     Args:
-        patches: The patches, in order; what they hold is looked up in each run.
-        dig: The keys that lead from the value to what is patched in it.
-        is_written: Whether the value was written into a tensor that others hold, and so must be what stands in for it.
-        is_shown_copied: Whether patches that only look are shown a copy: the model writes into the value later.
-        is_shown_alias: Whether they are shown an alias that takes the place of the value: an input of the module.
+        patches: The patches, in order; their values are read in each run.
+        dig: The keys that lead from the value to the patched part of it.
+        is_written: Whether the value was written into a tensor that others hold: so is the patched value.
+        is_shown_copied: Whether patches that only read the value get a copy, as the model writes into it later.
+        is_shown_alias: Whether they get an alias that replaces the value: it is an input of the module.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PatchedValue(Module):
 
 
 class _Writer:
-    """Writes the module of one frame, and those of the frames below it. That of the root checks its inputs first."""
+    """Writes the module of one frame, and those of the frames below it. The root module checks its inputs first."""
 
     def __init__(self, graph_module: GraphModule, patched: Patched, woven: set[Node], check: InputCheck) -> None:
         assert isinstance(graph_module, CompiledGraphModule)
@@ -140,7 +140,7 @@ class _Writer:
         copies: dict[fx.Node, fx.Node] = {}
         returned = self._graph.graph_copy(self._source.graph, copies)
         if self._frame.custom_graph is not None:
-            returned = returned[0]  # type: ignore[index]  # such a graph hands out a one-element tuple
+            returned = returned[0]  # type: ignore[index]  # such a graph returns a one-element tuple
         self._graph.set_codegen(codegen_of(self._source.graph))
         output = self._graph.output(returned)
         placeholders = [copies[node] for node in self._source.graph.nodes if node.op == "placeholder"]
@@ -161,7 +161,7 @@ class _Writer:
         self._graph.lint()
         try:
             result = fx.GraphModule(self._held, self._graph, type(self._frame.module).__name__)
-        except AssertionError as error:  # torch 2.4, of two functions that call themselves the same
+        except AssertionError as error:  # torch 2.4, if two functions have the same name
             raise GraphError(f"torch {torch.__version__} cannot write the code of {self._source.path!r}") from error
         for path in self._not_saved:
             holder, _, name = path.rpartition(".")
@@ -174,7 +174,7 @@ class _Writer:
     # -- what the graph refers to --------------------------------------------------------------------------------------
 
     def _hold(self, old: fx.Node, new: fx.Node) -> None:
-        """Puts what a node refers to where a plain module has it."""
+        """Stores the value that a node refers to on the plain module."""
         record: Node | None = old.meta.get(RECORD)
         if new.op == "call_module":
             callee = _callee(self._source, record)
@@ -199,7 +199,7 @@ class _Writer:
             raise GraphError(str(error)) from None
 
     def _put(self, path: str, value: Any) -> str:
-        if isinstance(value, fx.Node):  # a module that an edited graph calls, and of which there is no graph
+        if isinstance(value, fx.Node):  # a module without a graph, called by an edited graph
             value = _value(self._source, str(value.target))
         safe = ".".join(map(_safe_name, path.split(".")))
         if self._held.get(safe, value) is not value:
@@ -235,7 +235,7 @@ class _Writer:
         return self._graph.create_node("call_module", name, (value,), name=name)
 
     def _with_patched(self, value: Any, dig: tuple[Key, ...], patches: Sequence[Patch[Any]]) -> Any:
-        """Returns how the output stands in the graph with patches on a part of it."""
+        """Returns the output as the graph holds it, with patches on a part of it."""
         if isinstance(value, fx.Node) or not dig:
             return self._call(value, dig, patches, self._frame.output_node)
         key, *rest = dig
@@ -252,14 +252,14 @@ class _Writer:
 
 
 def _bring_together(placeholders: list[fx.Node]) -> None:
-    """Moves the reads of parts of inputs, which may stand between the parameters, behind them: patches come before."""
+    """Moves reads of parts of inputs behind the last parameter, as patches of the inputs have to run first."""
     for before, placeholder in pairwise(placeholders):
         if before.next is not placeholder:
             before.append(placeholder)
 
 
 def _drop_unused_reads(copies: dict[fx.Node, fx.Node]) -> None:
-    """Takes out what only told Python where to go in the recorded run: compilers cannot follow it."""
+    """Removes reads of values that only decided the control flow of the recorded run: compilers cannot trace them."""
     for old, new in reversed(copies.items()):
         record: Node | None = old.meta.get(RECORD)
         if record is None or record.kind != "op" or record.is_in_place or new.users:
@@ -282,14 +282,14 @@ def _value(source: CompiledGraphModule, path: str) -> Any:
 
 
 def _is_saved(module: Module, record: Node) -> bool:
-    """Whether a tensor of the model stands in its state dict."""
+    """Whether a tensor of the model is in its state dict."""
     holder, _, name = str(record.target).rpartition(".")
     owner = module.get_submodule(holder)
     return name in owner._parameters or (name in owner._buffers and name not in owner._non_persistent_buffers_set)
 
 
 def _traceable(target: Any) -> Callable[..., Any]:
-    """Returns a function that compilers can look into, for one of ours that they cannot."""
+    """Returns a function that compilers can trace, for one of ours that they cannot."""
     if isinstance(target, Container) and target.is_by_name and dataclasses.is_dataclass(target.type):
         return printable(target.type)  # type: ignore[no-any-return]
     return target  # type: ignore[no-any-return]
@@ -305,7 +305,7 @@ def _safe_name(name: str) -> str:
 
 
 def listed_doubts(root: GraphModule) -> str:
-    """Returns what speaks against the graphs on other inputs, frame by frame; empty where nothing does."""
+    """Returns the doubts about the graphs on other inputs, frame by frame; empty if there are none."""
     found = ((graph.path or "<root>", str(doubt)) for graph in root.walk() for doubt in graph.frame.doubts)
     return "; ".join(f"{path!r} {doubt}" for path, doubt in found)
 
@@ -316,7 +316,7 @@ _IGNORED = frozenset({Aspect.CLASS, Aspect.DEVICE, Aspect.REQUIRES_GRAD, Aspect.
 
 
 class InputCheck(Module):
-    """Raises where a call does not look like the recorded one; else does nothing. Compilers can look into it.
+    """Raises an error if a call does not look like the recorded one. Compilers can trace it.
 
     The modules must also be in the modes of the recorded run.
 
@@ -335,12 +335,12 @@ class InputCheck(Module):
         self._is_noting_layouts = False
 
     def add_module_below(self, path: str, module: Module) -> None:
-        """Lets calls through only while `module` stays in the mode that it is in."""
-        self.modules_below.insert(0, (path, module, module.training))  # callers come after what they call
+        """Accepts calls only while `module` stays in its current mode."""
+        self.modules_below.insert(0, (path, module, module.training))  # callers come after their callees
 
     @contextmanager
     def noting_layouts(self) -> Iterator[None]:
-        """Makes the way in which inputs lie in memory in the block the one in which they must lie afterwards."""
+        """Requires the memory layout of the inputs in the block of all later calls."""
         self._is_noting_layouts = True
         try:
             yield
@@ -351,7 +351,7 @@ class InputCheck(Module):
         """Checks the inputs, given in the order of the parameters.
 
         Raises:
-            GraphError: One of them does not look like it did, or a module is in another mode.
+            GraphError: One of them does not look like in the example, or a module is in another mode.
         """
         self._check_modes()
         differences = self.signature.differences(values)
@@ -385,7 +385,7 @@ class InputCheck(Module):
 def _other_mode(who: str, was_training: bool) -> str:
     was, now = ("train", "eval") if was_training else ("eval", "train")
     return (
-        f"{who} was captured in {was} mode, and is in {now} mode now, which changes nothing in it (dropout and the "
+        f"{who} was captured in {was} mode, and is in {now} mode now, which does not change the graph (dropout and the "
         f"like stay as they were); call {was}() on what was in {was} mode, or make another graph, with pg.to_fx(...) "
         f"of a PatchableGraph of the model in {now} mode"
     )

@@ -1,8 +1,8 @@
-"""What runs at present, a graph or the module's own code, and the hooks between them.
+"""What is running: a graph or the module's own code, and the hooks between them.
 
 In a live run the module's own code runs in place of its graph, and so does that of all it calls. Graphs below it do not
-run: code may hand something on that no graph holds, by a global, a context variable or a hook (transformers collects
-hidden states so), and only other code picks it up.
+run: code may pass on a value that no graph holds, through a global, a context variable or a hook (transformers collects
+hidden states like that), and only other code reads it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from graphpatch_notebook.torch_compat import forward_hooks, forward_pre_hooks
 
 
 class RunningGraph:
-    """The graph that runs at present, and how the graph modules that it calls are to run.
+    """The graph that is running, and how the graph modules that it calls run.
 
     Attributes:
-        is_record: Whether it is a record of the module's own code: then what the hooks of submodules do to tensors is
-            part of it.
-        is_patched_run: Whether it runs in place of its module in a call of a `PatchableGraph`: then what it calls are
-            the user's modules, whose calls such a run sees.
+        is_record: Whether it is a record of the module's own code. It includes what hooks of submodules do to tensors.
+        is_patched_run: Whether it runs in place of its module in a call of a `PatchableGraph`. Then it calls the user's
+            modules, as such a run sees their calls.
         counts: How often it called each module that it calls several times.
     """
 
@@ -52,7 +51,7 @@ running_graph: ContextVar[RunningGraph | None] = ContextVar("graphpatch_running_
 
 
 interpreter: ContextVar[Callable[..., Any] | None] = ContextVar("graphpatch_interpreter", default=None)
-"""What runs graphs node by node at present, given a graph module and its inputs; `None` where their code runs."""
+"""Runs graphs node by node, given a graph module and its inputs; `None` if their generated code runs."""
 
 
 def run_as(
@@ -65,7 +64,7 @@ def run_as(
 
 def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:
     running_graph.set(outer)
-    # In the graph `with torch.no_grad():` is two calls, of which the second may be missing: after an error, or
+    # In the graph `with torch.no_grad():` is two calls. The second one may be missing: after an error, or
     # where torch itself does it (in `autograd.Function`), out of sight.
     if torch.is_grad_enabled() != grad_was_enabled:
         torch.set_grad_enabled(grad_was_enabled)
@@ -75,11 +74,11 @@ def _take_back(outer: RunningGraph | None, grad_was_enabled: bool) -> None:
 
 
 trusted: ContextVar[Collection[Module]] = ContextVar("graphpatch_trusted_graphs", default=())
-"""The graphs that run in place of their modules at present although they are only records of these."""
+"""The graphs that currently run in place of their modules although they are only records."""
 
 
 def is_hooked(module: Module) -> bool:
-    """Whether hooks of accelerate lie around the module's own forward."""
+    """Whether hooks of accelerate wrap the module's own forward."""
     return innermost_forward(module) != "forward"
 
 
@@ -92,17 +91,17 @@ def run_in_hook(module: Module, run: Callable[..., Any], args: tuple[Any, ...], 
 
 
 def observed_by(watching: Observer) -> AbstractContextManager[None]:
-    """Makes `watching` see the swapped forwards that run in the block."""
+    """Makes `watching` observe the swapped forwards that run in the block."""
     return holding(observer, watching)
 
 
 def unobserved() -> AbstractContextManager[None]:
-    """Keeps whoever observes at present from seeing the forwards that run in the block."""
+    """Hides the forwards that run in the block from the current observer."""
     return observed_by(_NOBODY)
 
 
 class _Nobody:
-    """Takes no notice, and keeps others from taking notice."""
+    """Ignores all forwards, and hides them from other observers."""
 
     def on_forward(self, module: Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return invoke(forward, args, kwargs)
@@ -112,7 +111,7 @@ _NOBODY = _Nobody()
 
 
 class _Diversion:
-    """Diverts the forward of one module."""
+    """Redirects the forward of one module."""
 
     def __init__(self, module: Module, run: Callable[..., Any]) -> None:
         self._module = module
@@ -127,17 +126,17 @@ class _Diversion:
 
 
 def call_with_hooks(module: Module, recorded: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs `forward` of `module` between its hooks, and returns what the caller gets.
+    """Runs `forward` of `module` between its hooks, and returns the result that the caller gets.
 
     Args:
         module: The module.
-        recorded: The ids of the hooks that ran when the caller was captured: they run for what else they do, and what
-            they return, which the caller's graph computes itself, is dropped.
+        recorded: The ids of the hooks that ran when the caller was captured. They run for their side effects; what they
+            return is dropped, as the caller's graph computes it.
         args: The positional arguments of `forward`.
         kwargs: The keyword arguments.
 
     Raises:
-        GraphError: A recorded hook writes into a tensor, as the graph does, too.
+        GraphError: A recorded hook writes into a tensor, which the graph also does.
     """
     for key, hook, takes_kwargs in forward_pre_hooks(module):
         if key in recorded:

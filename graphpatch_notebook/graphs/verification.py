@@ -36,7 +36,7 @@ _IN_WORDS: dict[Status, str] = {
     "differing": "differ from their modules",
     "not comparable": "cannot be compared with their modules",
     "opaque": "have no graph",
-    "own graph": "are their module (edited or custom), so that there is nothing to compare",
+    "own graph": "replace their module (edited or custom), so that there is nothing to compare",
     "not reached": "were not reached by these inputs",
 }
 
@@ -49,9 +49,9 @@ class FrameReport:
         path: The path of the frame; empty for the root.
         module_class: The class of the module.
         status: `equal`, bit for bit; `differing`, both ran and their results differ, or the graph raises; `not
-            comparable`, a run of the graph would prove nothing; `opaque`, there is no graph; `own graph`, the graph
-            *is* the module (edited, or custom); `not reached` by these inputs.
-        reason: In what they differ, why they cannot be compared, or why there is no graph.
+            comparable`, running the graph would not prove anything; `opaque`, there is no graph; `own graph`, the graph
+            replaces the module (edited, or custom); `not reached` by these inputs.
+        reason: How they differ, why they cannot be compared, or why there is no graph.
     """
 
     path: str
@@ -65,7 +65,7 @@ class FrameReport:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """How all graphs of a model compare with their modules on the same inputs. Printing it shows what is to be known.
+    """How all graphs of a model compare with their modules on the same inputs. Print it for a summary.
 
     Attributes:
         frames: A report for each frame, in order of execution.
@@ -141,8 +141,8 @@ def _rows(reports: Sequence[FrameReport]) -> list[str]:
 def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VerificationReport:
     """Compares every graph with its module on the inputs that it gets when the model runs on `args`, `kwargs`.
 
-    The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are put
-    back afterwards. Where the graph of the root is the model, nothing is compared, and nothing runs.
+    The model runs on copies of the inputs. Its buffers, and the random generators of torch, Python and numpy, are
+    restored afterwards. If the graph of the root replaces the model, nothing runs, and nothing is compared.
 
     Raises:
         Exception: Whatever the model raises on these inputs.
@@ -158,7 +158,7 @@ def verify(root: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         copy_context().run(root.frame.module, *first[0], **first[1])
     found = verifier.found
     if isinstance(root, CompiledGraphModule) and root in found and found[root].is_equal:
-        # Submodules may hand things on that no graph holds: once more, with all graphs that are equal running.
+        # Submodules may pass on values that no graph holds: compare once more, running all graphs that are equal.
         equal = frozenset(graph_module for graph_module, comparison in found.items() if comparison.is_equal)
         with afterwards(state.restore), holding(trusted, equal):
             if is_hooked(root.frame.module):  # the parameters are there only between the hooks
@@ -203,7 +203,7 @@ class _Verifier:
         return result
 
     def compare_as_a_whole(self, root: CompiledGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares the graph of the root, and with it all that are trusted, with the model."""
+        """Compares the graph of the root, and with it all trusted graphs, with the model."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return run_live(root, args, kwargs)
@@ -235,12 +235,12 @@ def _graph_of(graph_module: CompiledGraphModule) -> Callable[..., Any]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# What these hooks do is either done to tensors, and so part of the graph, or only meant for the module's own run.
+# These hooks either change tensors, which is part of the graph, or are only meant for the module's own run.
 _KNOWN_HOOKS = ("transformers.", "torch.", "accelerate.", "graphpatch_notebook.")
 
 
 def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
-    """Yields doubts where a run of the graph would leave out what hooks of the modules that it calls do."""
+    """Yields doubts if a run of the graph would not run hooks of the modules that it calls."""
     for module in (node.frame.module for node in frame.calls()):
         if type(hook := module.__dict__.get("_hf_hook")).__module__.split(".")[0] not in ("builtins", "accelerate"):
             yield Doubt(Reason.HOOKS_ARE_LEFT_OUT, f"{type(module).__name__} ({type(hook).__name__})")
@@ -250,7 +250,7 @@ def _hooks_left_out(frame: Frame) -> Iterator[Doubt]:
 
 
 def _unknown_values(frame: Frame) -> Iterator[Doubt]:
-    """Yields doubts where the graph holds on to a tensor that may be another one in the next run."""
+    """Yields doubts if the graph holds a tensor that may be replaced before the next run."""
     constants = [node for node in frame.nodes if node.kind == "constant"]
     if not constants:
         return
@@ -272,7 +272,7 @@ def _report(graph_module: GraphModule, found: dict[GraphModule, RunComparison]) 
     elif comparison is None:
         status = "not reached"
         if frame.is_below_own_graph:
-            reason = "a graph that is its module calls it"
+            reason = "it is called by a graph that replaces its module"
     elif not comparison.is_equal:
         status = "differing" if comparison.is_difference else "not comparable"
         reason = str(comparison)

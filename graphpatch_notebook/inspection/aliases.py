@@ -1,8 +1,8 @@
-"""Names that people bring along: the last part of a path, or a hook point of TransformerLens.
+"""Names from elsewhere: the last part of a path, or a hook point of TransformerLens.
 
 wte, mlp, attn.c_proj, layers.1.mlp      the end of paths      -> what these modules return
 blocks.0.hook_resid_post, hook_embed     TransformerLens       -> the value of that kind in a stack of layers
-attn.pattern, attn_weights               inside of attention   -> what opens attention that is one fused call
+attn.pattern, attn_weights               inside attention      -> how to decompose attention that is one fused call
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NORMS = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
 
 
 def meant_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
-    """Yields what may be meant by names that lead nowhere, in order of execution; nothing where there is no telling."""
+    """Yields nodes that may be meant by names that do not exist, in order of execution; nothing if none fits."""
     if names[-1].startswith("hook_") and all(name == "blocks" or name not in root.names for name in names[:1]):
         yield from _of_lens(root, names)
         return
@@ -41,7 +41,7 @@ def meant_nodes(root: Frame, names: Sequence[str]) -> Iterator[Found]:
 
 
 def fused_attention(root: Frame, names: Sequence[str]) -> Frame | None:
-    """Returns a frame whose attention is one fused call, where names ask for what lies in it: the nearest one."""
+    """Returns the nearest frame whose attention is one fused call, if the names ask for values inside attention."""
     if names[-1] not in _PATTERNS:
         return None
     fused = [

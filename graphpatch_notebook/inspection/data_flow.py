@@ -1,7 +1,7 @@
-"""Where a value of a capture comes from, and where it goes: read off the records, frame by frame.
+"""Where a value of a capture comes from, and where it is used, from the records, frame by frame.
 
-A value is a node and the keys that lead into it (a `Ref`). Across a call the flow goes on inside: what a frame gets
-as an input is what its caller gave, and what a call gives is the output of its frame.
+A value is a node and the keys that lead into it (a `Ref`). The flow continues inside a call: the input of a frame is
+the argument that its caller gave, and the value of a call is the output of its frame.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _inputs_given(call: CallNode, node: Node, keys: tuple[Key, ...]) -> list[Ref
 
 
 def _is_in(ref: Ref, node: Node, keys: tuple[Key, ...]) -> bool:
-    """Whether what `ref` stands for is the value, a part of it, or has it as a part."""
+    """Whether `ref` refers to the value, to a part of it, or to a container of it."""
     shared = min(len(ref.dig), len(keys))
     return ref.node is node and ref.dig[:shared] == keys[:shared]
 
@@ -103,7 +103,7 @@ def _given(frame: Frame, node: Node, keys: tuple[Key, ...]) -> list[Ref]:
 
 
 def bound_arguments(frame: Frame) -> Mapping[str, Any]:
-    """Returns what the caller gave for each parameter of `forward`; nothing, where that cannot be told."""
+    """Returns the argument that the caller gave for each parameter of `forward`; nothing if that is not known."""
     if frame.call is None:
         return {}
     kinds = [inspect.Parameter(p.name, p.kind) for p in frame.parameters if str(p.name).isidentifier()]
@@ -114,7 +114,7 @@ def bound_arguments(frame: Frame) -> Mapping[str, Any]:
 
 
 def at_keys(value: Any, keys: tuple[Key, ...]) -> Any:
-    """Returns what lies at `keys` in arguments as records keep them; as near to it as that can be told."""
+    """Returns the value at `keys` in recorded arguments, or the innermost known container around it."""
     for position, key in enumerate(keys):
         if isinstance(value, Ref):
             return Ref(value.node, (*value.dig, *keys[position:]))

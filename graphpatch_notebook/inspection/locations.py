@@ -16,7 +16,7 @@ _MOST_MEANT = 3
 
 
 def is_child(node: Node) -> bool:
-    """Whether a node is among those that a graph is said to have: it is no plumbing and no constant."""
+    """Whether a node is listed as a child of its graph: it is not plumbing and not a constant."""
     return is_shown(node) or (node.kind == "input" and not node.is_plumbing)
 
 
@@ -128,7 +128,7 @@ class Location:
 
     def _at_position(self, position: int) -> Location:
         if not isinstance(self.spec, ContainerSpec):
-            raise UnknownChildError(f"{self.title} is no container: it has no position {position}")
+            raise UnknownChildError(f"{self.title} is not a container: it has no position {position}")
         wanted = position + len(self.spec.children) if position < 0 else position
         found = (text for text, key, _ in self.spec.children if type(key) is int and key == wanted)
         return self.below(next(found, f"sub_{position}"))
@@ -158,5 +158,5 @@ class Location:
         """Returns the entry of this location in the tree."""
         if self.graph is not None:
             return frame_entry(self.graph, self.last_name, show_plumbing=show_plumbing, label_of=label_of)
-        assert self.spec is not None  # what is no graph has a value
+        assert self.spec is not None  # anything but a graph has a value
         return spec_entry(self.spec, self.last_name, show_all=show_plumbing, label_of=label_of)

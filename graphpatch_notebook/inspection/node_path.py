@@ -32,12 +32,12 @@ class NodePath:
 
     `pg.graph` is the root. Children are attributes and items: `pg.graph.h_0.mlp`, `pg.graph["h_0.mlp.act.mul_3"]`,
     `pg.graph.output.sub_0` (in text `output|sub_0`; `pg.graph.output[0]` is the same). Tab completes them. At a prompt
-    a path shows the tree below it; `str(path)` is its text, and a path stands for its text in `pg.patch({...})`.
+    a path shows the tree below it; `str(path)` is its text, and `pg.patch({...})` takes a path in place of its text.
 
-    The attributes of its own all begin with an underscore. A node that is called like one of them, like a Python
+    Its own attributes begin with an underscore. A node that has the same name as one of them, like a Python
     keyword, or with two underscores in front and behind is reached as an item: `pg.graph["_code"]`,
     `pg.graph["lambda"]`. Keys of dicts that hold dots or other characters with a meaning in paths are items as they
-    are (`pg.graph.output["a.b"]`); in the text of paths they stand in double quotes (`output|"a.b"`).
+    are (`pg.graph.output["a.b"]`); the text of paths has them in double quotes (`output|"a.b"`).
 
     Two paths are equal if they have the same text and belong to the same capture. Immutable.
 
@@ -135,7 +135,7 @@ class NodePath:
 
     @property
     def _shape(self) -> ValueShapes:
-        """The recorded `torch.Size`; of a container a tuple or dict of these; `None` for what is no tensor.
+        """The recorded `torch.Size`; for a container a tuple or dict of these; `None` if it is not a tensor.
 
         Of a graph a `GraphShapes`, which has the same children as the graph.
         """
@@ -172,11 +172,11 @@ class NodePath:
             printer.text(f"NodePath({str(self)!r})")
             return
         lines = self.__lines(False, tree.MAX_LINES, None)
-        printer.text(tree.coloured(lines) if tree.is_colour_terminal() else tree.plain(lines))
+        printer.text(tree.colored(lines) if tree.is_color_terminal() else tree.plain(lines))
 
 
 def location_of(path: NodePath) -> Location:
-    """Returns the location that `path` wears its attributes over."""
+    """Returns the location of `path`."""
     location: Location = object.__getattribute__(path, "_NodePath__location")  # other attributes are nodes
     return location
 
@@ -242,7 +242,7 @@ class GraphShapes:
         return self.__location.children()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("the shapes of a graph cannot be copied or pickled; keep those of single nodes")
+        raise TypeError("the shapes of a graph cannot be copied or pickled; store those of single nodes")
 
     def _ipython_key_completions_(self) -> list[str]:
         return self.__location.children()

@@ -1,6 +1,6 @@
 """`pg.nodes`: every path that can be patched, with what is known of the value there.
 
-A node whose value is a container has no entry of its own: it has one for each tensor and number in it
+A node whose value is a container has an entry for each tensor and number in it, and none for the container
 (`output|sub_0.logits`).
 """
 
@@ -37,7 +37,7 @@ class NodeMeta:
         frame_path: The path of the graph that the node is in; empty for the root.
         module_class: The name of the class of the user's module that this is the graph of.
         is_plumbing: Whether the value only carries sizes; the tree hides it.
-        is_mutated_later: Whether the model writes into this very tensor after the node.
+        is_mutated_later: Whether the model writes into this tensor after the node.
         is_view_filled_later: Whether that tensor is a view, so that a patch of it is cut off from its base.
 
     Example:
@@ -72,13 +72,13 @@ class NodeMeta:
 class NodeMap(Mapping[str, NodeMeta]):
     """Every path of a capture that can be patched, with its `NodeMeta`, in order of execution. Read-only.
 
-    The nodes of a submodule stand where it was called. Looking a path up takes the same time in any model.
+    The nodes of a submodule follow at the place of its call. A look-up takes the same time in any model.
 
     Args:
         root: The frame of the whole model.
 
     Raises:
-        UnknownPathError: (on look-up) There is no such path, or it leads to no single value; a `KeyError`.
+        UnknownPathError: (on look-up) There is no such path, or it does not lead to a single value; a `KeyError`.
 
     Example:
         >>> from graphpatch_notebook.values import TensorSpec
@@ -129,7 +129,7 @@ class NodeMap(Mapping[str, NodeMeta]):
         return self._built
 
     def _found(self, text: str) -> NodeMeta:
-        # By walking down: whoever looks one path up does not wait for a list of all.
+        # By walking down: a look-up of one path does not wait for a list of all.
         try:
             target = resolve(self._root, text)
         except Unresolvable as problem:
@@ -152,7 +152,7 @@ class NodeRows:
         specs: What was recorded of the values: leaves only.
     """
 
-    # Lists, not one record for each path: those would take longer to make than everything else here together.
+    # Lists, not one record for each path, which would take longer to make than everything else here.
     paths: list[str] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
@@ -175,7 +175,7 @@ class NodeRows:
                     self._add_frame(node.frame, f"{prefix}{format_segment(node.name)}.", states)
             elif node.is_plumbing in states and is_patchable(node):
                 path, spec = prefix + format_segment(node.name), node.spec
-                if type(spec) is TensorSpec:  # nearly all of them, for which a loop would take twice as long
+                if type(spec) is TensorSpec:  # nearly all rows, and a loop would take twice as long
                     add_path(path)
                     add_node(node)
                     add_frame(frame)
@@ -196,7 +196,7 @@ def _leaves(path: str, spec: ValueSpec) -> dict[str, ValueSpec]:
     """Returns the leaves of the value at `path`, by their own paths."""
     inside: dict[str, ValueSpec] = {}
     for dig, leaf in leaves(spec):
-        # Of two keys that read the same (1 and "1"), a path means the first.
+        # If two keys have the same text (1 and "1"), a path means the first.
         inside.setdefault(f"{path}|{'.'.join(map(format_segment, dig))}" if dig else path, leaf)
     return inside
 

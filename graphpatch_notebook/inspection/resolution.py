@@ -1,4 +1,4 @@
-"""From the text of a node path to the node that it means, or to a message that says what is wrong with it.
+"""Turns the text of a node path into the node that it means, or into a message that says what is wrong with it.
 
 "h_0.attn.output|sub_0"   text
   -> ParsedPath           names and dig (`paths`)
@@ -40,10 +40,10 @@ class Target:
 
 
 class Unresolvable(Exception):  # noqa: N818  # no error that a user sees
-    """A node path means no value that can be patched (caught inside the package, which adds the context).
+    """A node path does not mean a value that can be patched (caught inside the package, which adds the context).
 
     Attributes:
-        message: What is wrong, and what was perhaps meant.
+        message: What is wrong, and what may be meant.
         is_unknown: Whether the path does not exist at all (not: leads to a graph, a container, a constant).
     """
 
@@ -75,10 +75,10 @@ def resolve(root: Frame, path: str | ParsedPath) -> Target:
 
 
 def parse(text: str) -> ParsedPath:
-    """Returns `text` taken apart, as `parse_path` does; `<root>`, as the tree has it, is the root graph.
+    """Parses `text` as `parse_path` does; `<root>`, as in the tree, is the root graph.
 
     Raises:
-        Unresolvable: `text` is no path.
+        Unresolvable: `text` is not a path.
     """
     if text in ("", "<root>"):
         return ParsedPath(())
@@ -87,7 +87,7 @@ def parse(text: str) -> ParsedPath:
     except ValueError as error:
         hint = "; a position in a sequence is written output|sub_0" if "[" in text else ""
         if text.count("|") > 1 and (meant := _with_one_bar(text)) is not None:
-            hint = f"; inside of a container a dot leads on: {meant!r}"
+            hint = f"; inside a container, use dots: {meant!r}"
         raise Unresolvable(f"{error}{hint}", is_unknown=True) from None
 
 
@@ -100,17 +100,17 @@ def _with_one_bar(text: str) -> str | None:
 
 
 def is_patchable(node: Node) -> bool:
-    """Whether a live run sees the value of `node` come up."""
+    """Whether a live run sees the value of `node`."""
     return node.is_live and node.kind not in ("constant", "call")
 
 
 def graph_class(frame: Frame | None) -> str:
-    """Returns the name of the class of the graph module that stands for `frame`."""
+    """Returns the name of the class of the graph module of `frame`."""
     return "OpaqueGraphModule" if frame is None or frame.opaque_reason is not None else "CompiledGraphModule"
 
 
 def with_nearest(root: Frame, path: str, message: str) -> str:
-    """Returns the message on an unknown path with the nearest paths, where it does not name them yet."""
+    """Returns the message on an unknown path with the nearest paths, unless it already names them."""
     if "nearest: " in message:
         return message
     try:
@@ -130,7 +130,7 @@ def operation_of(root: Frame, path: str) -> str | None:
 
 
 def other_operation(root: Frame, path: str, op: str | None) -> str | None:
-    """Returns what is wrong where `path` was written down for the operation `op`: it may be that of another one by now.
+    """Returns what is wrong if `path` was stored for the operation `op`, and may belong to another operation now.
 
     Names of operations count within a module: in another version of its code `attn_weights_3` may be another value.
     """
@@ -142,7 +142,7 @@ def other_operation(root: Frame, path: str, op: str | None) -> str | None:
     same = [leaf for node in target.frame.nodes if node.op == op for leaf in _leaf_paths(names, node)]
     close = [*nearest(path, same), *(near for near in nearest_paths(root, parse(path), 4) if near not in (path, *same))]
     is_now = f"is of {here}" if here else "is of no operation"
-    return f"{path!r} {is_now} here, and was of {op} where it was written down; nearest: {_listed(close[:3], 3)}"
+    return f"{path!r} {is_now} here, and was of {op} where it was stored; nearest: {_listed(close[:3], 3)}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -172,17 +172,17 @@ def _dug(frame: Frame, node: Node, parsed: ParsedPath) -> Target:
 def _why_not_patchable(node: Node, path: str) -> str:
     if node.kind == "constant":
         return (
-            f"{path!r} is a constant in the code of the model, not a value that its run makes; "
+            f"{path!r} is a constant in the code of the model, not a value that its run computes; "
             "patch the node that uses it"
         )
     if node.kind == "input":
         return (
             f"{path!r} was the same tensor as another input when this graph was captured, and the graph in the file "
-            "cannot tell them apart; patch the value where it is made, or make a PatchableGraph of the model"
+            "cannot distinguish them; patch the value where it is computed, or make a PatchableGraph of the model"
         )
     return (
-        f"{path!r} is arithmetic on sizes, which happens in plain Python, out of sight of a patch; "
-        "patch a tensor that is made from it"
+        f"{path!r} is arithmetic on sizes, which happens in plain Python and cannot be patched; "
+        "patch a tensor that is computed from it"
     )
 
 
@@ -195,7 +195,7 @@ def _no_container(node: Node, spec: ValueSpec, text: str, here: str) -> Unresolv
         )
     hint = f"; to patch a part of it, use {here!r} with slice=..." if isinstance(spec, TensorSpec) else ""
     return Unresolvable(
-        f"{here!r} is no container but a value: {spec}; there is no {text!r} in it{hint}", is_unknown=True
+        f"{here!r} is not a container but a value: {spec}; there is no {text!r} in it{hint}", is_unknown=True
     )
 
 
@@ -210,7 +210,7 @@ def _unknown_key(node: Node, spec: ContainerSpec, text: str, here: str) -> str:
     there = f"keys: {_listed(keys, 8)}"
     best = f"nearest: {_below(here, close[0])!r}; " if len(keys) > 8 else ""
     by_name = node.kind in ("input", "output") and not issubclass(spec.type, (tuple, list))
-    other = "; if other example inputs bring it, make the PatchableGraph with those" if by_name else ""
+    other = "; if other example inputs have it, make the PatchableGraph with those" if by_name else ""
     return f"no {text!r} in {here!r}, a {spec}; {best}{there}{other}"
 
 
@@ -301,7 +301,7 @@ def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvab
         meant = format_path((*parsed.names, output.name), parsed.dig)
         candidates = [meant] * (meant in candidates) + candidates
     such_as = f", such as {candidates[0]!r}" if candidates else ""
-    # BERT has modules called `output`: the name that everybody tries first leads into one.
+    # BERT has modules called `output`, so the name that users try first leads into one.
     called_output = ""
     if parsed.names[-1:] == ("output",) and frame.parent is not None:
         parents = next(iter(_leaf_paths(parsed.names[:-1], frame.parent.output_node)), None)
@@ -311,7 +311,7 @@ def _stops_at_graph(root: Frame, frame: Frame, parsed: ParsedPath) -> Unresolvab
 
 
 def _with_dots(root: Frame, parsed: ParsedPath) -> str | None:
-    """Returns the path with dots only, if that leads to a value: the bar stands where a graph was taken for a value."""
+    """Returns the path with dots only, if that leads to a value: the bar follows a graph that was taken for a value."""
     try:
         return resolve(root, ParsedPath((*parsed.names, *parsed.dig))).path
     except Unresolvable:
@@ -329,15 +329,15 @@ def _beyond_node(root: Frame, frame: Frame, node: Node, rest: tuple[str, ...], p
             hint = f"a dot does not lead into a container, write {str(meant)!r} ({problem.message})"
         else:
             close = nearest_paths(root, parsed)
-            hint = f"nearest: {_listed(close, 3)}" if close else "nothing lies below it"
+            hint = f"nearest: {_listed(close, 3)}" if close else "there is nothing below it"
     return Unresolvable(f"{path!r} is a node, not a graph: no {asked!r}; {hint}", is_unknown=True)
 
 
 def nearest_paths(root: Frame, path: ParsedPath, count: int = 3) -> list[str]:
-    """Returns the paths in the capture that `path` may have meant, best first: for people to choose from, never taken.
+    """Returns the paths in the capture that `path` may have meant, best first. They are suggested, never used.
 
-    Names that people bring along, and ends of paths, come before what is only spelled alike. Frames are ranked before
-    paths are compared, so that it stays fast in a model of 50,000 nodes.
+    Names from elsewhere, and ends of paths, come before paths of similar spelling. Frames are ranked before paths are
+    compared, so that it stays fast in a model of 50,000 nodes.
     """
     meant = _meant_elsewhere(root, path) if path.names else []
     parts = (*path.names, *path.dig)

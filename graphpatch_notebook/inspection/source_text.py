@@ -1,4 +1,4 @@
-"""What `_code` shows: the code of a graph, and the lines of the user's code that called it or made a value."""
+"""The text that `_code` shows: the code of a graph, and the lines of the user's code that called it or made a value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphpatch_notebook.inspection.resolution import graph_class
 
 
 class CodeText(str):
-    """Text that shows as it is, at a prompt too."""
+    """Text whose repr is the text itself."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ def signature_line(module: Module, node: Node) -> SourceLine | None:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None:
         return None
-    # A decorated function begins, for Python, at its first decorator; its body begins after its own first line.
+    # Python takes the first decorator for the first line of a function; its body begins after the line with `def`.
     lines = range(code.co_firstlineno, max(_first_line_of_body(code), code.co_firstlineno) + 1)
     text = {number: linecache.getline(code.co_filename, number).strip() for number in lines}
     start = next((n for n in lines if text[n].startswith(("def ", "async def "))), code.co_firstlineno)

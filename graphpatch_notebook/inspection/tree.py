@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 MAX_LINES = 200
-# Groups of up to so many nodes are looked for that repeat themselves (layers with the ops between them, loops).
+# The longest group of nodes that is checked for repetition (layers with the ops between them, loops).
 _LONGEST_PERIOD = 24
-# Ops without a graph between them are folded only in a graph of so many nodes, and from so many repetitions on.
+# Ops without a graph between them are folded only in a graph of so many nodes, and if they repeat so many times.
 _LONG_GRAPH, _MANY_TIMES = 40, 4
 
 Style: TypeAlias = Literal["name", "graph", "tensor", "container", "number", "object", "note", "line"]
@@ -44,8 +44,8 @@ class TreeEntry:
 
     Attributes:
         name: Its name, as a path writes it.
-        label: What stands behind the name.
-        style: What colour the label has.
+        label: The text behind the name.
+        style: The style of the label, for its color.
         children: The nodes below it.
         size: How many entries there are from here on down.
         pattern: Equal for entries that look the same but for their own name.
@@ -66,7 +66,7 @@ class TreeEntry:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the tree, in parts that may have colours of their own."""
+    """A line of the tree, in parts with separate colors."""
 
     branch: str
     name: str
@@ -87,14 +87,13 @@ class Line:
 
 
 def frame_entry(frame: Frame, name: str, *, show_plumbing: bool = False, label_of: LabelOf | None = None) -> TreeEntry:
-    """Returns the entry of a frame with all that the tree shows of it.
+    """Returns the entry of a frame with everything that the tree shows of it.
 
     Args:
         frame: The frame.
-        name: What it is called there.
-        show_plumbing: Show also what only carries sizes, constants, and inputs that the example did not have.
-        label_of: From what was recorded of a value to its label; the default is the one of the tree. With it graphs
-            have no label.
+        name: Its name there.
+        show_plumbing: Also show values that only carry sizes, constants, and inputs that the example did not have.
+        label_of: Returns the label of a value; the default is the label of the tree. With it graphs have no label.
     """
     entries = (_node_entry(node, show_plumbing, label_of) for node in frame.nodes if show_plumbing or is_shown(node))
     return TreeEntry(name, "" if label_of else graph_class(frame), "graph", tuple(entries))
@@ -131,14 +130,14 @@ def is_shown(node: Node) -> bool:
 
 
 def is_clutter(spec: ValueSpec) -> bool:
-    """Whether there is nothing at all in the value that somebody would look at or patch."""
+    """Whether the value holds nothing to look at or to patch."""
     if isinstance(spec, ContainerSpec):
         return all(is_clutter(child) or _is_flag(child) for _, _, child in spec.children)
     return isinstance(spec, ObjectSpec) or (isinstance(spec, ScalarSpec) and not spec.is_number)
 
 
 def _is_flag(spec: ValueSpec) -> bool:
-    # `use_cache`, `output_attentions`: on most inputs of a transformer, and in the way of what one looks for.
+    # `use_cache`, `output_attentions`: most transformers have them as inputs, and they hide the interesting ones.
     return isinstance(spec, ScalarSpec) and isinstance(spec.value, bool)
 
 
@@ -156,12 +155,12 @@ def _style_of(spec: ValueSpec) -> Style:
 
 @dataclass(slots=True)
 class Row:
-    """What a line stands for: an entry, or a run of entries that look like earlier ones.
+    """What a line shows: an entry, or a run of entries that look like earlier ones.
 
     Attributes:
         entry: The entry; of a run, the first.
-        note: What is said of it behind its label; of a run, all that is said.
-        run: The entries that the line stands for, if it is a run.
+        note: The text behind its label; for a run, the whole text.
+        run: The entries that the line shows, if it is a run.
         rows: The lines directly below.
         is_folded: Whether lines below are left out.
     """
@@ -174,7 +173,7 @@ class Row:
 
 
 def opened(entry: TreeEntry, max_lines: int | None = MAX_LINES, depth: int | None = None) -> Row:
-    """Returns the tree of `entry`, cut to a number of lines: what is in a row are its `rows`."""
+    """Returns the tree of `entry`, cut to a number of lines: each row has the rows below it."""
     top = Row(entry)
     if depth is None and (max_lines is None or entry.size <= max_lines):
         _open_wholly(top)
@@ -193,8 +192,8 @@ def tree_lines(
 
     Args:
         entry: The root of the tree.
-        path: How Python reaches it (`pg.graph.h_0`), for that last line.
-        max_lines: The most lines that there may be; `None` for all.
+        path: Its Python expression (`pg.graph.h_0`), for that last line.
+        max_lines: The maximum number of lines; `None` for all.
         depth: How many levels below the root to open; `None` for all.
     """
     is_whole = depth is None and (max_lines is None or entry.size <= max_lines)
@@ -213,7 +212,7 @@ def _open_wholly(row: Row) -> None:
 
 
 def _open_breadth_first(top: Row, max_lines: int | None, depth: int | None) -> None:
-    # The levels near the root say most: they are opened first, and what does not fit any more stays closed.
+    # The levels near the root are opened first, as they say most; what does not fit stays closed.
     queue = deque([(top, 0)])
     left = float("inf") if max_lines is None else max_lines - 2
     while queue:
@@ -250,7 +249,7 @@ def _folded_runs(entries: Sequence[TreeEntry]) -> list[Row]:
 
 
 def _repetition(keys: Sequence[tuple[str, int]], has_graph: Sequence[bool], at: int) -> tuple[int, int]:
-    """Returns the length of the group of entries that repeats itself from `at` on, and how often it is there."""
+    """Returns the length of the group of entries that repeats from `at` on, and the number of repetitions."""
     for period in range(1, min(_LONGEST_PERIOD, (len(keys) - at) // 2) + 1):
         group = keys[at : at + period]
         times = 1
@@ -323,8 +322,8 @@ def _draw(row: Row, branch: str, indent: str, lines: list[Line]) -> None:
         _draw(child, indent + ("└─" if is_last else "├─"), indent + ("  " if is_last else "│ "), lines)
 
 
-def is_colour_terminal() -> bool:
-    """Whether what is printed now is read in a terminal that shows colours."""
+def is_color_terminal() -> bool:
+    """Whether the standard output is a terminal that shows colors."""
     is_terminal = bool(getattr(sys.stdout, "isatty", bool)())
     return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
@@ -351,22 +350,22 @@ RICH_STYLES: dict[Style, str] = {
 }
 
 
-def css_colour(colour: str) -> str:
-    """Returns the CSS declarations of a text colour that can be read on a light and on a dark page.
+def css_color(color: str) -> str:
+    """Returns the CSS declarations of a text color that can be read on a light and on a dark page.
 
-    No colour has enough contrast (4.5) to both white and black: it is mixed with the page's own colour of text, darker
-    on a light page, lighter on a dark one. Browsers that cannot mix show the colour itself, of contrast 4 to both.
+    No color has enough contrast (4.5) to both white and black, so it is mixed with the text color of the page: darker
+    on a light page, lighter on a dark one. Browsers that cannot mix show the color itself, with contrast 4 to both.
     """
-    return f"color:{colour};color:color-mix(in srgb,{colour} 75%,currentColor)"
+    return f"color:{color};color:color-mix(in srgb,{color} 75%,currentColor)"
 
 
 CSS_STYLES: dict[Style, str] = {
     "name": "",
-    "graph": f"{css_colour('#2c7fb8')};font-weight:600",
-    "tensor": css_colour("#3a8a4d"),
-    "container": css_colour("#a06a1c"),
-    "number": css_colour("#a05aa8"),
-    "object": css_colour("#a05aa8"),
+    "graph": f"{css_color('#2c7fb8')};font-weight:600",
+    "tensor": css_color("#3a8a4d"),
+    "container": css_color("#a06a1c"),
+    "number": css_color("#a05aa8"),
+    "object": css_color("#a05aa8"),
     "note": "opacity:.7",
     "line": "opacity:.5",
 }
@@ -377,8 +376,8 @@ def plain(lines: Iterable[Line]) -> str:
     return "\n".join("".join(text for text, _ in line.parts()) for line in lines)
 
 
-def coloured(lines: Iterable[Line]) -> str:
-    """Returns the tree as text for a terminal, coloured by ANSI codes."""
+def colored(lines: Iterable[Line]) -> str:
+    """Returns the tree as text for a terminal, colored by ANSI codes."""
     return "\n".join("".join(_ansi(*part) for part in line.parts()) for line in lines)
 
 

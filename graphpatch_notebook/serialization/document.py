@@ -1,4 +1,4 @@
-"""The document of a graph: all that is written but the numbers in its tensors.
+"""The document of a graph: everything that is written except the numbers in its tensors.
 
 {"schema": 1, "written_by": "0.1.0", "torch": "2.13.0", "options": {..}, "form": {..},
  "frames": [..], "modules": [..], "tensors": [..], "lines": [..]}
@@ -33,15 +33,15 @@ from graphpatch_notebook.serialization.graphs import OwnPaths, encoded_graph
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleTable, own_tensor_attribute
 
 SCHEMA = 1
-"""The version of the form that documents have. Raised whenever an older reader would misread a newer document."""
+"""The version of the layout of documents. Increased whenever an older reader would misread a newer document."""
 
 
 @dataclass
 class Document:
-    """What is written of a graph.
+    """The written form of a graph.
 
     Attributes:
-        content: The document, as JSON knows it.
+        content: The document, as JSON.
         tensors: The tensors that it refers to.
         modules: The modules that it refers to, by number.
     """
@@ -81,7 +81,7 @@ class Reasons:
         return self.of(frame)
 
     def settle(self) -> None:
-        """Stores a module with all of its frames, or with none: what stands for it is one module."""
+        """Stores a module with all of its frames or with none, as one module of the file runs them all."""
         before = -1
         while before != len(self._found):
             before = len(self._found)
@@ -111,7 +111,7 @@ class Builds:
     """The graphs of frames, as they are written: over the attribute paths of their modules.
 
     Args:
-        root: The hierarchy of graph modules, of which some may be edited.
+        root: The hierarchy of graph modules; some may be edited.
     """
 
     def __init__(self, root: GraphModule) -> None:
@@ -134,7 +134,7 @@ class Builds:
 
 
 def note_unstorable(root: Frame, builds: Builds, reasons: Reasons) -> None:
-    """Finds the frames of which there is no graph, none that stands for the module, or none that can be written."""
+    """Finds the frames that have no graph, or one that may differ from the module, or one that cannot be written."""
     tensors = TensorTable()
     modules = ModuleTable(root.module, (frame.module for frame in root.walk()), tensors)
     for frame in root.walk():
@@ -144,7 +144,7 @@ def note_unstorable(root: Frame, builds: Builds, reasons: Reasons) -> None:
 
 def is_own_graph(frame: Frame, root: Frame) -> bool:
     """Whether the graph of `frame` *is* its module, rather than a record of it, here and before it was loaded."""
-    # Of loaded graphs all are custom ones; those that were edited, or custom before, count as edited.
+    # All loaded graphs are custom ones; those that were edited or custom before they were saved count as edited.
     return frame.is_edited or (frame.has_own_graph and not isinstance(root.module, LoadedRoot))
 
 
@@ -162,7 +162,7 @@ def _problem(frame: Frame, builds: Builds, modules: ModuleTable) -> str | None:
 
 
 def document(root: Frame, builds: Builds, options: ExtractionOptions, reasons: Reasons) -> Document:
-    """Returns the document of a graph, as yet without the form of its calls."""
+    """Returns the document of a graph, without the form of its calls."""
     frames = list(root.walk())
     numbers = {id(frame): number for number, frame in enumerate(frames)}
     tensors, lines = TensorTable(), LineTable()
@@ -208,12 +208,12 @@ def _encoded_frame(
 
 
 def _indistinct_inputs(frame: Frame) -> list[Node]:
-    """Returns the inputs of `frame` that were one tensor with another one: its graph, a record, cannot tell them apart.
+    """Returns the inputs of `frame` that were the same tensor as another input: its graph cannot distinguish them.
 
-    `attention(x, x, x)`: the graph reads one of the three names, whichever the code meant. Without patches that is
-    right for all calls of this form; a patch on one of them would change too much or nothing.
+    `attention(x, x, x)`: the graph reads one of the three names, no matter which one the code reads. Without patches
+    that is right for all calls of this form; a patch on one of them would change too much or nothing.
     """
-    if frame.custom_graph is not None:  # which is no record
+    if frame.custom_graph is not None:  # which is not a record
         return []
     names = {name for pair in frame.conditions.same_inputs for name, _ in pair}
     return [node for node in frame.inputs() if node.target in names]

@@ -1,7 +1,7 @@
-"""The form of the calls that a loaded graph holds for: it is a record of one run, and must not pass for another.
+"""The form of the calls that a loaded graph holds for.
 
-A graph has the flags, the branches and the absent inputs of the example in it. So all of these must be as they were;
-sizes may differ as far as the graph was found to equal the model for other ones when it was saved.
+A graph is a record of one run. It holds the flags, the branches and the absent inputs of the example, so all of these
+must be the same. Sizes may differ within the ranges that were found when it was saved.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Form:
 
     Attributes:
         parameters: The parameters of `forward`.
-        specs: What the example gave to each.
-        dims: For each tensor among the inputs its sizes, by numbers or names.
-        ranges: For each name of a size the smallest and the largest that the graph was checked for.
-        same: For each tensor among the inputs which of them, the first, is the same object.
-        grad_modes: With gradients on or off: for which of these it was checked.
-        is_contiguous: Whether it holds for contiguous inputs only.
+        specs: The specs of their values in the example.
+        dims: The sizes of each tensor among the inputs, as numbers or names.
+        ranges: The smallest and the largest size that the graph was checked for, by the name of the size.
+        same: For each tensor among the inputs, the number of the first one that is the same object.
+        grad_modes: Whether gradients may be on, off, or both.
+        is_contiguous: Whether it only holds for contiguous inputs.
         note: Why fixed sizes are fixed.
         default_dtype: The default dtype of torch when it was saved.
     """
@@ -71,7 +71,7 @@ class Form:
 
     @classmethod
     def of_example(cls, frame: Frame) -> Form:
-        """Returns the form that only calls just like the example have."""
+        """Returns the form of calls that are exactly like the example."""
         specs = [(str(node.target), node.spec) for node in frame.inputs()]
         leaves = [spec for name, spec in specs for _, spec in tensor_leaves(name, spec)]
         return cls(list(frame.parameters), specs, [list(spec.shape) for spec in leaves], same=list(range(len(leaves))))
@@ -103,7 +103,7 @@ class Form:
             return f"the graph was not found equal to the model with gradients {is_on}"
         signature = self._signature()
         if objects := signature.objects:
-            return f"it has an object ({objects[0]}) among its inputs, and what is in that cannot be compared"
+            return f"it has an object ({objects[0]}) among its inputs, whose contents cannot be compared"
         differences = signature.differences([values.get(name) for name, _ in self.specs])
         return self._text(differences[0]) if differences else None
 
@@ -129,7 +129,7 @@ class Form:
 
 
 class Guard:
-    """Refuses calls of a loaded graph that it is no record of. A forward pre-hook of its root module.
+    """Finds calls that a loaded graph does not hold for.
 
     Args:
         form: The form of the calls that it holds for.
@@ -165,7 +165,7 @@ class Guard:
 
 
 def encoded_form(form: Form) -> dict[str, Any]:
-    """Returns the JSON of a form, of which parameters and specs are those of the root frame."""
+    """Returns the JSON of a form, without parameters and specs, which are those of the root frame."""
     return {
         "dims": form.dims,
         "ranges": {name: list(bounds) for name, bounds in form.ranges.items()},

@@ -55,7 +55,7 @@ _LONGEST_LINE = 500
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredLine(SourceLine):
-    """A line of the user's code, with its text: the file that it is from need not be there."""
+    """A line of the user's code, with its text, as its file may not exist here."""
 
     stored_text: str = ""
 
@@ -67,7 +67,7 @@ class StoredLine(SourceLine):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredSite(Site):
-    """A call site of which only the lines are known."""
+    """A call site that only has lines, no code objects."""
 
     lines: tuple[SourceLine, ...] = ()
 
@@ -130,8 +130,8 @@ def encoded_nodes(
     Args:
         nodes: The records.
         frames: The numbers of frames, by id.
-        lines: Where the lines of code are written.
-        unpatchable: Those whose values no patch could change alone.
+        lines: The table for the lines of code.
+        unpatchable: Records whose values a patch could not change alone.
     """
     return [_encoded_node(node, frames, lines, is_live=node.is_live and node not in unpatchable) for node in nodes]
 
@@ -171,7 +171,7 @@ def decoded_parameters(item: Item) -> list[InputParameter]:
     for entry in item.items():
         parts = entry.items()
         if not 2 <= len(parts) <= 3 or not is_identifier(parts[0].text()):
-            raise entry.error("there should be the name of a parameter, its kind, and perhaps its default")
+            raise entry.error("there should be the name of a parameter, its kind, and possibly its default")
         kind = inspect._ParameterKind(parts[1].whole(0, 4))
         result.append(InputParameter(parts[0].text(), kind, decoded(parts[2]) if len(parts) == 3 else _EMPTY))
     try:
@@ -203,7 +203,7 @@ def decoded_nodes(
         if isinstance(node, CallNode):
             number = fields["frame"].whole()
             if number in calls:
-                raise fields["frame"].error("each call has a frame of its own")
+                raise fields["frame"].error("two calls refer to one frame")
             calls[number] = node
         frame.nodes.append(node)
         frame.names[node.name] = node
@@ -230,7 +230,7 @@ def _target(node: Node) -> Any:
 
 
 def _no_value() -> None:
-    """What is known of the object that a constant was."""
+    """Returns the value of a constant that is gone: none."""
 
 
 def _read_flags(fields: dict[str, Item], node: Node) -> None:
@@ -252,10 +252,10 @@ def _calls(entry: Item, fields: dict[str, Item]) -> tuple[int, int]:
 
 
 def check_nodes(frame: Frame, item: Item) -> None:
-    """Refuses records of a frame that cannot be those of one: its inputs first, its output last.
+    """Checks the records of a frame: its inputs come first, its output last.
 
     Raises:
-        SerializationError: They cannot.
+        SerializationError: They do not.
     """
     kinds = [node.kind for node in frame.nodes]
     inputs = [node for node in frame.nodes if node.kind == "input"]
@@ -267,7 +267,7 @@ def check_nodes(frame: Frame, item: Item) -> None:
 
 
 def check_repeats(frame: Frame, item: Item) -> None:
-    """Refuses calls of one module that are not numbered as they follow each other."""
+    """Checks that the calls of one module are numbered in order."""
     seen: dict[int, set[int]] = {}
     for node in frame.calls():
         indices = seen.setdefault(id(node.frame.module), set())
@@ -318,7 +318,7 @@ class FrameReader:
                 if "graph" not in fields:
                     raise entry.error("there should be a graph, or why there is none")
                 frame.custom_graph = decoded_graph(fields["graph"].items(), frame, allowed)
-                # Of loaded graphs all are custom ones: these are no records of the model's code besides.
+                # All loaded graphs are custom ones. These were edited or custom before they were saved, too.
                 frame.is_edited = "own_graph" in fields and fields["own_graph"].flag()
             if isinstance(frame.module, LoadedModule):
                 _set_forward(frame.module, frame)
@@ -344,7 +344,7 @@ class FrameReader:
 
 
 def _set_forward(module: LoadedModule, frame: Frame) -> None:
-    """Gives the module the signature of its `forward`, which says why it cannot run."""
+    """Gives the module a `forward` with the recorded signature, which raises an error that says why it cannot run."""
     reason = "its graph runs in a call of the PatchableGraph only"
     if frame.opaque_reason is not None:
         reason = (

@@ -1,4 +1,4 @@
-"""Graphs as JSON, and back: over the attribute paths of the module that they stand for.
+"""Graphs as JSON, and back, over the attribute paths of their module.
 
 {"op": "call_function", "name": "mul", "function": "operator.mul", "args": [{"node": 0}, 2], "record": 3}
 """
@@ -52,7 +52,7 @@ class OwnPaths:
 
 
 class Built(Protocol):
-    """What writing a graph needs of where graphs come from."""
+    """Where the graphs to write come from."""
 
     def built(self, frame: Frame) -> BuiltGraph:
         """Returns the graph of `frame`."""
@@ -61,7 +61,7 @@ class Built(Protocol):
         """Returns the attribute path that the graph of `frame` means by `target`."""
 
     def own_tensor(self, frame: Frame, target: str) -> Tensor | None:
-        """Returns the tensor that the graph module of `frame` has under the name `target`, and its module has not."""
+        """Returns the tensor that only the graph module of `frame` has under the name `target`, not its module."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def encoded_graph(frame: Frame, builds: Built, modules: ModuleTable) -> list[dic
     """Returns the JSON of the graph of `frame`.
 
     Raises:
-        UnstorableError: It cannot be written; the message says what in it cannot.
+        UnstorableError: It cannot be written; the message says why.
     """
     built = builds.built(frame)
     numbers: dict[fx.Node, int] = {}
@@ -120,10 +120,10 @@ def _encoded_target(
     if fx_node.op == "call_module":
         record = fx_node.meta.get(RECORD)
         if not isinstance(record, CallNode):
-            raise UnstorableError(f"it calls {target!r}, of which there is no record")
+            raise UnstorableError(f"it calls {target!r}, which has no record")
         found = module_at(frame.module, target) if frame.custom_graph is not None else None
         if found is not None and found is not record.frame.module:
-            raise UnstorableError(f"it calls {target!r}, where another module was put since it was captured")
+            raise UnstorableError(f"it calls {target!r}, which was replaced by another module since the capture")
         return {"path": modules.reach_module(frame.module, target, record.frame.module)}
     if fx_node.op == "get_attr":
         if (own := builds.own_tensor(frame, str(target))) is not None:
@@ -132,7 +132,7 @@ def _encoded_target(
             return {"path": modules.reach_tensor(frame.module, builds.path_meant(frame, target))}
         value = built.constants[target]()
         if value is None:
-            raise UnstorableError("it uses a tensor that neither it nor its module holds, and that is gone")
+            raise UnstorableError("it uses a tensor that is gone, as neither the graph nor its module holds it")
         if not isinstance(value, Tensor):
             raise UnstorableError(f"it uses an object of type {type(value).__name__}")
         return {"path": modules.hold(frame.module, value)}
@@ -146,7 +146,7 @@ def decoded_graph(items: Sequence[Item], frame: Frame, allowed: Allowed) -> fx.G
     """Returns the graph of `frame`, whose records are known.
 
     Raises:
-        SerializationError: There is none, or one that is not well formed.
+        SerializationError: It is missing or malformed.
     """
     return _GraphReader(frame, allowed).read(items)
 
@@ -177,7 +177,7 @@ class _GraphReader:
             self.made.append(fx_node)
             self._record(fields.get("record"), fx_node)
         if not items or next(parameters, None) is not None:
-            raise self._error("its placeholders are to be the parameters of forward")
+            raise self._error("its placeholders must be the parameters of forward")
         if self.codegen.is_needed:
             self.graph.set_codegen(self.codegen)
         return self.graph
@@ -193,7 +193,7 @@ class _GraphReader:
         kwargs = self._kwargs(fields["kwargs"]) if "kwargs" in fields else {}
         if op == "output":
             if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) != 1 or kwargs:
-                raise item.error("the output is to be wrapped in a tuple")
+                raise item.error("the output must be wrapped in a tuple")
             return self.graph.create_node("output", "output", args, name=name)
         target = self._target(item, fields, op, args)
         return self.graph.create_node(op, target, args, kwargs, name)
@@ -201,7 +201,7 @@ class _GraphReader:
     def _placeholder(self, item: Item, fields: dict[str, Item], parameter: InputParameter | None) -> fx.Node:
         name, given = _name(fields["name"]), _given(fields, "parameter", item)
         if parameter is None or given.text() != (target := parameter.starred_name):
-            raise given.error("the placeholders are to be the parameters of forward, in their order")
+            raise given.error("the placeholders must be the parameters of forward, in order")
         default = () if parameter.default is inspect.Parameter.empty else (self.codegen.default(parameter),)
         record = self.frame.names.get(parameter.name)
         is_tensor = record is not None and isinstance(record.spec, TensorSpec) and record.spec.type_name == "Tensor"
@@ -217,7 +217,7 @@ class _GraphReader:
         for pair in item.items():
             name, value = pair.items(2)
             if not is_identifier(name.text()) or name.text() in found:
-                raise name.error(f"{name.text()[:60]!r} is no name of an argument")
+                raise name.error(f"{name.text()[:60]!r} is not the name of an argument")
             found[name.text()] = decoded(value, self._reference)
         return found
 
@@ -263,7 +263,7 @@ class _GraphReader:
         return self.frame.nodes[item.whole(0, len(self.frame.nodes) - 1)]
 
     def _record(self, item: Item | None, fx_node: fx.Node) -> None:
-        """Connects a node with its record, and the record with those that its value was made from."""
+        """Connects a node with its record, and the record with the records of its arguments."""
         if item is None:
             self.refs[fx_node] = self._ref_without_record(fx_node)
             return
@@ -281,14 +281,14 @@ class _GraphReader:
         return self.refs[leaf] if isinstance(leaf, fx.Node) else leaf
 
     def _ref_without_record(self, fx_node: fx.Node) -> Any:
-        """Returns what stands for a node that only takes values apart, or puts them together."""
+        """Returns the value of a node that only unpacks values, or packs them."""
         found = [self.refs[used] for used in fx_node.all_input_nodes]
         return found[0] if len(found) == 1 else tuple(found)
 
 
 def _name(item: Item) -> str:
     if not item.text().isidentifier():
-        raise item.error(f"{item.text()[:60]!r} is no name")
+        raise item.error(f"{item.text()[:60]!r} is not a name")
     return item.text()
 
 

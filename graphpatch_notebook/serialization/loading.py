@@ -32,20 +32,20 @@ from graphpatch_notebook.serialization.frames import FrameReader, decoded_lines
 from graphpatch_notebook.serialization.modules import LoadedRoot, ModuleReader
 
 METADATA_KEY = "graphpatch_notebook"
-"""The key in the metadata of a safetensors file under which the document is."""
+"""The key of the document in the metadata of a safetensors file."""
 
 _FIELDS = ("schema", "written_by", "torch", "options", "form", "frames", "modules", "tensors", "lines")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read from a file.
+    """The contents of a file.
 
     Attributes:
         module: The root module.
         root: The root frame.
         options: How the graph was captured.
-        unstored: For the paths of frames of which the file has no graph, why not.
+        unstored: Why the file has no graph of some frames, by path.
     """
 
     module: Module
@@ -55,9 +55,9 @@ class Loaded:
 
 
 def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: Iterable[str]) -> Loaded:
-    """Reads a file. What `PatchableGraph.load` says holds."""
+    """Reads a file. See `PatchableGraph.load`."""
     if model is not None and not isinstance(model, Module):
-        raise TypeError(f"model is to be a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     allowed = Allowed(allow)
     given: Any = file
     source = Path(given) if isinstance(given, (str, os.PathLike)) else given
@@ -77,7 +77,7 @@ def load(file: str | os.PathLike[str] | IO[bytes], model: Module | None, allow: 
 
 
 def assembled(content: dict[str, Any], tensors: Sequence[Tensor], originals: Mapping[int, Module]) -> Loaded:
-    """Returns what `load` would make of a document in this very process, over the modules that it is of."""
+    """Returns the result of loading a document in the process that made it, over the modules of the model."""
     return _assembled(Item(content, "the graph"), tensors, originals, _Everything(), "the graph", is_guarded=False)
 
 
@@ -85,12 +85,12 @@ class _Everything(Allowed):
     """Allows all names: those of a document that was made in this process."""
 
     def covers(self, name: str) -> bool:
-        """Says yes."""
+        """Returns true."""
         return True
 
 
 def guard_of(module: Module) -> Guard | None:
-    """Returns what watches the calls of a loaded graph whose root is `module`; `None` for other modules."""
+    """Returns the guard of a loaded graph whose root is `module`; `None` for other modules."""
     return module.__dict__.get("_stored_guard") if isinstance(module, LoadedRoot) else None
 
 
@@ -98,7 +98,7 @@ def guard_of(module: Module) -> Guard | None:
 
 
 def name_of(file: Path | IO[bytes]) -> str:
-    """Returns what a file is called in messages."""
+    """Returns the name of a file for messages."""
     return file.name if isinstance(file, Path) else f"the {type(file).__name__}"
 
 
@@ -112,7 +112,7 @@ def _read(file: Path | IO[bytes], name: str) -> tuple[str, dict[str, Tensor]]:
         if isinstance(error, (FileNotFoundError, IsADirectoryError)):
             raise
         raise SerializationError(
-            f"{name} is no file that pg.save(file) wrote, or it is damaged: {error}; files of torch.save and "
+            f"{name} is not a file that pg.save(file) wrote, or it is damaged: {error}; files of torch.save and "
             "pickles are never read, as these run code"
         ) from error
     text = metadata.get(METADATA_KEY)
@@ -136,7 +136,7 @@ def _contents_of_bytes(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
     from safetensors.torch import load as loaded
 
     if not data:
-        raise ValueError("there is nothing where it is read from: file.seek(0) goes back to the start")
+        raise ValueError("there is nothing to read at its current position: file.seek(0) goes back to the start")
     tensors = loaded(data)  # which checks the header that is read here
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return header.get("__metadata__") or {}, tensors
@@ -202,7 +202,7 @@ def _module_of(item: Item) -> tuple[int, bool]:
 
 
 def decoded_options(item: Item) -> ExtractionOptions:
-    """Returns options; what they held of functions and classes is gone, and so are options of other versions."""
+    """Returns options, without functions and classes, and without options of other versions."""
     fields = item.fields("kept", "dropped")
     for text in fields["dropped"].entries().values():
         text.text()
@@ -229,10 +229,10 @@ def decoded_options(item: Item) -> ExtractionOptions:
 def check_weights(
     fields: Mapping[str, Item], originals: Mapping[int, Module], tensors: Sequence[Tensor], live: set[int]
 ) -> None:
-    """Refuses a model whose weights, or modes, are others than those in the file.
+    """Checks that a model has the weights and modes of the file.
 
     Raises:
-        SerializationError: They are.
+        SerializationError: It does not.
     """
     for number, item in enumerate(fields["modules"].items()):
         module = originals.get(number)
@@ -283,7 +283,7 @@ def originals_of(fields: Mapping[str, Item], model: Module) -> dict[int, Module]
         number = item.whole(0, len(modules) - 1)
         known = found.setdefault(number, module)
         if known is not module:
-            raise SerializationError(f"{path!r} of the model is another module than it was when the graph was saved")
+            raise SerializationError(f"{path!r} of the model is a different module than when the graph was saved")
         entry = modules[number].entries()
         if "class" not in entry or entry["class"].text() != type(module).__name__:
             there = f"of {entry['class'].text()}" if "class" in entry else "another one"

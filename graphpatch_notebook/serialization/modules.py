@@ -26,14 +26,14 @@ from graphpatch_notebook.serialization.codecs.values import UnstorableError
 from graphpatch_notebook.serialization.forms import Guard
 
 CONTAINERS: dict[str, type[Module]] = {cls.__name__: cls for cls in (ModuleDict, ModuleList, Sequential)}
-"""The classes of torch that only hold modules: these are what they were."""
+"""The classes of torch that only hold modules: these keep their class."""
 
 ALIAS = "_graphpatch_"
-"""How the names begin by which graphs reach what has no name that Python can write."""
+"""The prefix of names that graphs use for objects whose own names Python cannot write."""
 
 
 class StoredForward:
-    """`forward` of a module whose code is not there: graphs run in its place. Has the signature that it had.
+    """`forward` of a module without its code, as graphs run in its place. It has the signature of the original.
 
     Args:
         class_name: The class of the module.
@@ -49,7 +49,7 @@ class StoredForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: there is nothing to run."""
+        """Raises an error: there is nothing to run."""
         raise UnstoredFrameError(f"this {self._class_name} cannot run: {self._reason}")
 
 
@@ -59,10 +59,10 @@ _NOT_CALLED = (
 
 
 class LoadedModule(Module):
-    """Stands for a module of the model that was saved: its parameters, buffers, children and tensor attributes.
+    """A module of the saved model, without its code: its parameters, buffers, children and tensor attributes.
 
     Attributes:
-        tensor_paths: For names that graphs use, the attribute paths that these stand for.
+        tensor_paths: The attribute paths behind names that graphs use.
     """
 
     tensor_paths: dict[str, str]
@@ -88,9 +88,9 @@ class LoadedModule(Module):
 
 
 class LoadedRoot(LoadedModule):
-    """The root of a loaded graph: what it cannot tell of, the model runs where it is given.
+    """The root of a loaded graph. If a model is given, it runs the calls that the graph does not hold for.
 
-    Its own attributes have names that no model gives to its submodules.
+    The names of its attributes do not collide with those of submodules.
     """
 
     _stored_guard: Guard
@@ -98,12 +98,12 @@ class LoadedRoot(LoadedModule):
     _stored_edits: bool
 
     def set_guard(self, guard: Guard, model: Module | None, *, has_edits: bool) -> None:
-        """Makes `guard` watch all calls.
+        """Makes `guard` check all calls.
 
         Args:
             guard: Says for which calls the graph holds.
             model: The model, if it is given.
-            has_edits: Whether some graphs are no records of the model, which then cannot run in their place.
+            has_edits: Whether some graphs are not records of the model, so that the model cannot run in their place.
         """
         state = self.__dict__
         state["_stored_guard"] = guard
@@ -129,7 +129,7 @@ _checked: ContextVar[tuple[Module, ...]] = ContextVar("graphpatch_checked_roots"
 
 
 def _advice(model: Module | None, has_edits: bool) -> str:
-    """Returns what can be done about calls that the graph does not hold for, beside making another graph."""
+    """Returns the advice for calls that the graph does not hold for, beside making another graph."""
     if has_edits:
         return "; the model cannot run such calls instead, as graphs were edited or are custom, unlike its own code"
     if model is None:
@@ -141,14 +141,14 @@ def _advice(model: Module | None, has_edits: bool) -> str:
 
 
 class Refusal:
-    """The forward pre-hook that refuses calls which a guard finds a problem with: those that graph modules make."""
+    """The forward pre-hook that refuses calls if a guard finds a problem: those that go through graph modules."""
 
     def __init__(self, guard: Guard, advice: str) -> None:
         self._guard = guard
         self._advice = advice
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises: if there is a problem."""
+        """Raises an error if there is a problem."""
         problem = None if module in _checked.get() else self._guard.problem(args, kwargs, self._advice)
         if problem is not None:
             raise StoredFormError(f"the loaded graph does not hold for this call: {problem}")
@@ -173,7 +173,7 @@ def module_at(module: Module, path: str) -> Module | None:
 
 
 def tensor_at(module: Module, path: str) -> Any:
-    """Returns the parameter or buffer at an attribute path, whatever its names are; `None` where there is none."""
+    """Returns the parameter or buffer at an attribute path, even if names on it are not identifiers; or `None`."""
     *names, last = path.split(".")
     holder: Module | None = module
     for name in names:
@@ -186,13 +186,13 @@ def tensor_at(module: Module, path: str) -> Any:
 
 @cache
 def loaded_class(name: str, is_root: bool) -> type[LoadedModule]:
-    """Returns the class of loaded modules that goes by the name of the original class."""
+    """Returns the class of loaded modules with the name of the original class."""
     base = LoadedRoot if is_root else LoadedModule
     return type(name, (base,), {"__doc__": base.__doc__, "__module__": __name__})
 
 
 def new_module(name: str, is_container: bool, is_root: bool) -> Module:
-    """Returns an empty module that stands for one of the class `name`."""
+    """Returns an empty module for one of the class `name`."""
     return CONTAINERS[name]() if is_container and not is_root else loaded_class(name, is_root)()
 
 
@@ -200,7 +200,7 @@ _OWN_NAMES = frozenset({*dir(Module), *vars(LoadedModule()), "tensor_paths", *Lo
 
 
 def is_writable(path: str) -> bool:
-    """Whether graphs can reach `path` as Python writes it: names that are no keywords, and not those of any module."""
+    """Whether graphs can write `path` in Python: its names are not keywords, nor attributes that all modules have."""
     parts = path.split(".")
     return all((part.isidentifier() or part.isdecimal()) and not keyword.iskeyword(part) for part in parts) and not any(
         part in _OWN_NAMES or part.startswith("__") for part in parts
@@ -217,11 +217,11 @@ def own_tensor_attribute(module: Module, name: str) -> Tensor | None:
 
 
 class ModuleTable:
-    """The modules that are to be written, each under a number: children before those that hold them.
+    """The modules to write, each with a number: children before their parents.
 
     Args:
         root: The model.
-        called: The modules that the model calls, wherever it holds them.
+        called: The modules that the model calls, in its registries or elsewhere.
         tensors: Where their tensors are written.
 
     Attributes:
@@ -270,7 +270,7 @@ class ModuleTable:
         parents, _, name = path.rpartition(".")
         holder = module_at(module, parents)
         if holder is None:
-            raise UnstorableError(f"it reads {path!r}, which lies in no submodule")
+            raise UnstorableError(f"it reads {path!r}, which is not in a submodule")
         parameter = holder._parameters.get(name)
         registered = holder._buffers.get(name) if parameter is None else parameter
         if registered is not None:
@@ -281,7 +281,7 @@ class ModuleTable:
             return next((a for a, known in paths.items() if known == path), None) or _noted(paths, "path", path)
         value = holder.__dict__.get(name)
         if not isinstance(value, Tensor):
-            raise UnstorableError(f"it reads {path!r}, which is no tensor that a module holds")
+            raise UnstorableError(f"it reads {path!r}, which is not a tensor that a module holds")
         if not is_writable(path):
             return self.hold(module, value)
         self._extras_of(holder, "attributes")[name] = self._tensor(holder, name, value)
@@ -348,7 +348,7 @@ def _noted(held: dict[str, Any], kind: str, what: Any) -> str:
 
 
 def _class_name(module: Module) -> str:
-    """Returns what the class of `module` is called in the file: what `torch.export` makes may be called `<lambda>`."""
+    """Returns the name of the class of `module` for the file: `torch.export` makes classes called `<lambda>`."""
     name = type(module).__name__
     return name if name.isidentifier() and not name.startswith("__") else Module.__name__
 
@@ -369,7 +369,7 @@ class ModuleReader:
         item: The table.
         tensors: The tensors of the file.
         originals: Modules of the model by number, whose parameters and buffers are shared.
-        live: The numbers of those that stand for themselves.
+        live: The numbers of modules that have no graph in the file and run themselves.
         root: The number of the root.
 
     Attributes:
@@ -388,11 +388,11 @@ class ModuleReader:
         entries = [entry.fields(*_FIELDS) for entry in item.items()]
         for number, fields in enumerate(entries):
             self._add(number, fields)
-        # Which module calls which may go round in circles.
+        # Calls between modules may have cycles.
         for module, fields in zip(self.modules, entries, strict=True):
             for name, other in _pairs(fields["called"]):
                 if not isinstance(module, LoadedModule) or name.text()[: len(ALIAS)] != ALIAS:
-                    raise name.error(f"{name.text()[:60]!r} is no name for a module that is called")
+                    raise name.error(f"{name.text()[:60]!r} is not a name for a module that is called")
                 module.__dict__[name.text()] = self.modules[other.whole(0, len(self.modules) - 1)]
 
     def _add(self, number: int, fields: dict[str, Item]) -> None:
@@ -404,7 +404,7 @@ class ModuleReader:
         name = fields["class"].text()
         is_container = fields["is_container"].flag()
         if not name.isidentifier() or name.startswith("__") or (is_container and name not in CONTAINERS):
-            raise fields["class"].error(f"{name[:60]!r} is no name of a class")
+            raise fields["class"].error(f"{name[:60]!r} is not the name of a class")
         module = new_module(name, is_container, is_root=number == self._root)
         module.training = fields["training"].flag()
         module._modules.update(children)
@@ -439,7 +439,7 @@ class ModuleReader:
         for name, tensor in _pairs(fields["parameters"]):
             found = None if tensor.is_null else self._tensor(tensor)
             if found is not None and not isinstance(found, Parameter):
-                raise tensor.error("a parameter is to be one in the table of tensors, too")
+                raise tensor.error("a parameter must be a parameter in the table of tensors, too")
             parameters[_new_name(name, taken)] = found
             taken[name.text()] = found
         for entry in fields["buffers"].items():

@@ -51,13 +51,13 @@ from graphpatch_notebook.whole_files import whole_file
 
 @dataclass(frozen=True)
 class GraphToSave:
-    """The graph that is to be saved.
+    """The graph to save.
 
     Attributes:
         graph_module: Its hierarchy of graph modules.
         options: How it was captured.
         call: Runs it as a user does, without patches.
-        runnable: Returns what runs a model with the graphs of a root frame.
+        runnable: Returns a callable that runs a model with the graphs of a root frame.
     """
 
     graph_module: GraphModule
@@ -72,7 +72,7 @@ class GraphToSave:
 
     @property
     def builds(self) -> Builds:
-        """What gives the graphs of its frames."""
+        """The source of the graphs of its frames."""
         return Builds(self.graph_module)
 
 
@@ -81,7 +81,7 @@ def save(
     file: str | os.PathLike[str] | IO[bytes],
     check: Sequence[tuple[Sequence[Any], dict[str, Any]]],
 ) -> None:
-    """Writes a graph to `file`. What `PatchableGraph.save` says holds."""
+    """Writes a graph to `file`. See `PatchableGraph.save`."""
     where = _checked_file(file)
     _check_calls(check)
     calls: list[Call] = [(tuple(args), dict(kwargs)) for args, kwargs in check]
@@ -180,7 +180,7 @@ def _refused(source: GraphToSave, call: Call, with_gradients: bool) -> dict[str,
 
 
 def _first_call(source: GraphToSave, check: Sequence[Call]) -> tuple[Call, Maker | None]:
-    """Returns the call that the graphs are checked with first, and what makes others like it."""
+    """Returns the first call to check the graphs with, and the maker of other calls like it."""
     model = source.root.module
     problem = ""
     found: tuple[Call, Maker] | None = None
@@ -196,7 +196,7 @@ def _first_call(source: GraphToSave, check: Sequence[Call]) -> tuple[Call, Maker
         except ModelRaisesError as error:
             problem = f"{type(model).__name__} raises {error}"
     form = Form.of_example(source.root)
-    # Made-up inputs are all different objects: the caller's are the example's form if some of them are the same.
+    # Made-up inputs are all different objects: if the example had one tensor twice, only the caller has such a call.
     if check and (found is None or list(_signature_of(form, check[0]).same) != form.same):
         return check[0], found[1] if found is not None else None
     if found is None:
@@ -208,7 +208,7 @@ def _first_call(source: GraphToSave, check: Sequence[Call]) -> tuple[Call, Maker
 
 
 class _Trial:
-    """Runs what a document holds next to the model."""
+    """Compares the graphs of a document with the model."""
 
     def __init__(self, source: GraphToSave, found: Document) -> None:
         loaded = assembled(found.content, found.tensors.tensors, dict(enumerate(found.modules)))
@@ -217,7 +217,7 @@ class _Trial:
         self._graph = source.runnable(loaded.module, loaded.root, source.options)
 
     def compare(self, call: Call) -> str | None:
-        """Returns in what graph and model differ, if they do."""
+        """Returns how graph and model differ, if they do."""
         return difference_of(self._model, self._call, self._graph, call)
 
     def find_modes(self, form: Form, call: Call) -> str | None:
@@ -280,7 +280,7 @@ def _shapes(form: Form, call: Call) -> list[list[int]]:
 
 
 def _settle(source: GraphToSave, reasons: Reasons) -> None:
-    """Settles the reasons, and refuses to leave out a graph that is its module: unedited code would run in its place.
+    """Settles the reasons, and checks that no edited or custom graph is left out: the module's code would run instead.
 
     Raises:
         SerializationError: One of these is not stored.
@@ -295,7 +295,7 @@ def _settle(source: GraphToSave, reasons: Reasons) -> None:
         raise SerializationError(
             f"the graph of {format_path(frame.path) or '<root>'!r} ({type(frame.module).__name__}) is its module, as "
             f"it was edited or is a custom one, and cannot be stored: {reason}. Without it, other code would run in "
-            "its place, so nothing was written; remove what the reason names, or save a PatchableGraph without this "
+            "its place, so nothing was written; remove the cause, or save a PatchableGraph without this "
             "edit or custom extraction function"
         )
 
@@ -324,7 +324,7 @@ def _warn(file: Path | IO[bytes], root: Frame, reasons: Reasons, dropped: dict[s
 
 
 def _uses_cache(frame: Frame) -> bool:
-    """Whether a frame could be stored if there was no cache of transformers in it."""
+    """Whether only a cache of transformers keeps a frame from being stored."""
     names = {doubt.what for doubt in frame.doubts if doubt.reason is Reason.USES_OBJECT}
     names |= {node.spec.type_name for node in frame.nodes if isinstance(node.spec, ObjectSpec)}
     return any(name.endswith("Cache") for name in names)
@@ -352,7 +352,7 @@ def _write(file: Path | IO[bytes], found: Document) -> None:
 Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 BOUNDS = ((0, 50), (0, 3), (0, 2), (1, 2), (0, 1))
-"""Between what the integers of made-up inputs lie: the first of these that the model can work with."""
+"""Bounds for the integers of made-up inputs. The first ones that the model accepts are used."""
 
 
 class ModelRaisesError(Exception):
@@ -368,7 +368,7 @@ class Maker:
 
     Attributes:
         frame: The root frame.
-        bounds: The least integer, and the one after the greatest.
+        bounds: The smallest integer, and the one after the largest.
     """
 
     frame: Frame
@@ -401,7 +401,7 @@ class Maker:
         is_mask = spec.dtype is torch.bool or "mask" in name
         made = torch.randint(*((0, 2) if is_mask else self.bounds), shape, generator=generator)
         if is_mask and made.dim() and made.numel():
-            made[..., 0] = 1  # a row of which nothing is left to look at holds no numbers
+            made[..., 0] = 1  # a row that is masked completely gives NaN
         return made.to(spec.device, spec.dtype)
 
 
@@ -423,10 +423,10 @@ def makers(frame: Frame) -> Iterator[Maker]:
 
 
 def difference_of(model: Module, run: Callable[..., Any], graph: Callable[..., Any], call: Call) -> str | None:
-    """Runs a model and its graph on copies of the same inputs, and returns in what they differ, if they do.
+    """Runs a model and its graph on copies of the same inputs, and returns how they differ, if they do.
 
     Args:
-        model: What holds the state that both may change: it is put back, and so is the random state.
+        model: The module with the state that both may change. It is restored, and so is the random state.
         run: Runs the model.
         graph: Runs the graph.
         call: The inputs.

@@ -149,7 +149,7 @@ def test_the_text_says_what_is_to_be_known_and_no_more() -> None:
         "  layers_0 and 2 more (Calls): output: 8 of 8 values differ",
         "opaque: have no graph",
         "  norm.dropout and 1 more (Dropout): the options say to skip it",
-        "own graph: are their module (edited or custom), so that there is nothing to compare",
+        "own graph: replace their module (edited or custom), so that there is nothing to compare",
         "  custom (Flat)",
         "not reached: were not reached by these inputs",
         "  bad (Calls)",

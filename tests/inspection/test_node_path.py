@@ -82,7 +82,7 @@ def test_containment(graph):
         (lambda g: g.output[2], "'output' has no child 'sub_2'; it has 'sub_0', 'sub_1'"),
         (lambda g: g.output[-3], "'output' has no child 'sub_-3'"),
         (lambda g: g.add.foo, r"'add' has no child 'foo': it is a value, Tensor\(3, 2\)"),
-        (lambda g: g[0], "the root graph is no container: it has no position 0"),
+        (lambda g: g[0], "the root graph is not a container: it has no position 0"),
         (lambda g: g["linear_0|weight"], "'linear_0' is a graph, not a container: its children follow a dot"),
         (lambda g: g["a..b"], "not a node path: 'a..b'"),
         (lambda g: g._foo, "the root graph has no child '_foo'"),

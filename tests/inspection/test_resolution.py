@@ -88,7 +88,7 @@ TUPLE_PROBLEMS = [
     (
         "x|sub_0",
         True,
-        "'x' is no container but a value: Tensor(3, 2); there is no 'sub_0' in it; to patch a part of it",
+        "'x' is not a container but a value: Tensor(3, 2); there is no 'sub_0' in it; to patch a part of it",
     ),
     ("output[0]", True, "not a node path: 'output[0]' (unexpected '[' at position 6); a position in a sequence is"),
     ("a..b", True, "not a node path: 'a..b' (a name is missing at position 2)"),
@@ -106,8 +106,8 @@ def test_problems_say_what_was_meant(path, is_unknown, message):
 
 INPUT_PROBLEMS = [
     ("mask|sub_0", "'mask' was not given in the example, so what it holds is not known: make the PatchableGraph with"),
-    ("cache|keys", "'cache' is no container but a value: object; there is no 'keys' in it"),
-    ("mode|x", "'mode' is no container but a value: str; there is no 'x' in it"),
+    ("cache|keys", "'cache' is not a container but a value: object; there is no 'keys' in it"),
+    ("mode|x", "'mode' is not a container but a value: str; there is no 'x' in it"),
     ("kwargs", "'kwargs' is a dict(0) without a tensor or number in it: there is nothing to patch"),
     ("kwargs|labels", "no 'labels' in 'kwargs', which is an empty dict in the example: make the PatchableGraph with"),
     ("options|option_44", "nearest: 'options|option_4'; keys: 'option_0', "),
@@ -118,7 +118,7 @@ INPUT_PROBLEMS = [
     ),
     ("table", "'table' is a constant in the code of the model"),
     ("size", "'size' is arithmetic on sizes"),
-    ("output|loss", "keys: 'logits', 'cache', 'empty'; if other example inputs bring it, make the PatchableGraph with"),
+    ("output|loss", "keys: 'logits', 'cache', 'empty'; if other example inputs have it, make the PatchableGraph with"),
     ("output|empty", "'output|empty' is a list(1) without a tensor or number in it"),
 ]
 

@@ -680,7 +680,7 @@ def test_what_is_no_program_is_refused() -> None:
 
 def test_modes_are_refused() -> None:
     pg = PatchableGraph.from_exported(CASES["mlp"].program())
-    with pytest.raises(NotImplementedError, match=r"eval\(\) changes nothing in an exported program"):
+    with pytest.raises(NotImplementedError, match=r"eval\(\) does not change an exported program"):
         pg.eval()
 
 

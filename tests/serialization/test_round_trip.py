@@ -230,7 +230,7 @@ def test_open_files_are_written_and_read_as_torch_save_does(tmp_path: Path) -> N
     assert torch.equal(PatchableGraph.load(tmp_path / "graph.safetensors")(x()), pg(x()))
     with pytest.raises(SerializationError, match=r"file\.seek\(0\) goes back to the start"):
         PatchableGraph.load(buffer)
-    with pytest.raises(SerializationError, match="the BytesIO is no file that pg.save"):
+    with pytest.raises(SerializationError, match="the BytesIO is not a file that pg.save"):
         PatchableGraph.load(io.BytesIO(b"damaged" * 9))
 
 

@@ -112,7 +112,7 @@ class Vmapped(nn.Module):
 
 def test_what_comes_out_of_vmap_needs_the_model(tmp_path: Path) -> None:
     model = Vmapped()
-    pg, file = saved(model, tmp_path, match="uses a tensor that neither it nor its module holds, and that is gone")
+    pg, file = saved(model, tmp_path, match="uses a tensor that is gone")
     with pytest.raises(UnstoredFrameError, match=r"load\(file, model=model\)"):
         PatchableGraph.load(file)(x())
     loaded = PatchableGraph.load(file, model=model)
@@ -128,7 +128,7 @@ def test_modules_that_were_replaced_since(tmp_path: Path) -> None:
     loaded._module.opaque = nn.Identity()
     expected = pg.second(torch.tanh(pg.first(x())))
     assert torch.equal(loaded(x()), expected)
-    with pytest.warns(UnstoredFrameWarning, match="it calls 'opaque', where another module was put since"):
+    with pytest.warns(UnstoredFrameWarning, match="it calls 'opaque', which was replaced by another module since"):
         loaded.save(tmp_path / "changed.safetensors")
     assert "" in PatchableGraph.load(tmp_path / "changed.safetensors").unstored
 
@@ -193,7 +193,7 @@ def test_another_model(tmp_path: Path, changed: Any, message: str) -> None:
     changed(pg._module)
     with pytest.raises(SerializationError, match=message):
         PatchableGraph.load(file, model=pg._module)
-    with pytest.raises(TypeError, match="model is to be a torch.nn.Module, not type"):
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, not type"):
         PatchableGraph.load(file, model=Outer)
 
 

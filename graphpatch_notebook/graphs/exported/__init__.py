@@ -36,9 +36,9 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
     Raises:
         TypeError: It is neither.
         FileNotFoundError: There is no such file.
-        SerializationError: The file is no archive at all.
+        SerializationError: The file is not an archive.
         GraphError: This torch is too old.
-        Exception: Whatever torch raises on a file that it cannot read, or a program that it cannot unflatten.
+        Exception: Raised by torch for a file that it cannot read, or a program that it cannot unflatten.
     """
     file = _checked_file(program) if isinstance(program, (str, os.PathLike)) else None
     if file is None and not isinstance(program, ExportedProgram):
@@ -58,10 +58,10 @@ def unflattened_program(program: Any, flat_args_adapter: Any = None) -> tuple[Ex
 
 
 def _checked_file(file: str | os.PathLike[str]) -> str:
-    """Returns the name of a file that may hold a program: of others, torch prints a traceback before it raises."""
+    """Returns the name of a file that may hold a program. For other files torch prints a traceback before it raises."""
     name = os.fspath(file)
     if not Path(name).is_file():
         raise FileNotFoundError(f"there is no file {name!r}")
     if not zipfile.is_zipfile(name):
-        raise SerializationError(f"{name!r} is no file that torch.export.save wrote")
+        raise SerializationError(f"{name!r} is not a file that torch.export.save wrote")
     return name

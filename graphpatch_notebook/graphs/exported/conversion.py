@@ -1,4 +1,4 @@
-"""From what `torch.export.unflatten` makes of a program to modules and graphs of our own.
+"""Turns the result of `torch.export.unflatten` into modules and graphs of this package.
 
 unflatten                                    here
 inner, inner@1, ... (one for each call)  ->  inner, a module with several graphs
@@ -45,7 +45,7 @@ class Converter:
         guards: What the program asserts of its flat inputs.
 
     Attributes:
-        root: The module that stands for the whole program.
+        root: The module of the whole program.
         root_group: Its group.
         inputs: The parameters of the program.
     """
@@ -86,7 +86,7 @@ class Converter:
     # -- modules -------------------------------------------------------------------------------------------------------
 
     def _fill(self, group: Group) -> None:
-        """Gives the module of a group what its variants have, and makes the modules below it."""
+        """Fills the module of a group with the attributes of its variants, and makes the modules below it."""
         module = group.module
         assert module is not None
         for variant in group.variants:
@@ -120,7 +120,7 @@ class Converter:
     # -- graphs --------------------------------------------------------------------------------------------------------
 
     def graph(self, group: Group, number: int) -> fx.Graph:
-        """Returns a new copy of a graph of a group, ready to stand for its module."""
+        """Returns a new copy of a graph of a group, ready to run as its module."""
         variant = group.graphs()[number]
         source = graph_in(variant)
         assert source is not None
@@ -185,7 +185,7 @@ def _container(variants: list[Module]) -> Module:
 
 
 def _attribute(group: Group, variant: Module, target: str) -> str:
-    """Returns where the module of a group holds what a variant holds at `target`; puts it there first if need be."""
+    """Returns the path in a group's module of what a variant holds at `target`; stores it there first if needed."""
     *path, name = target.split(".")
     plain = [base_name(part) for part in path]
     assert group.module is not None
@@ -255,12 +255,12 @@ def _add_part(graph: fx.Graph, node: fx.Node, key: Any, part: fx.Node, made: dic
 
 
 def copied_into(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node]) -> Any:
-    """Copies all but the placeholders of `source`, and returns what it returns, over nodes of `graph`.
+    """Copies all nodes of `source` but its placeholders to `graph`, and returns the output over nodes of `graph`.
 
     Args:
-        graph: Where to.
-        source: Where from.
-        made: What stands for the placeholders of `source`; the copies are added.
+        graph: The graph to copy to.
+        source: The graph to copy from.
+        made: The nodes that replace the placeholders of `source`; the copies are added.
     """
     for node in source.nodes:
         if node.op == "output":
@@ -286,7 +286,7 @@ class Structured:
 
 
 def _put_together(graph: fx.Graph, leaves: list[Any], structure: Any) -> Any:
-    """Returns the output as it stands in a graph: plain containers as they are, others as calls."""
+    """Returns the output as a graph holds it: plain containers as they are, others as calls."""
     if structure.is_leaf():
         return leaves[0]
     if not _is_plain(structure):

@@ -1,6 +1,6 @@
-"""The records of an exported program: a frame for each call of a module, without a run of anything.
+"""The records of an exported program: a frame for each call of a module. Nothing runs.
 
-What is known of the values comes from the program: it holds a fake tensor for each of them.
+The specs of the values come from the program, which holds a fake tensor for each of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _FrameBuilder:
         """Makes the nodes of a frame, and returns the example of what it returns.
 
         Args:
-            frame: The frame; what is there is its place in the hierarchy.
+            frame: The frame, which is already part of the hierarchy.
             group: The group of its module.
             number: Which graph of the group runs.
             given: Examples of the arguments, by parameter; the program knows those of the root.
@@ -150,7 +150,7 @@ def _site(fx_node: fx.Node) -> SavedSite | None:
 
 
 def _mark_plumbing(records: dict[fx.Node, Node]) -> None:
-    """Marks what only carries sizes, or takes apart and puts together what other nodes hold."""
+    """Marks nodes that only carry sizes, or that unpack or pack the values of other nodes."""
     for fx_node, record in records.items():
         holds_tensors = any(not isinstance(leaf, ScalarSpec) for _, leaf in leaves(record.spec))
         first = fx_node.args[0] if fx_node.args else None
@@ -228,8 +228,8 @@ _ABSENT = object()
 class ExampleValues:
     """The example values of the nodes of one graph, on the way through it.
 
-    A graph that serves several calls keeps the examples of the first. Where another one is given other shapes, they
-    are found out again, with the fake tensors of the program.
+    A graph that serves several calls keeps the examples of the first. If another call has other shapes, the examples
+    are computed again, with the fake tensors of the program.
     """
 
     def __init__(self, graph: fx.Graph, module: Module, given: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ class ExampleValues:
         try:
             with torch.no_grad():
                 return self._run(node)
-        except Exception:  # an operator that fake tensors cannot run: what is known of the first call must do
+        except Exception:  # an operator that fake tensors cannot run: the example of the first call is used
             return None if known is _ABSENT else known
 
     def _run(self, node: fx.Node) -> Any:
@@ -308,7 +308,7 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _hint(size: Any) -> Any:
-    """Returns the number that a symbol had for the example inputs; some other one where the program forgot it."""
+    """Returns the number that a symbol had for the example inputs; another number if the program does not have it."""
     if not isinstance(size, (SymInt, SymFloat, SymBool)):
         return size
     hint = getattr(size.node, "hint", None)

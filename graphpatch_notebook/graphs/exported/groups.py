@@ -1,4 +1,4 @@
-"""Which of the modules that `torch.export.unflatten` makes stand for one module of the model that was exported."""
+"""Groups the modules that `torch.export.unflatten` makes by the module of the exported model that they come from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from graphpatch_notebook.torch_compat import parts_of
 
 try:
     from torch.export.unflatten import InterpreterModuleDispatcher
-except ImportError:  # before torch 2.6, of which no program is taken
+except ImportError:  # before torch 2.6, whose programs are refused
 
     class InterpreterModuleDispatcher(Module):  # type: ignore[no-redef]
-        """What these versions never make."""
+        """Never made by these versions."""
 
 
 _POSITIONAL_ARGUMENT = "_positional_arg_"
@@ -27,12 +27,12 @@ _CALL_NAME = re.compile(r"(.+)@\d+")
 
 
 class Group:
-    """What stands for one module: a variant for each of its calls that differs from the others.
+    """The variants of one module: one for each of its calls that differs from the others.
 
     Attributes:
         variants: The modules that `unflatten` made; those without a graph are never called.
-        turns: The numbers of the graphs in the order of all calls, where these are told by the order alone.
-        module: The module that stands for all of them here.
+        turns: The numbers of the graphs in the order of all calls, if only the order distinguishes them.
+        module: The module made for all of them.
         names: What the placeholders of all graphs are called here, by their names there.
         is_by_name: Whether callers give the arguments by name: the graphs have different placeholders.
     """
@@ -99,9 +99,9 @@ def placeholder_names(variant: Module) -> list[str]:
 
 
 def _values_by_position(variant: Module) -> dict[str, str]:
-    """Returns the names of the values that placeholders without a name of their own hold.
+    """Returns the names of the values of placeholders that have only generated names.
 
-    A module whose signature is preserved takes its arguments apart first: `x` is what lies first in the first one.
+    A module whose signature is preserved takes its arguments apart first: `x` is the first value of the first argument.
     """
     graph = graph_in(variant)
     positional = [name for name in placeholder_names(variant) if name.startswith(_POSITIONAL_ARGUMENT)]
@@ -127,12 +127,12 @@ def graph_in(variant: Module) -> fx.Graph | None:
 
 
 def variants_in(child: Module) -> list[Module]:
-    """Returns the modules that a child of an unflattened module stands for."""
+    """Returns the modules that a child of an unflattened module dispatches to, or the child itself."""
     return list(child.call_modules()) if isinstance(child, InterpreterModuleDispatcher) else [child]
 
 
 def is_dispatcher(child: Module) -> bool:
-    """Whether a child of an unflattened module stands for several, which take turns."""
+    """Whether a child of an unflattened module dispatches to several modules in turn."""
     return isinstance(child, InterpreterModuleDispatcher)
 
 
@@ -143,7 +143,7 @@ def is_unflattened(child: Module) -> bool:
 
 
 def children_by_name(module: Module) -> dict[str, list[Module]]:
-    """Returns the children that stand for one module each: `inner` and `inner@1` are two calls of `inner`."""
+    """Returns the children grouped by their module: `inner` and `inner@1` are two calls of `inner`."""
     found: dict[str, list[Module]] = {}
     for name, child in module._modules.items():
         if child is not None and is_unflattened(child):
@@ -163,7 +163,7 @@ def base_name(name: str) -> str:
 
 
 def at(module: Module, path: str) -> Any:
-    """Returns what lies at an attribute path."""
+    """Returns the value at an attribute path."""
     found: Any = module
     for name in path.split(".") if path else ():
         found = getattr(found, name)

@@ -40,7 +40,7 @@ class ProgramInput:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is no container."""
+        """Whether it is a single value rather than a container."""
         return bool(self.structure.is_leaf())
 
 
@@ -79,7 +79,7 @@ def _names(known: list[str] | None, positional: Any, by_name: Any, flat_names: l
 class ProgramInputs:
     """Checks a call as the program does, and brings it into the form that the program was exported with.
 
-    It is the unflattened program without its work: a module of the same class, whose graph hands its flat inputs out.
+    It is the unflattened program without its operations: a module of the same class, which returns its flat inputs.
     Holds no weights; copies share it.
 
     Args:
@@ -98,7 +98,7 @@ class ProgramInputs:
         """Returns the call in the form that the program was exported with.
 
         Raises:
-            Exception: Whatever the program raises on such inputs.
+            Exception: Raised by the program on such inputs.
         """
         flat = list(self._checks(*args, **kwargs))
         if self._guards is not None:

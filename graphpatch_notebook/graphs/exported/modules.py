@@ -21,7 +21,7 @@ _calls_so_far: ContextVar[dict[int, int] | None] = ContextVar("graphpatch_export
 
 
 class ExportedModule(Module):
-    """A module of an exported program. Abstract: each module has a class of its own, see `exported_module`.
+    """A module of an exported program. Abstract: `exported_module` makes a class for each module.
 
     Runs the graph that was exported for it. A module that the program calls several times has a graph for each call
     that differs from the others.
@@ -64,7 +64,7 @@ class ExportedModule(Module):
         if counts is None:
             raise GraphError(
                 f"the exported program calls this {name} {len(self._graph_of_call)} times, with {len(self._graphs)} "
-                "different graphs; which is meant can only be told when the whole program runs"
+                "different graphs; only a run of the whole program decides which one runs"
             )
         call = counts.get(id(self), 0)
         counts[id(self)] = call + 1
@@ -73,9 +73,9 @@ class ExportedModule(Module):
         return self._graph_of_call[call]
 
     def train(self, mode: bool = True) -> Any:
-        """Raises: what the modes change was decided when the program was exported."""
+        """Raises an error: the modes were fixed when the program was exported."""
         raise NotImplementedError(
-            f"{'train' if mode else 'eval'}() changes nothing in an exported program: dropout and the like run as they "
+            f"{'train' if mode else 'eval'}() does not change an exported program: dropout and the like run as they "
             "did when it was exported; export the model in the other mode"
         )
 
@@ -111,7 +111,7 @@ class ExportedRoot(ExportedModule):
 
 
 class _Forward:
-    """`forward` of a class of modules, with a signature of its own."""
+    """`forward` of a class of modules, with the signature of that class."""
 
     def __init__(self, parameters: Sequence[InputParameter]) -> None:
         self.__name__ = "forward"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from graphpatch_notebook.inspection.tree import CSS_STYLES, RICH_STYLES, Style, is_colour_terminal
+from graphpatch_notebook.inspection.tree import CSS_STYLES, RICH_STYLES, Style, is_color_terminal
 from graphpatch_notebook.notebook.display.labels import visible
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Table(Sequence[Item]):
         """The lines below the table."""
         return tuple(map(visible, self._notes() if callable(self._notes) else self._notes))
 
-    # --- what it shows ----------------------------------------------------------------------------------------------
+    # --- display ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         rows = self._shown_rows()
@@ -119,7 +119,7 @@ class Table(Sequence[Item]):
         if len(printer.stack) > 1:  # inside a list or dict, a table would be unreadable
             printer.text(f"<{type(self).__name__} of {len(self):,} rows>")
             return
-        printer.text(self._colored() if is_colour_terminal() else repr(self))
+        printer.text(self._colored() if is_color_terminal() else repr(self))
 
     def _colored(self) -> str:
         """Returns the table with ANSI colors, fitted to the width of the terminal."""

@@ -51,7 +51,7 @@ from graphpatch_notebook.values import ContainerSpec, TensorSpec, key_text, leav
 
 
 class HooksExport:
-    """One export in the hooks passing.
+    """One export in the hooks form.
 
     With the names in its first line, the script computes the same values, bit for bit, as
     `with pg.patch(session.resolve(...).patch_map)`. It raises if a module is not called as often as in the example.

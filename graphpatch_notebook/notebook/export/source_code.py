@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphpatch_notebook.inspection.tree import css_colour, is_colour_terminal
+from graphpatch_notebook.inspection.tree import css_color, is_color_terminal
 
 WIDTH = 88
 _INDENT = "    "
@@ -46,7 +46,7 @@ class SourceCode(str):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Colored in IPython's terminal; plain if the output is not a terminal, or colors are switched off."""
         text = repr(self)
-        printer.text(_coloured(text) if is_colour_terminal() else text)
+        printer.text(_coloured(text) if is_color_terminal() else text)
 
     def _repr_html_(self) -> str:
         return as_html(repr(self))
@@ -77,7 +77,7 @@ def as_html(text: str) -> str:
 def _span(text: str, kind: str) -> str:
     escaped = html.escape(text)
     colour = next((colour for start, colour in _COLOURS.items() if kind.startswith(start)), None)
-    return f'<span style="{css_colour(colour)}">{escaped}</span>' if colour and text.strip() else escaped
+    return f'<span style="{css_color(colour)}">{escaped}</span>' if colour and text.strip() else escaped
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ from graphpatch_notebook.values import take
 
 
 class Allowed:
-    """The names that the caller of `load` allows, and those that it would have to allow.
+    """The names that the caller of `load` allows, and those that are missing.
 
     Args:
-        names: Dotted names: of a function or class, or of a package or module with all that is in it.
+        names: Dotted names: of a function or class, or of a package or module with everything in it.
 
     Example:
         >>> Allowed(["mylib"]).covers("mylib.ops.foo"), Allowed(["mylib.ops.foo"]).covers("mylib.ops.foobar")
@@ -44,7 +44,7 @@ class Allowed:
         self.missing: dict[str, None] = {}
 
     def covers(self, name: str) -> bool:
-        """Whether `name`, or what it lies in, is allowed."""
+        """Whether `name`, or a module that it is in, is allowed."""
         return any(name == allowed or name.startswith(f"{allowed}.") for allowed in self._names)
 
     def require(self, name: str) -> bool:
@@ -58,7 +58,7 @@ class Allowed:
         """Refuses the file if it has asked for anything that is not allowed.
 
         Raises:
-            SerializationError: It has; the message lists all that is to be allowed.
+            SerializationError: It has; the message lists all names to allow.
         """
         if self.missing:
             names = sorted(self.missing)
@@ -76,14 +76,14 @@ def name_of_object(value: Any) -> str:
     """
     module, name = str(getattr(value, "__module__", "") or ""), str(getattr(value, "__qualname__", "") or "")
     if not module or not _are_plain([*module.split("."), *name.split(".")]):
-        raise UnstorableError(f"it uses {name or repr(value)[:60]}, which no name leads to from outside")
+        raise UnstorableError(f"it uses {name or repr(value)[:60]}, which cannot be imported by a name")
     if _found(module, name) != value:
         raise UnstorableError(f"it uses {module}.{name}, but that name now means something else")
     return f"{module}:{name}"
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` has the form of what `name_of_object` returns."""
+    """Whether `text` has the form of a result of `name_of_object`."""
     module, _, name = text.partition(":")
     return _are_plain([*module.split("."), *name.split(".")])
 
@@ -94,7 +94,7 @@ def dotted(text: str) -> str:
 
 
 def imported(text: str, where: str) -> Any:
-    """Imports what `text` (of `name_of_object`) names; only for names that are allowed.
+    """Imports the object that `text` (of `name_of_object`) names; only for names that are allowed.
 
     Raises:
         SerializationError: There is no such thing here.
@@ -156,7 +156,7 @@ def name_of_class(cls: type) -> str:
     """
     name = _names_of_known().get(cls)
     if name is None and not _is_container(cls):
-        raise UnstorableError(f"it makes a {cls.__name__}, which is no kind of container that can be written")
+        raise UnstorableError(f"it makes a {cls.__name__}, which is not a kind of container that can be written")
     return name or name_of_object(cls)
 
 
@@ -164,19 +164,19 @@ def class_of(item: Item, allowed: Allowed) -> type | None:
     """Returns the class of containers of that name; `None` where it is not allowed, which `allowed` notes.
 
     Raises:
-        SerializationError: It is none, or not to be found here.
+        SerializationError: It has the wrong kind, or does not exist here.
     """
     name = item.text()
     if name in _known():
         return _known()[name]
     if not is_name(name):
-        raise item.error(f"{name[:60]!r} is no name of a class")
+        raise item.error(f"{name[:60]!r} is not the name of a class")
     is_transformers = _TRANSFORMERS.fullmatch(name) is not None and not allowed.covers(dotted(name))
     if not is_transformers and not allowed.require(dotted(name)):
         return None
     found = imported(name, item.where)
     if not isinstance(found, type) or not _is_container(found) or (is_transformers and not _is_output(found)):
-        raise item.error(f"{dotted(name)} is no class of containers")
+        raise item.error(f"{dotted(name)} is not a class of containers")
     return found
 
 
@@ -188,11 +188,11 @@ def _is_output(cls: type) -> bool:
     return any(base.__name__ == "ModelOutput" and base.__module__.startswith("transformers.") for base in cls.__mro__)
 
 
-# -- classes of recorded values, of which nothing is ever made --------------------------------------------------------
+# -- classes of recorded values, which are never instantiated ---------------------------------------------------------
 
 
 def described_class(cls: type) -> list[str]:
-    """Returns what is told of the class of a recorded container: its name, and what kind of container it is."""
+    """Returns the description of the class of a recorded container: its name, and the kind of container."""
     if cls in _names_of_known():
         return [_names_of_known()[cls]]
     bases: list[tuple[str, Any]] = [("tuple", tuple), ("list", list), ("mapping", Mapping)]
@@ -206,14 +206,14 @@ def class_text(cls: type) -> str:
 
 
 def class_described(item: Item) -> type:
-    """Returns the class of a recorded container: itself if it is well known, else a class that stands for it."""
+    """Returns the class of a recorded container: the class itself if it is well known, else a placeholder class."""
     parts = item.items()
     if not 1 <= len(parts) <= 2:
         raise item.error("there should be a name and a kind")
     name = parts[0].text()
     if len(parts) == 1:
         if name not in _known():
-            raise parts[0].error(f"{name[:60]!r} is no known class of containers")
+            raise parts[0].error(f"{name[:60]!r} is not a known class of containers")
         return _known()[name]
     return _stand_in(name, parts[1].one_of(tuple(_KINDS)))
 
@@ -246,7 +246,7 @@ _OPERATORS = (
 ).split()
 _BUILTINS = "abs bool float getattr int len list max min range round setattr slice sum tuple".split()
 _MATH = "ceil cos exp floor gcd isqrt log log2 prod sin sqrt tan tanh trunc".split()
-# Functions that read files, hand out memory or call back, or change what lies outside of the graph.
+# Functions that read files, give access to memory, call back, or change state outside of the graph.
 _REFUSED = frozenset(
     "from_file apply_ map_ map2_ register_hook register_post_accumulate_grad_hook share_memory_ storage numpy backward "
     "untyped_storage typed_storage data_ptr const_data_ptr set_ module_load as_subclass to_dlpack from_dlpack "
@@ -256,7 +256,7 @@ _REFUSED = frozenset(
     "__cuda_array_interface__ __torch_dispatch__ __torch_function__ __hash__ __repr__ __format__ __init__ __new__ "
     "__del__ __getattr__ __getattribute__ __setattr__ __delattr__ __class__ __init_subclass__ __subclasshook__".split()
 )
-# Methods that torch leaves out of its list of operators, as no tensor goes into them but for its dtype.
+# Methods that are not in torch's list of operators, as they only read the dtype and device of a tensor.
 _FACTORY_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
 # Operators that trust the indices and addresses that they are given.
 _UNCHECKED = ("unsafe_index", "unsafe_masked", "reinterpret_tensor", "from_blob", "_test_")
@@ -271,7 +271,7 @@ def _is_refused(name: str) -> bool:
 
 @cache
 def functions() -> dict[str, Function]:
-    """Returns all functions that a file may call without leave, by name."""
+    """Returns all functions that a file may call without being allowed, by name."""
     found: dict[str, Function] = {}
     overridable = {id(f) for group in torch.overrides.get_overridable_functions().values() for f in group}
     for space, holder in _NAMESPACES.items():
@@ -326,7 +326,7 @@ def encoded_function(function: Any) -> Any:
     """Returns the JSON of a function that a graph calls.
 
     Raises:
-        UnstorableError: No name leads to it.
+        UnstorableError: It cannot be imported by a name.
     """
     if isinstance(function, NamedFunction):
         function = function.function
@@ -356,7 +356,7 @@ def check_method(name: str) -> str:
     """Returns the name of a method of tensors that graphs may call.
 
     Raises:
-        UnstorableError: It is none.
+        UnstorableError: It is not such a name.
     """
     if name not in _methods():
         raise UnstorableError(f"it calls the method {name[:60]!r}, which is none of the operators that files may call")
@@ -364,7 +364,7 @@ def check_method(name: str) -> str:
 
 
 def check_attribute(function: Any, args: tuple[Any, ...]) -> None:
-    """Refuses to read or write attributes that are more than a value: methods, private ones.
+    """Checks that a call does not read or write attributes that are more than values: methods, private ones.
 
     Args:
         function: What the graph calls.
@@ -397,7 +397,7 @@ def decoded_function(item: Item, allowed: Allowed) -> Function:
     """Returns the function of a JSON item; one that is not allowed is noted in `allowed`, and must not be called.
 
     Raises:
-        SerializationError: It is none, or not to be found here.
+        SerializationError: It has the wrong kind, or does not exist here.
     """
     if type(item.value) is str:
         function = functions().get(item.text())
@@ -418,7 +418,7 @@ def decoded_function(item: Item, allowed: Allowed) -> Function:
 def _decoded_op(item: Item, allowed: Allowed) -> Function:
     path = item.text()
     if not _OPS_PATH.fullmatch(path) or "__" in path or any(map(_is_refused, path.split("."))):
-        raise item.error(f"{path[:80]!r} is no operator that a file may call")
+        raise item.error(f"{path[:80]!r} is not an operator that a file may call")
     space, name, *overload = path.split(".")
     if space not in _OPS and not allowed.require(f"{space}.{name}"):
         return not_allowed
@@ -437,19 +437,19 @@ def _decoded_other(item: Item, allowed: Allowed) -> Function:
     ((kind, inside),) = fields.items()
     name = inside.text()
     if not is_name(name):
-        raise inside.error(f"{name[:60]!r} is no name of a function")
+        raise inside.error(f"{name[:60]!r} is not the name of a function")
     if not allowed.require(dotted(name)):
         return not_allowed
     found = imported(name, item.where)
     if kind == "apply":
         if not isinstance(found, type) or not issubclass(found, torch.autograd.Function):
-            raise inside.error(f"{dotted(name)} is no autograd.Function")
+            raise inside.error(f"{dotted(name)} is not an autograd.Function")
         return NamedFunction(found.apply)
     if not callable(found):
-        raise inside.error(f"{dotted(name)} is no function")
+        raise inside.error(f"{dotted(name)} is not a function")
     return NamedFunction(found)
 
 
 def not_allowed(*_args: Any, **_kwargs: Any) -> Any:
-    """Stands for a function that is not allowed, until the whole file is refused for it."""
+    """Placeholder for a function that is not allowed, until the whole file is refused."""
     raise AssertionError("a function that is not allowed is never called")

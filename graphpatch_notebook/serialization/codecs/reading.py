@@ -1,4 +1,4 @@
-"""Strict reading of JSON: each value is asked for as what it has to be; all else is an error that says where."""
+"""Strict reading of JSON: each value must have the expected type, or an error says where it does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 40
 
 
 class Item:
-    """A value of a JSON document, and where it stands in it.
+    """A value of a JSON document, and its position there.
 
     Example:
         >>> Item({"a": [1, 2]}, "file").fields("a")["a"].items()[1].whole(0, 9)
@@ -40,7 +40,7 @@ class Item:
 
     @property
     def is_null(self) -> bool:
-        """Whether there is nothing."""
+        """Whether it is null."""
         return self.value is None
 
     def text(self) -> str:
@@ -62,7 +62,7 @@ class Item:
         return self.value
 
     def flag(self) -> bool:
-        """Returns it as true or false."""
+        """Returns it as a bool."""
         if type(self.value) is not bool:
             raise self._expected("true or false")
         return self.value
@@ -98,14 +98,14 @@ def parsed(text: str, where: str) -> Item:
     """Returns the JSON document in `text`.
 
     Raises:
-        SerializationError: It is no JSON, or not of the strict kind: names that are given twice, numbers that are none.
+        SerializationError: It is not strict JSON: a name is given twice, say, or a number is NaN.
     """
     try:
         return Item(json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_number), where)
     except RecursionError:
         raise SerializationError(f"{where}: it is nested too deeply") from None
     except ValueError as error:
-        raise SerializationError(f"{where}: it holds no valid JSON ({error})") from None
+        raise SerializationError(f"{where}: it does not hold valid JSON ({error})") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")

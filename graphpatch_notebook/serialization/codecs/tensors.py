@@ -2,8 +2,8 @@
 
     "tensors": [{"storage": "wte.weight", "dtype": "float32", "shape": [99, 8], "stride": [8, 1], "offset": 0, ...}]
 
-So one tensor under two names stays one, and views of one storage stay views of one storage. A storage has the dtype and
-shape of its tensor where there is only one that fills it: other tools read such a file as they read any other.
+So one tensor under two names stays one tensor, and views of one storage stay views of it. A storage has the dtype and
+shape of its tensor if only one fills it, so that other tools can read the file.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from graphpatch_notebook.errors import SerializationError
 from graphpatch_notebook.serialization.codecs.reading import Item
 from graphpatch_notebook.serialization.codecs.values import UnstorableError, decoded_device, dtype_of, name_of_dtype
 
-# What safetensors knows in all of its versions; other dtypes are written as bytes.
+# The dtypes of all versions of safetensors; other dtypes are written as bytes.
 _NATIVE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 }  # fmt: skip
 _LARGEST = 2**48
-"""Elements that a tensor may seem to have: one that is expanded has more than its storage."""
+"""The most elements that a tensor may have: an expanded one has more than its storage."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def check_storable(tensor: Tensor) -> None:
-    """Refuses tensors that are more, or less, than a part of a storage.
+    """Checks that a tensor is a part of a storage, and nothing else.
 
     Raises:
-        UnstorableError: This one is; the message says why.
+        UnstorableError: It is not; the message says why.
     """
     if is_lazy(tensor):
         raise UnstorableError("it holds a parameter that has no shape yet; run the model once")
     if type(tensor) not in (Tensor, Parameter):
-        raise UnstorableError(f"it holds a {type(tensor).__name__}, which is more than its numbers")
+        raise UnstorableError(f"it holds a {type(tensor).__name__}, a subclass of Tensor")
     if tensor.device.type == "meta":
         raise UnstorableError("its weights are not loaded (they are on the device 'meta', as accelerate offloads them)")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UnstorableError(f"it holds a tensor of the layout {tensor.layout}")
     if tensor.is_conj() or tensor.is_neg():
-        raise UnstorableError("it holds a tensor that is conjugated or negated only when it is read")
+        raise UnstorableError("it holds a lazily conjugated or negated tensor")
     if tensor.requires_grad and not tensor.is_leaf:
         raise UnstorableError("it holds a tensor that was computed from others, with gradients")
 
 
 @dataclass
 class _Storage:
-    """What is written of one storage.
+    """The written part of one storage.
 
     Attributes:
         name: Its name in the file.
@@ -75,13 +75,13 @@ class _Storage:
         return len(self.members) == 1 and first.dtype in _NATIVE and first.is_contiguous()
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Returns where in what is written `tensor` begins, in elements."""
+        """Returns the offset of `tensor` in the written part, in elements."""
         if self.is_one_tensor or not tensor.numel():
             return 0
         return int(tensor.storage_offset()) - self.start // tensor.element_size()
 
     def content(self) -> Tensor:
-        """Returns what is written of it, on the CPU."""
+        """Returns the written part, on the CPU."""
         first = self.members[0].detach()
         if self.is_one_tensor:
             return first.cpu()
@@ -93,7 +93,7 @@ class _Storage:
 
 
 class TensorTable:
-    """The tensors that are to be written, each under a number."""
+    """The tensors to write, each with a number."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -149,7 +149,7 @@ class TensorTable:
         ]
 
     def contents(self) -> dict[str, Tensor]:
-        """Returns what is written of each storage, by name; on the CPU, contiguous."""
+        """Returns the written part of each storage, by name; on the CPU, contiguous."""
         return {storage.name: storage.content() for storage in self._storages.values()}
 
 
@@ -185,7 +185,7 @@ class StoredTensor:
         """Returns the entry in `item`.
 
         Raises:
-            SerializationError: It is none.
+            SerializationError: It is not an entry.
         """
         fields = item.fields(
             "storage", "dtype", "shape", "stride", "offset", "device", "parameter", "requires_grad"
@@ -215,7 +215,7 @@ class StoredTensor:
         """Returns the tensor over `storage`, the bytes of its storage.
 
         Raises:
-            SerializationError: It does not lie in it.
+            SerializationError: It is not inside the storage.
         """
         if self.bytes_needed > storage.numel():
             raise self.item.error(f"it reaches beyond the end of the storage {self.storage[:60]!r}")
@@ -228,11 +228,11 @@ class StoredTensor:
 
 
 def made_tensors(entries: list[StoredTensor], contents: dict[str, Tensor]) -> list[Tensor]:
-    """Returns the tensors of a file over storages of their own, each on the device that it was on.
+    """Returns the tensors of a file over new storages, each on the device that it was on.
 
     Args:
         entries: The table.
-        contents: What the file holds, by name.
+        contents: The contents of the file, by name.
 
     Raises:
         SerializationError: The table does not fit the contents, or a device is not there.

@@ -1,11 +1,11 @@
-"""Values that a model reads into Python: its graph holds as long as these are what they were in the example.
+"""Values that a model reads into Python: its graph holds as long as these are the same as in the example.
 
     if (mask == 0).all():        ->        all_1 = eq.all()
                                            bool_1 = torch.Tensor.__bool__(all_1)
                                            unchanged(bool_1, False)
 
-What Python did with the value is not in the graph, but with the same value it does the same again. So it is with a loop
-over as many parts of a tensor as values say: their number is what is read.
+What Python did with the value is not in the graph, but with the same value it does the same again. The same holds for a
+loop over a number of parts of a tensor that depends on values: that number is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPS = {name.strip("_"): name for name in VALUE_READS - {"tolist", "numpy", "__a
 
 
 def has_only_reads(frame: Frame) -> bool:
-    """Whether all that speaks against the graph of `frame` are values that it reads, and that can be compared."""
+    """Whether the only doubts about the graph of `frame` are values that it reads and that can be compared."""
     return bool(frame.doubts) and all(
         doubt.reason in (Reason.READS_VALUE, Reason.COUNTS_PARTS) and doubt.what in {*_OPS, *PARTS}
         for doubt in frame.doubts
@@ -31,7 +31,7 @@ def has_only_reads(frame: Frame) -> bool:
 
 
 def read_value(node: Any) -> ScalarSpec | None:
-    """Returns what the model read into Python at `node`, if it did; of parts of a tensor, how many there were."""
+    """Returns the value that the model read into Python at `node`, if any; for parts of a tensor, their number."""
     if not isinstance(node, Node) or node.kind != "op":
         return None
     if (count := part_count_by_values(node)) is not None:
@@ -42,10 +42,10 @@ def read_value(node: Any) -> ScalarSpec | None:
 
 
 def unchanged(value: Any, expected: Any) -> None:
-    """Refuses to go on with a value that the model would have done something else with; what stored graphs call.
+    """Raises an error if a value differs from the example's, as the model might do something else. For stored graphs.
 
     Args:
-        value: The value; or the parts of a tensor, of which the number counts.
+        value: The value; or the parts of a tensor, whose number is compared.
         expected: What it was when the graph was captured.
     """
     if isinstance(value, (tuple, list)):

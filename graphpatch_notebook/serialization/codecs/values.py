@@ -1,4 +1,4 @@
-"""Plain values as JSON: what stands for itself stands as it is, all else is an object with one field that names it.
+"""Plain values as JSON: values that JSON has are written as they are, others as an object with one field, its kind.
 
 1, 0.5, "a", None, [..]     ->  the same
 (1, 2)                      ->  {"tuple": [1, 2]}
@@ -32,10 +32,10 @@ def encoded(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
 
     Args:
         value: Plain values, in tuples, lists, dicts and slices.
-        leaf: Returns the JSON of what is none of these.
+        leaf: Returns the JSON of other values.
 
     Raises:
-        UnstorableError: There is none.
+        UnstorableError: It cannot be written.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -92,11 +92,11 @@ def decoded(item: Item, node: Callable[[Item], Any] | None = None, depth: int = 
 
     Args:
         item: What `encoded` made.
-        node: Returns what stands for the item of `{"node": item}`; without it there may be none.
+        node: Returns the value of the item of `{"node": item}`; `None` if there may not be any.
         depth: How many containers it is in.
 
     Raises:
-        SerializationError: The item is nothing that `encoded` makes.
+        SerializationError: The item is not a result of `encoded`.
     """
     if depth > _DEEPEST:
         raise item.error("it is nested too deeply")
@@ -115,7 +115,7 @@ def decoded(item: Item, node: Callable[[Item], Any] | None = None, depth: int = 
         return node(inside)
     reader = _READERS.get(name)
     if reader is None:
-        raise item.error(f"{name[:40]!r} is no kind of value")
+        raise item.error(f"{name[:40]!r} is not a kind of value")
     return reader(inside, lambda child: decoded(child, node, depth + 1))
 
 
@@ -127,7 +127,7 @@ def _decoded_dict(item: Item, decode: _Decode) -> dict[Any, Any]:
     try:
         return {decode(key): decode(value) for key, value in pairs}
     except TypeError:
-        raise item.error("a key of a dict cannot be one") from None
+        raise item.error("it is not a valid key of a dict") from None
 
 
 def _decoded_range(item: Item, _: _Decode) -> range:

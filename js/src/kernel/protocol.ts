@@ -148,7 +148,7 @@ export interface About {
   version: string;
 }
 
-/** A kind of patch, as the kernel registers it: the editor has its fields from here. */
+/** A kind of patch, as registered in the kernel. It defines the fields of the editor. */
 export interface PatchKind {
   name: string;
   /** What the patch does: `sets the value to zero`. */
@@ -159,12 +159,12 @@ export interface PatchKind {
   value: { noun: string; example: string } | null;
 }
 
-/** The fields of a patch that a user types. `null`: left out. */
+/** The fields of a patch that a user types; `null` for an empty field. */
 export interface PatchFields {
   path: string;
   /** The name of a `PatchKind`. */
   kind: string;
-  /** What stands between brackets: `:, -1, 3:5`. */
+  /** The text between brackets: `:, -1, 3:5`. */
   slice: string | null;
   /** A Python expression; for the kinds that take a value. */
   value: string | null;
@@ -180,14 +180,14 @@ export interface PatchFields {
 }
 
 export interface PatchState extends PatchFields {
-  /** `#3`: never comes to mean another patch. */
+  /** The number of `#3`, which is never reused. */
   number: number;
   is_enabled: boolean;
-  /** The session file that the value is from, which the user must trust before it is evaluated; `null`: none. */
+  /** The session file of the value, which the user must trust before it is evaluated; `null` if there is none. */
   untrusted: string | null;
-  /** Where it is in the skeleton; -1: nowhere any more. */
+  /** The row in the skeleton; -1 if it is not there any more. */
   row: number;
-  /** What was recorded there, and of the part that the slice takes. */
+  /** The recorded shape of the value, and of its slice. */
   shape: number[] | null;
   sliced: number[] | null;
   warning: string | null;
@@ -205,16 +205,16 @@ export type Edit =
   | { action: "change"; number: number; patch: Partial<PatchFields & { is_enabled: boolean }> }
   | { action: "move"; number: number; position: number }
   | { action: "remove"; numbers: number[] }
-  /** The file that this patch is from. */
+  /** Trusts the file that this patch is from. */
   | { action: "trust"; number: number }
   | { action: "clear" | "undo" | "redo" };
 
-/** What a patch would be applied to. */
+/** The value that a patch would be applied to. */
 export interface Checked {
   shape: number[] | null;
   sliced: number[] | null;
   warning: string | null;
-  /** The name that a probe or record gets if none is typed. */
+  /** The variable for a patch that keeps something, if none is typed. */
   name: string | null;
 }
 

@@ -1,34 +1,34 @@
-/** What the kernel says of a patch while it is typed: asked after a pause; late answers are dropped. */
+/** The kernel's check of a patch while the user types: requested after a pause; late replies are dropped. */
 
 import { wordsOf } from "../kernel/kernel";
 import type { Checked, RequestError } from "../kernel/protocol";
 import type { Kernel } from "../view";
 import { type Draft, fields, mistake } from "./draft";
 
-/** How long one types before the kernel is asked. */
+/** The pause before the kernel is asked. */
 export const DEBOUNCE_MS = 150;
 
 export type Said = { state: "asked" } | { state: "fine"; checked: Checked } | { state: "wrong"; error: RequestError };
 
 export class Checker {
   said: Said = { state: "asked" };
-  /** Counts what was typed and asked: answers to anything but the last mean nothing any more. */
+  /** Counts the requests: only the reply to the last one is used. */
   private turn = 0;
   private timer: ReturnType<typeof setTimeout> | undefined;
 
-  /** @param onSaid Is called when `said` is another. */
+  /** @param onSaid Called when `said` changes. */
   constructor(
     private readonly kernel: Kernel,
     private readonly onSaid: () => void,
   ) {}
 
-  /** Asks when nothing has been typed for a while. */
+  /** Asks after a pause without typing. */
   later(draft: () => Draft, number: number | null): void {
     this.forget();
     this.timer = setTimeout(() => void this.ask(draft(), number), DEBOUNCE_MS);
   }
 
-  /** Asks now. `number`: the patch that is being changed. */
+  /** Asks now. `number` is the patch that is edited, or `null` for a new one. */
   async ask(draft: Draft, number: number | null): Promise<void> {
     this.forget();
     const { turn } = this;
@@ -46,14 +46,14 @@ export class Checker {
     this.onSaid();
   }
 
-  /** The kernel has said it otherwise: it refused the patch. */
+  /** Shows the error of an edit that the kernel refused. */
   refuse(error: RequestError): void {
     this.forget();
     this.said = { state: "wrong", error };
     this.onSaid();
   }
 
-  /** Whatever was asked is of no interest any more. */
+  /** Drops pending requests and the current reply. */
   forget(): void {
     clearTimeout(this.timer);
     this.turn += 1;

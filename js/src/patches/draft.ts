@@ -1,7 +1,7 @@
-/** A patch while it is being typed: texts as they stand in the fields, kept also while another kind hides them. */
+/** A patch while the user types it: the texts of all fields, including those that the current kind hides. */
 import type { PatchFields, PatchKind } from "../kernel/protocol";
 
-/** The fields that are on or off. */
+/** The fields with a checkbox. */
 export const FLAGS = ["any_shape", "allow_empty"] as const;
 
 export type Flag = (typeof FLAGS)[number];
@@ -25,7 +25,7 @@ export interface FieldError {
   message: string;
 }
 
-/** @param kinds All kinds; a new patch is of the first one. */
+/** Returns a new patch of the first kind. */
 export function newDraft(path: string, kinds: readonly PatchKind[]): Draft {
   const kind = kinds[0];
   if (kind === undefined) throw new Error("the kernel has sent no kinds of patches");
@@ -58,7 +58,7 @@ export function hasField(kind: PatchKind, field: FieldName): boolean {
   return field === "kind" || kind.fields.includes(field);
 }
 
-/** The patch as the kernel reads it: only the fields of its kind; nothing typed is `null`. */
+/** Returns the patch for the kernel: only the fields of its kind, with `null` for empty texts. */
 export function fields(draft: Draft): PatchFields {
   const text = (field: "slice" | "value" | "name" | "steps" | "positions") =>
     hasField(draft.kind, field) && draft[field].trim() !== "" ? draft[field].trim() : null;
@@ -76,19 +76,19 @@ export function fields(draft: Draft): PatchFields {
   };
 }
 
-/** What is wrong with a text without asking the kernel; `null`: nothing. */
+/** Returns an error that needs no kernel; `null` if there is none. */
 export function mistake(draft: Draft): FieldError | null {
   if (/^\s*([+-]?\d+)?\s*$/.test(draft.position_dim)) return null;
   return { field: "position_dim", message: "a whole number: 1, or -2 counted from the end" };
 }
 
-/** What is still to be typed, in words; `null`: nothing. */
+/** Returns a prompt for the value if it is missing; `null` if it is not. */
 export function missing(draft: Draft): string | null {
   if (draft.kind.value === null || draft.value.trim() !== "") return null;
   return `Type ${draft.kind.value.noun}: a variable or a Python expression.`;
 }
 
-/** Whether two patches say the same. */
+/** Whether two patches are equal. */
 export function isSame(one: PatchFields, other: PatchFields): boolean {
   return JSON.stringify(Object.entries(one).sort()) === JSON.stringify(Object.entries(other).sort());
 }

@@ -1,4 +1,4 @@
-/** The patch editor: a patch, being typed, with what the kernel says of it at every stroke. */
+/** The patch editor: a form for one patch, which the kernel checks while the user types. */
 
 import { closeButton } from "../details/popup";
 import { wordsOf } from "../kernel/kernel";
@@ -26,7 +26,7 @@ import { whyUnpatchable } from "./patchable";
 
 export interface Editor extends Part {
   open(target: { row: number } | { number: number }, anchor: Element): void;
-  /** What was typed is gone. */
+  /** Closes the editor and drops the texts. */
   close(): void;
 }
 
@@ -46,11 +46,11 @@ class PatchEditor implements Editor {
   private readonly apply = element("button", { type: "submit", class: "gp-button gp-primary" }, "Apply");
   private path = "";
   private row = -1;
-  /** The patch that is being changed, as it was when last seen; `null`: a new one. */
+  /** The latest state of the patch that is edited; `null` for a new patch. */
   private changing: PatchState | null = null;
   private readonly checker: Checker;
   private isApplying = false;
-  /** Counts what was opened and closed: what was applied before that is none of this patch's. */
+  /** Counts how often the editor was opened or closed, to ignore replies for an earlier patch. */
   private turn = 0;
 
   constructor(private readonly view: View) {
@@ -173,7 +173,7 @@ class PatchEditor implements Editor {
       void this.submit();
     });
     form.addEventListener("keydown", (event) => {
-      // Of the fields only a text submits its form by itself.
+      // Browsers submit a form on Enter only in text fields.
       const isChoice =
         event.target instanceof HTMLSelectElement || (event.target as HTMLInputElement).type === "checkbox";
       if (event.key !== "Enter" || event.isComposing || !isChoice) return;
@@ -195,7 +195,7 @@ class PatchEditor implements Editor {
 
   private showErrors(draft: Draft): void {
     const local = mistake(draft);
-    // Of a lost kernel the reason beside Apply tells enough.
+    // If the kernel is lost, the reason beside Apply is enough.
     const { said } = this.checker;
     const isHeard = said.state === "wrong" && this.view.kernel.state !== "lost";
     const error = local ?? (isHeard ? (said.error as FieldError) : null);
@@ -216,19 +216,19 @@ class PatchEditor implements Editor {
     this.form.suggestName(said.checked.name);
   }
 
-  /** Why it cannot be applied at this moment, in words; `null`: it can. */
+  /** Returns why the patch cannot be applied now; `null` if it can. */
   private whyNotNow(draft: Draft): string | null {
     if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
     if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "The kernel is gone.";
     if (mistake(draft) !== null) return "Correct the marked field first.";
     const toType = missing(draft);
     if (toType !== null) return toType;
-    return this.checker.said.state === "wrong" ? "Correct what is said above first." : null;
+    return this.checker.said.state === "wrong" ? "Correct the error above first." : null;
   }
 
   private hint(): string {
     const isWaiting = this.checker.said.state === "asked" && this.view.kernel.state === "busy";
-    return isWaiting ? "The kernel is busy: this is checked when it is free; Apply then waits in line." : "";
+    return isWaiting ? "The kernel is busy: the patch is checked, and applied, when it is free." : "";
   }
 
   // -- what is asked -------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class PatchEditor implements Editor {
     this.form.lock(false);
     if (error.field === "version") {
       const now = describeAll(this.view.model.get("session").patches);
-      this.failure.textContent = `The patches were changed meanwhile. ${now} Apply again to add yours to that.`;
+      this.failure.textContent = `The patches were changed meanwhile. ${now} Apply again to add yours.`;
       this.check();
       return;
     }
@@ -292,7 +292,7 @@ class PatchEditor implements Editor {
     if (error.field !== null && error.field in this.draft()) this.form.focusField(error.field as FieldName);
   }
 
-  /** Somebody changed the patches: what is typed stays, and what that means now is said. */
+  /** The patches have changed elsewhere: the texts stay, and a message describes the change. */
   private sessionChanged(): void {
     if (!this.floating.isOpen || this.changing === null || this.isApplying) return;
     const now = this.patch(this.changing.number);
@@ -306,7 +306,7 @@ class PatchEditor implements Editor {
     this.changing = now;
     if (!isSame(fieldsOf(now), fieldsOf(before))) {
       const what = `Patch #${now.number} was changed meanwhile, to: ${describe(now)}.`;
-      this.failure.textContent = `${what} Apply puts what is typed here in its place.`;
+      this.failure.textContent = `${what} Apply replaces that with the fields here.`;
     }
     this.show();
   }

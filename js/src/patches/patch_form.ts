@@ -1,4 +1,4 @@
-/** The fields of the patch editor, and where errors and hints stand beside them. */
+/** The fields of the patch editor, with their errors and hints. */
 
 import type { PatchKind } from "../kernel/protocol";
 import { element, replaceChildren, setAttribute } from "../page/dom";
@@ -26,11 +26,11 @@ const LABELS: Record<FieldName, string> = {
 const HINTS: Partial<Record<FieldName, string>> = {
   steps: "of a generation: prefill, decoding, or numbers as in a slice: 0 or 2, 4 or 1:",
   positions: "in the sequence: 3 or 2, 40 or 1:5",
-  position_dim: "which dimension runs along the sequence, where that cannot be told",
+  position_dim: "the dimension that runs along the sequence, if it cannot be inferred",
   any_shape: "also values of other sizes than at capture",
   allow_empty: "the slice may select nothing",
 };
-const PLACEHOLDERS: Partial<Record<FieldName, string>> = { slice: "all of it; or a part: :, -1, 3:5" };
+const PLACEHOLDERS: Partial<Record<FieldName, string>> = { slice: "the whole value, or a part: :, -1, 3:5" };
 const MORE: readonly FieldName[] = ["steps", "positions", "position_dim", ...FLAGS];
 const TEXTS = ["slice", "value", "name", "steps", "positions", "position_dim"] as const;
 
@@ -44,7 +44,7 @@ export class PatchForm {
   private kinds: readonly PatchKind[] = [];
   private kindHint = element("div", { class: "gp-hint" });
 
-  /** @param onInput Is called when anything was typed or chosen. */
+  /** @param onInput Called when a field changes. */
   constructor(private readonly onInput: () => void) {
     forms += 1;
     this.id = `gp-form-${forms}`;
@@ -54,13 +54,13 @@ export class PatchForm {
     this.element = element("div", { class: "gp-form" }, ...first, this.more);
   }
 
-  /** The kinds to choose from. */
+  /** Shows these kinds in the list. */
   showKinds(kinds: readonly PatchKind[]): void {
     this.kinds = kinds;
     replaceChildren(this.input("kind"), ...kinds.map(({ name }) => element("option", { value: name }, name)));
   }
 
-  /** Puts a draft into the fields; what was typed there before is gone. */
+  /** Writes a draft into the fields, and replaces their content. */
   write(draft: Draft): void {
     for (const name of TEXTS) this.input(name).value = draft[name];
     this.input("kind").value = draft.kind.name;
@@ -82,7 +82,7 @@ export class PatchForm {
     };
   }
 
-  /** Nothing can be typed while what was typed is on its way. */
+  /** Makes the fields read-only while an edit is sent. */
   lock(isLocked: boolean): void {
     for (const { input } of this.fields.values()) {
       if (input instanceof HTMLInputElement && input.type === "text") input.readOnly = isLocked;
@@ -90,7 +90,7 @@ export class PatchForm {
     }
   }
 
-  /** Where one begins. */
+  /** Focuses the first field. */
   focus(): void {
     this.input("kind").focus({ preventScroll: true });
   }
@@ -100,12 +100,12 @@ export class PatchForm {
     this.input(field).focus();
   }
 
-  /** The name that a probe or record gets if none is typed. */
+  /** Shows the variable that the kernel chooses if none is typed. */
   suggestName(name: string | null): void {
     setAttribute(this.input("name"), "placeholder", name);
   }
 
-  /** Shows an error beside its field; returns whether it has one here. */
+  /** Shows an error below its field; returns whether the form has that field. */
   showError(error: FieldError | null): boolean {
     let isShown = false;
     for (const [name, field] of this.fields) {

@@ -185,7 +185,7 @@ def test_paths_in_quotes_as_code_has_them(deep: Shell, quote: str) -> None:
          "did you mean 'layers_1.mlp.output[:, 0]'?"),
         ("show layers[1].mlp", "did you mean 'layers_1.mlp'?"),
         ("zero layers[7].mlp.output", "a space is missing between the slice of 'layers' and"),
-        ("zero output|sub_1|h", "inside of a container a dot leads on: 'output|sub_1.h'"),
+        ("zero output|sub_1|h", "inside a container, use dots: 'output|sub_1.h'"),
         ("zero output[:, 0]", "say which value: 'output|sub_0[:, 0]', 'output|sub_1.h[:, 0]'"),
         ("zero layers_1.mlp.output|sub_0[:, 3]", "to patch a part of it, write layers_1.mlp.output[:, 3]"),
         ("zero layers_1.mlp.output|sub_0", "to patch a part of it, write layers_1.mlp.output[...]"),

@@ -109,7 +109,7 @@ def test_a_name_that_another_operation_has_now(recipe: str) -> None:
         loaded = session_file.loads(other, recipe)
 
     message = str(warned[0].message)
-    assert "'hidden' is of tanh here, and was of relu where it was written down; nearest: " in message
+    assert "'hidden' is of tanh here, and was of relu where it was stored; nearest: " in message
     assert "'output': it uses 'seen', which a patch that was left out fills" in message
     assert [patch.path for patch in loaded][:2] == ["up.output", "down.weight"]
     assert len(loaded) == 3

@@ -73,7 +73,7 @@ def test_outputs_of_transformers_are_allowed() -> None:
     for cls in (BaseModelOutput, CLIPOutput):
         assert back(Container(cls, ("logits",))) == Container(cls, ("logits",))
     item = Item({"make": "transformers.modeling_outputs:torch", "keys": []}, "function")
-    with pytest.raises(SerializationError, match="is no class of containers"):
+    with pytest.raises(SerializationError, match="is not a class of containers"):
         decoded_function(item, Allowed())
 
 
