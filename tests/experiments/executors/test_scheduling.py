@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graphpatch_notebook.experiments.engine.interrupts import interrupts_deferred
 
 from graphpatch_notebook import CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ZeroPatch, interrupts
 from graphpatch_notebook.experiments import SweepInterrupted
