@@ -201,7 +201,7 @@ def test_numbers_of_another_shape_are_a_failure(pg: PatchableGraph) -> None:
 
 
 def test_the_numbers_of_a_metric_have_dimensions_of_their_own(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="dimension 'metric': give the axis another name"):
+    with pytest.raises(ExperimentError, match="dimension 'metric'; give the axis another name"):
         pg.sweep({"metric": range(3)}, halved, X, metric=lambda output: {"a": output.sum()}, progress=False)
 
 
