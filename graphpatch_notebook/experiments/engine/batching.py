@@ -1,9 +1,9 @@
 """Several cells in one forward, each in rows of the batch of its own.
 
-Rows, Layout   where the rows are in a value
-RowsPatch      applies the patches of each cell to its rows
-BatchPlan      where the rows are in all values that matter, and how many cells one forward holds
-chunked        which cells share a forward: those whose first patched values occur at about the same time
+BatchRows, Layout   where the rows are in a value
+RowsPatch           applies the patches of each cell to its rows
+BatchPlan           where the rows are in all values that matter, and how many cells one forward holds
+chunked             which cells share a forward: those whose first patched values occur at about the same time
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _COARSE = 3e-2
 
 
 class RowsError(Exception):
-    """Interventions cannot share a forward, for the reason given (caught inside the package)."""
+    """Cells cannot share a forward, for the reason given (caught inside the package)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """Where the rows of one value are.
 
     Attributes:
@@ -66,7 +66,7 @@ class Rows:
     size: int = 0
 
     def repeated(self, value: Tensor, count: int, *, may_share: bool = False) -> Tensor:
-        """Returns the value for `count` interventions, all the same; they may share memory that nobody writes into."""
+        """Returns the value for `count` interventions, all the same. With `may_share`, do not write into it."""
         if self.dim is None:
             return value
         if may_share and self.size == 1:
@@ -80,8 +80,8 @@ class Rows:
         return value if self.dim is None else value.narrow(self.dim, number * self.size, self.size)
 
 
-Layout = tuple[Rows | None, ...]
-"""Where the rows are in each of the leaves of a value made of containers; `None` for what is no tensor."""
+Layout = tuple[BatchRows | None, ...]
+"""Where the rows are in each of the leaves of a value made of containers; `None` for what is not a tensor."""
 
 
 def repeated(value: Any, layout: Layout, count: int, *, may_share: bool = False) -> Any:
@@ -110,7 +110,7 @@ def parted(value: Any, layout: Layout, count: int) -> list[Any]:
     """Returns what `taken` does for each of the first `count` interventions: each has containers of its own.
 
     Example:
-        >>> parted({"a": torch.arange(3)}, (Rows(0, 1),), 2)
+        >>> parted({"a": torch.arange(3)}, (BatchRows(0, 1),), 2)
         [{'a': tensor([0])}, {'a': tensor([1])}]
     """
     places = iter(layout)
@@ -132,7 +132,7 @@ def row_inputs(inputs: Inputs) -> Layout:
     """Returns where the rows are in the inputs: dimension 0 of all tensors that are as long there as the first one.
 
     Raises:
-        RowsError: There is no such tensor, or there is an object (such as a cache) that cannot be repeated.
+        RowsError: No input is a tensor with a dimension, or one is an object (such as a cache) that cannot be repeated.
     """
     leaves = list(leaves_of((inputs.args, inputs.kwargs)))
     for leaf in leaves:
@@ -142,7 +142,7 @@ def row_inputs(inputs: Inputs) -> Layout:
     if not with_batch:
         raise RowsError("no input has a batch dimension")
     return tuple(
-        (Rows(0, leaf.shape[0]) if number in with_batch else Rows(None)) if isinstance(leaf, Tensor) else None
+        (BatchRows(0, leaf.shape[0]) if number in with_batch else BatchRows(None)) if isinstance(leaf, Tensor) else None
         for number, leaf in enumerate(leaves)
     )
 
@@ -180,7 +180,7 @@ class RowsPatch(Patch[Any]):
         wild: How many interventions follow that have wild values.
     """
 
-    def __init__(self, entries: Sequence[Sequence[Entry]], rows: Rows, *, wild: int = 0) -> None:
+    def __init__(self, entries: Sequence[Sequence[Entry]], rows: BatchRows, *, wild: int = 0) -> None:
         super().__init__(any_shape=True)  # each entry looks at the shape of its rows
         self._entries, self._rows = entries, rows
         patched = [number for number, own in enumerate(entries) if own]
@@ -190,7 +190,7 @@ class RowsPatch(Patch[Any]):
     def op(self, original_output: Any) -> Any:
         dim, size = self._rows.dim, self._rows.size
         if not isinstance(original_output, Tensor):
-            raise RowsError(f"a patched value is no tensor but of type {type(original_output).__name__}")
+            raise RowsError(f"a patched value is not a tensor but of type {type(original_output).__name__}")
         assert dim is not None
         count = self._count
         if original_output.dim() <= dim or original_output.shape[dim] != size * count:
@@ -263,7 +263,7 @@ class RunCost:
 
     @classmethod
     def of(cls, tree: FrameTree, changed_only: Container[FrameNode] = ()) -> RunCost:
-        """Returns the work of the frames of a recording, of which some compute only what patches change."""
+        """Returns the work of the frames of a recording. Some of them compute only what patches change."""
         ends = []
         for node, is_idle in _frames(tree.root, changed_only):
             if node.module is None or node.ended == NEVER:
@@ -314,7 +314,7 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
     """Returns numbers of cells in chunks.
 
     Args:
-        cuts: For each cell, when its first patched value comes up.
+        cuts: For each cell, when its first patched value occurs.
         cost: What a run costs, from a time on.
         most: How many cells a chunk may hold.
         extra: What a run costs besides, in rows.
@@ -343,7 +343,7 @@ def chunked(cuts: Sequence[float], cost: RunCost, most: int, extra: float) -> li
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
-Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, Rows], dict[str, str]]"
+Found: TypeAlias = "tuple[Layout, dict[FrameNode, Layout], dict[str, BatchRows], dict[str, str]]"
 """Where rows are in the output, in what frames return, and in patched values; why some of these have none."""
 
 _SHARED = "its value is one for all rows"
@@ -352,25 +352,25 @@ _UNREACHED = "the model does not reach it on these inputs"
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How interventions share a forward.
+    """How cells share a forward.
 
     Attributes:
         inputs: Where the rows are in the inputs.
         output: Where the rows are in the output.
         layouts: Where the rows are in what frames returned.
-        of_paths: Where the rows are in the values that are patched.
-        problems: For paths whose values have no rows, or cannot be patched in rows, why.
-        most: How many interventions one forward holds.
+        of_paths: Where the rows are in patched values.
+        problems: Why some paths cannot be patched in a batch, by path.
+        most: How many cells one forward holds.
         cost: What a run costs.
-        overhead: What it costs besides computing, in rows.
-        stand_ins: What computes only positions that patches change, in place of frames.
+        overhead: What a run costs besides computing, in rows.
+        stand_ins: What runs in place of frames, and computes only positions that patches change.
         is_assumed: Whether dimension 0 is taken for the batch because of its size.
     """
 
     inputs: Layout
     output: Layout
     layouts: Mapping[FrameNode, Layout]
-    of_paths: Mapping[str, Rows]
+    of_paths: Mapping[str, BatchRows]
     problems: Mapping[str, str]
     most: int
     cost: RunCost
@@ -405,13 +405,13 @@ def batch_plan(
     *,
     may_assume: bool = True,
 ) -> BatchPlan:
-    """Returns how interventions share a forward.
+    """Returns how cells share a forward.
 
     Where every value that matters is as long as the batch in dimension 0, that is taken to be the batch until a run
     gives reason for doubt; else `checks.dimensions` says which dimension it is.
 
     Raises:
-        RowsError: They cannot, and why.
+        RowsError: They cannot; the message says why.
     """
     layout = row_inputs(inputs)
     tokens, device = _size(inputs)
@@ -425,7 +425,7 @@ def batch_plan(
         most = rows_at_once(tokens, device, is_sparse=True)
     cost = RunCost.of(clean.tree, instead)
     extra = overhead(cost, tokens, device)
-    unreached = {path: _UNREACHED for path, mark in clean.marks.items() if mark.came_up == NEVER}
+    unreached = {path: _UNREACHED for path, mark in clean.marks.items() if mark.occurred == NEVER}
     held = {target.path: _SHARED for target in targets if target.node.kind in HELD_KINDS}
     more = {**_read_after(pg, inputs, clean, targets), **_asks_for_identity(targets), **unreached, **held}
     size = next(rows.size for rows in layout if rows is not None and rows.dim is not None)
@@ -451,13 +451,13 @@ def _is_within(frame: Frame | None, kind: type[nn.Module]) -> bool:
 
 
 def _read_after(pg: PatchableGraph, inputs: Inputs, clean: CleanRun, targets: Sequence[Target]) -> dict[str, str]:
-    """Returns the paths after which Python looks at values: what it does then may be another thing for each cell."""
+    """Returns the paths after which Python reads values: what the model does then may differ from cell to cell."""
     why = "the model looks at values, and may do another thing for each cell"
     if clean.last_read == NEVER:
-        # Nobody took note: the capture knows.
+        # It was not noted in this run: the capture knows.
         has_doubts = any(frame.doubts for frame in captured(pg).root.walk())
         return dict.fromkeys(clean.marks, why) if has_doubts else {}
-    if all(mark.came_up > clean.last_read for mark in clean.marks.values()):
+    if all(mark.occurred > clean.last_read for mark in clean.marks.values()):
         return {}
     return dict.fromkeys(paths_read_after(pg, inputs, targets), why)
 
@@ -468,7 +468,7 @@ def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
     def layout_of(value: Any) -> Layout | None:
         leaves = list(leaves_of(value))
         if all(leaf.dim() > 0 and leaf.shape[0] == size for leaf in leaves if isinstance(leaf, Tensor)):
-            return tuple(Rows(0, size) if isinstance(leaf, Tensor) else None for leaf in leaves)
+            return tuple(BatchRows(0, size) if isinstance(leaf, Tensor) else None for leaf in leaves)
         return None
 
     output = layout_of(clean.output)
@@ -478,7 +478,7 @@ def _assumed(clean: CleanRun, paths: Sequence[str], size: int) -> Found | None:
     if output is None or any(not isinstance(value, Tensor) or layout_of(value) is None for value in values):
         return None
     layouts = {node: layout_of(node.value) for node in _kept(clean)}
-    return output, {node: own for node, own in layouts.items() if own}, dict.fromkeys(paths, Rows(0, size)), {}
+    return output, {node: own for node, own in layouts.items() if own}, dict.fromkeys(paths, BatchRows(0, size)), {}
 
 
 def _kept(clean: CleanRun) -> list[FrameNode]:
@@ -499,7 +499,7 @@ def _looked_up(pg: PatchableGraph, clean: CleanRun, targets: Sequence[Target]) -
         with suppress(RowsError):
             if node in frames:
                 layouts[node] = _layout(known, node.value, frames[node].output_node.spec)
-    of_paths: dict[str, Rows] = {}
+    of_paths: dict[str, BatchRows] = {}
     problems: dict[str, str] = {}
     for target in targets:
         value = clean.marks[target.path].value
@@ -527,29 +527,29 @@ def _captured_frames(node: FrameNode, frame: Frame) -> dict[FrameNode, Frame]:
 
 
 def _layout(known: Dimensions, value: Any, spec: ValueSpec | None) -> Layout:
-    """Returns where the rows are in a value made of containers, which are those of a captured value.
+    """Returns where the rows are in a value made of containers, as recorded of the captured value.
 
     Raises:
-        RowsError: It is not known for one of its tensors.
+        RowsError: This is not known for one of its tensors.
     """
     inside = None if isinstance(value, (Tensor, *PLAIN)) else readable_children(value)
     if inside is None:
         return (_rows(known, value, spec) if isinstance(value, Tensor) else None,)
-    found: list[Rows | None] = []
+    found: list[BatchRows | None] = []
     for key, child in inside:
         own = spec.child(key_text(key)) if isinstance(spec, ContainerSpec) else None
         found += _layout(known, child, None if own is None else own[1])
     return tuple(found)
 
 
-def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> Rows:
+def _rows(known: Dimensions, value: Tensor, spec: ValueSpec | None) -> BatchRows:
     if not isinstance(spec, TensorSpec) or len(spec.shape) != value.dim():
         raise RowsError(f"a value of shape {tuple(value.shape)} was not captured like that")
     try:
         dim = known.batch_dim(spec)
     except NoBatchError as problem:
         raise RowsError(str(problem)) from None
-    return Rows(None) if dim is None else Rows(dim, value.shape[dim])
+    return BatchRows(None) if dim is None else BatchRows(dim, value.shape[dim])
 
 
 def _size(inputs: Inputs) -> tuple[int, str]:

@@ -197,7 +197,7 @@ def _is_shared(tensor: Tensor) -> bool:
 _MANY = 16
 
 
-class Steps:
+class TorchCalls:
     """What a run did: functions, with their arguments that are neither tensors nor objects."""
 
     def __init__(self) -> None:
@@ -209,19 +209,19 @@ class Steps:
 
 
 _Settings: TypeAlias = "tuple[list[Any], dict[str, Any]]"
-"""What a call is told besides tensors, positional and by keyword."""
+"""The arguments of a call that are not tensors, positional and by keyword."""
 
 
 def _settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Settings | None:
-    """Returns what a call is told besides tensors; `None` for nothing."""
+    """Returns the arguments of a call that are not tensors; `None` if there are none."""
     settings = [_plain(value) for value in args]
     if kwargs or any(setting is not None for setting in settings):
         return settings, {name: _plain(value) for name, value in kwargs.items()}
     return None
 
 
-def _is_told(settings: _Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is told the same: asked for each call of torch, so that nothing is built for it."""
+def _has_settings(settings: _Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has these arguments. This runs for each call of torch, so it builds nothing."""
     expected, by_name = settings
     if len(args) != len(expected) or len(kwargs) != len(by_name):
         return False
@@ -250,7 +250,7 @@ class SameSteps(TorchFunctionMode):
         steps: Of the other one.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: TorchCalls) -> None:
         super().__init__()
         self._expected = iter(steps.calls)
         self._has_strayed = False
@@ -266,7 +266,7 @@ class SameSteps(TorchFunctionMode):
         if not self._has_strayed:
             expected, settings = next(self._expected, _NONE_LEFT)
             self._has_strayed = (func is not expected and func != expected) or (
-                settings is not None and not _is_told(settings, args, kwargs)
+                settings is not None and not _has_settings(settings, args, kwargs)
             )
         return func(*args, **kwargs)
 
@@ -277,7 +277,7 @@ _NONE_LEFT = (None, None)
 # -- frames that work on each position alone ---------------------------------------------------------------------------
 
 Place = tuple[tuple[int, int], ...]
-"""What tells a frame in all runs, as in `FrameNode.place`."""
+"""Identifies a frame in all runs, as `FrameNode.place`."""
 
 _READS = SIZE_READS | METADATA_READS | {"dtype", "device", "layout", "is_cuda", "is_floating_point", "is_contiguous"}
 
@@ -311,7 +311,7 @@ class PositionFlow(ValueReads):
 
     def __init__(self, tree: FrameTree, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         super().__init__(tree)
-        self.steps = Steps()
+        self.steps = TorchCalls()
         self._fixed = {id(tensor): weakref.ref(tensor) for tensor in weights}
         self._seen = {id(tensor): weakref.ref(tensor) for tensor in inputs}
         self._is_lost = False
@@ -374,7 +374,7 @@ class PositionFlow(ValueReads):
         self.steps.note(func, args, kwargs)
         given = tensors_among((*args, *kwargs.values()))
         result = self._watched(func, args, kwargs, given)
-        # What nobody has seen come up was made where no mode sees it: who knows of what.
+        # A tensor that was not seen before was made where no mode sees it, of unknown values.
         self._is_lost = self._is_lost or not all(self._is_fixed(t) or _holds(self._seen, t) for t in given)
         made = tensors_among((result,))
         for tensor in made:
@@ -449,19 +449,19 @@ class Flow:
         last_only: The places of those of them whose results are read at the last position only.
     """
 
-    steps: Steps
+    steps: TorchCalls
     position_wise: frozenset[Place]
     last_only: frozenset[Place]
 
     def begins(self, node: FrameNode, value: Tensor) -> None:
-        """Needs not be told."""
+        """Does nothing: the flow is known."""
 
     def returns(self, node: FrameNode, given: Tensor, output: Any) -> bool:
         """Whether the frame works on each position alone."""
         return node.place in self.position_wise
 
     def fails(self, node: FrameNode) -> None:
-        """Needs not be told."""
+        """Does nothing: the flow is known."""
 
 
 # -- what runs in place of them ----------------------------------------------------------------------------------------
@@ -545,7 +545,7 @@ class ChangedPositions:
         return self._given.dim() == 3
 
     def at_last_only(self) -> ChangedPositions:
-        """Returns what can stand in where nobody reads the result at other positions than the last."""
+        """Returns what can run instead where the result is read at the last position only."""
         other = copy.copy(self)
         other._last_only = True
         return other

@@ -50,25 +50,25 @@ def shown_earlier(pg: PatchableGraph, state: ModuleState) -> dict[Hashable, Any]
 
 
 def kind_of_run(inputs: Inputs) -> Hashable:
-    """Returns what two runs of a model have in common that do the same, as long as Python looks at no values."""
+    """Returns what two runs of a model have in common that do the same, as long as Python reads no values."""
     signature = CallSignature.of({**{str(i): value for i, value in enumerate(inputs.args)}, **inputs.kwargs})
     return object() if signature.objects else signature
 
 
 @dataclass(kw_only=True, eq=False)
 class Mark(Patch[Any]):
-    """Notes when its node comes up first, and the value."""
+    """Notes when its node occurs first, and the value."""
 
     observes_only: ClassVar[bool] = True
     tree: FrameTree
     any_shape: bool = True
-    came_up: float = field(default=NEVER, init=False)
+    occurred: float = field(default=NEVER, init=False)
     value: Any = field(default=None, init=False)
     noticed: Callable[[Any], None] | None = None
 
     def op(self, original_output: Any) -> Any:
-        if self.came_up == NEVER:
-            self.came_up = self.tree.tick()
+        if self.occurred == NEVER:
+            self.occurred = self.tree.tick()
             self.value = original_output
         if self.noticed is not None:
             self.noticed(original_output)
@@ -103,7 +103,7 @@ class CleanRun:
 
     def first_of(self, paths: Iterable[str]) -> float:
         """Returns when the first of `paths` occurred."""
-        return min((self.marks[path].came_up for path in paths), default=NEVER)
+        return min((self.marks[path].occurred for path in paths), default=NEVER)
 
 
 def clean_run(
@@ -152,7 +152,7 @@ def clean_run(
         frozenset(node.place for node in run.tree.root.walk() if node.pair is not None),
         frozenset(node.place for node in mode.read_at_last_only(run.output)),
     )
-    is_after = all(mark.came_up > mode.last_of_all for mark in run.marks.values())
+    is_after = all(mark.occurred > mode.last_of_all for mark in run.marks.values())
     if mode.last == 0 and is_after and run.state_change is None:
         # What Python reads is made of constants: another run that takes the same steps does the same.
         known[key] = found
@@ -223,18 +223,18 @@ def _opened(targets: Sequence[Target]) -> FrameTree:
 
 
 def paths_read_after(pg: PatchableGraph, inputs: Inputs, targets: Sequence[Target]) -> set[str]:
-    """Returns the paths after whose values Python looks at what may derive from patched ones."""
+    """Returns the paths after which Python reads values that may derive from patched ones."""
     tree = FrameTree()
     inputs = SameInputs.of(inputs.fresh())
     given = tensors_in((inputs.args, inputs.kwargs))
     reads = ValueReads(tree, [*captured(pg).module.parameters(), *captured(pg).module.buffers(), *given])
     with reads:
         marks, _ = watched_run(pg, inputs, targets, tree, FrameRecording(tree, captured(pg).module), reads.notice)
-    return {path for path, mark in marks.items() if mark.came_up < reads.last}
+    return {path for path, mark in marks.items() if mark.occurred < reads.last}
 
 
 def _keep_from_metric(tree: FrameTree, output: Any) -> None:
-    """Sees to it that a metric that writes into the output does not write into what is recorded."""
+    """Makes sure that a metric that writes into the output does not write into recorded values."""
     shared = {storage_of(leaf) for leaf in tensors_in(output)}
     for node in tree.root.walk():
         if node.value is not None and any(storage_of(leaf) in shared for leaf in tensors_in(node.value)):

@@ -41,9 +41,9 @@ class ReferredValues:
         *values: The values.
 
     Example:
+        >>> from functools import partial
         >>> now = {"position": 0}
-        >>> def metric(output):
-        ...     return output[now["position"]]
+        >>> metric = partial(lambda now, output: output[now["position"]], now)
         >>> before = ReferredValues(metric)
         >>> before == ReferredValues(metric)
         True
@@ -53,7 +53,7 @@ class ReferredValues:
     """
 
     def __init__(self, *values: Any) -> None:
-        self._held: list[Any] = []  # lest another object gets the id of one that is gone
+        self._held: list[Any] = []  # so that no other object gets the id of one of these
         self._marks = list(islice(self._marks_of(values), _MOST))
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +71,7 @@ class ReferredValues:
                     yield value
                 elif kind in (float, complex):
                     yield repr(value)  # it may be NaN
-                elif kind is MethodType:  # these are made anew each time that they are asked for
+                elif kind is MethodType:  # a new one is made by each access
                     inner += _parts(value)
                 elif id(value) not in seen:
                     seen.add(id(value))

@@ -1,4 +1,4 @@
-"""Which patch maps do the same whenever and wherever they are applied, and copies of them that nobody else can change.
+"""Which patch maps do the same whenever and wherever they are applied, and private copies of them.
 
 Only these share forwards with others, and run from recorded results. This is decided by inspection: the patches are
 `ZeroPatch`, `AddPatch` and `ReplacePatch` themselves (no subclasses), and all that they hold is plain data or tensors.

@@ -28,7 +28,7 @@ def change_by(run: Callable[[], object], model: Module, state: ModuleState) -> C
 
 
 def draws_from_python(run: Callable[[], object], model: Module) -> bool:
-    """Whether `run` draws from Python's generator, of which it is known that somebody did; the model stays as it is."""
+    """Whether `run` draws from Python's generator, where it is known that some thread did; the model stays as it is."""
     if threading.active_count() == 1 or sys.getprofile() is not None:
         return True
     generator: Any = random.random.__self__  # type: ignore[attr-defined]  # all else in it calls this, or getrandbits

@@ -26,7 +26,7 @@ _READS_OTHERS = "the metric reads other positions for some of them than without 
 
 
 class CellRunner:
-    """Runs cells: made once for a sweep in each thread that takes part.
+    """Runs cells: one for each thread of a sweep.
 
     Args:
         pg: The graph.
@@ -57,7 +57,7 @@ class CellRunner:
             self._follow(sweep_setup(pg, inputs, metric, paths, batch=self._batch_size, backward=backward))
 
     def _follow(self, setup: SweepSetup) -> None:
-        """Runs cells by this setup from now on."""
+        """Uses this setup from now on."""
         self._setup = setup
         self._plain = Plain(setup)
         # Where others share forwards on other inputs, a cell alone is not part of what was compared.
@@ -76,7 +76,7 @@ class CellRunner:
         return self._setup.remarks
 
     def chunks(self, cells: Sequence[Cell], entries_by_number: Mapping[int, list[Entry]]) -> list[list[Cell]]:
-        """Returns pure cells in the portions in which they are best given to `run`, in the best order."""
+        """Returns pure cells in chunks for `run`, in the best order."""
         self._known_entries = {id(cell.patches): (cell.patches, entries_by_number[cell.number]) for cell in cells}
         clean, plan = self._setup.clean, self._setup.batch
         if clean is None or plan is None:
@@ -100,7 +100,7 @@ class CellRunner:
 
         Several at once are pure (see `purity`); what is not runs as in a plain loop.
         """
-        # Tensors of inference mode do not tell whether somebody writes into them.
+        # Tensors made in inference mode do not count writes.
         with torch.inference_mode(False), torch.set_grad_enabled(self._setup.backward):
             if len(cells) > 1 and self._batched is not None:
                 try:
@@ -112,7 +112,7 @@ class CellRunner:
                 except torch.OutOfMemoryError:
                     half = len(cells) // 2
                     return [*self.run(cells[:half]), *self.run(cells[half:])]
-                except Exception as error:  # of one cell, perhaps
+                except Exception as error:  # perhaps of one cell only
                     remark = f"some cells ran one by one: together they raised {type(error).__name__}"
                     self._setup = self._setup.remarked(remark)
             return [self._result(number, patches, is_whole=False) for number, patches in cells]

@@ -339,7 +339,7 @@ def _distance(output: Any, reference: Any) -> float:
 
 
 def _is_same(whole: Any, part: Any, *, is_last: bool) -> bool:
-    """Whether an output is another one, or what is left of it where nobody looks at the rest."""
+    """Whether an output is another one, or what is left of it where the rest is not read."""
     if isinstance(part, Tensor):
         if not isinstance(whole, Tensor):
             return False

@@ -44,7 +44,7 @@ class SweepSetup:
         batch: How cells share a forward; `None` where they do not.
         replays: Whether recorded results are used.
         keeps_last_logits: Whether `inputs` has the model compute the logits of the last position only.
-        remarks: What the user should know, in words.
+        remarks: What the user should know about how cells run, in words.
     """
 
     pg: PatchableGraph
@@ -245,8 +245,8 @@ def _trimmed(
 
 
 def _is_far_from_inputs(mark: Mark) -> bool:
-    """Whether what is patched came up, and is no mask or position: without a cache, models look at those otherwise."""
-    return mark.came_up != NEVER and isinstance(mark.value, Tensor) and mark.value.is_floating_point()
+    """Whether a patched value occurred, and is not a mask or position, which models use otherwise without a cache."""
+    return mark.occurred != NEVER and isinstance(mark.value, Tensor) and mark.value.is_floating_point()
 
 
 def _gives(metric: Callable[[Any], Any], output: Any, expected: Measurement) -> bool:

@@ -1,8 +1,8 @@
-"""What a run can leave out because the metric does not look at it: logits of earlier positions, the cache.
+"""What a run can leave out because the metric does not read it: logits of earlier positions, the cache.
 
 Language models of transformers compute the logits of the last positions only, where they are asked to
-(`logits_to_keep`), and no cache (`use_cache`). Whether a metric reads the last position alone is not taken on trust:
-each of its reads of the logits is looked at.
+(`logits_to_keep`), and no cache (`use_cache`). Whether a metric reads the last position only is checked:
+each of its reads of the logits is seen.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def trims(root: Frame, inputs: Inputs, targets: Sequence[Target]) -> list[dict[s
 
 
 def _is_late(root: Frame, target: Target) -> bool:
-    """Whether a value may come up after the choice of positions: in the model's own forward, or in its head."""
+    """Whether a value may occur after the choice of positions: in the model's own forward, or in its head."""
     if target.frame is root:
         return target.node.kind not in _EARLY
     frame = target.frame

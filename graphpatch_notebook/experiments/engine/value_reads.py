@@ -26,10 +26,10 @@ class ValueReads(TorchFunctionMode):
     """Notes when values of tensors are read into Python (`if x.max() > 0`, `x.item()`), or make up a shape.
 
     Args:
-        tree: Tells the time.
-        clean: Tensors that are there before the run and of which it does not matter when they are read. So it is of
-            what calls of torch made of nothing but such. All others matter, as outputs of autograd functions, which
-            no mode sees being made.
+        tree: Its clock is used.
+        clean: Tensors from before the run, whose reads do not matter, as do not those of what calls of torch make of
+            nothing but such tensors. All other reads matter, also those of outputs of autograd functions, which no
+            mode sees being made.
 
     Attributes:
         last: When values that matter were read last; 0 for never.
@@ -47,7 +47,7 @@ class ValueReads(TorchFunctionMode):
             self._add(tensor)
 
     def notice(self, value: Any) -> None:
-        """A value comes up that is patched."""
+        """A patched value occurs."""
         with without_torch_functions():
             for leaf in leaves_of(value):
                 self._clean.pop(id(leaf), None)

@@ -1,17 +1,19 @@
-"""Has chunks run by an executor: threads of this process, processes of this machine, or a cluster."""
+"""Runs chunks by an executor: threads of this process, processes of this machine, or a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import multiprocessing
 import os
 import queue
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,106 @@ from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
 from graphpatch_notebook.execution import innermost
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.runner import CellRunner
-from graphpatch_notebook.experiments.executors.cluster import Cluster, WorkersLostError
 from graphpatch_notebook.experiments.executors.pickling import RECIPE, packed
 from graphpatch_notebook.experiments.executors.scheduling import Chunks, Ledger, run_here
-from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, Work, run_parcel
+from graphpatch_notebook.experiments.executors.worker import Outcome, SharedGraph, SweepWork, run_chunk
 from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.warning_places import warn_each_time
 
-_ATTEMPTS = 3  # the last one alone, lest a chunk that kills its worker take others with it again
+# -- Dask clusters -----------------------------------------------------------------------------------------------------
+
+_LONGEST_LOOK = 10.0  # seconds
+_PATIENCE = 5.0  # seconds without a worker
+_PATIENCE_WITH_NANNIES = 60.0  # which start a worker again
+
+
+class WorkersLostError(Exception):
+    """No worker is left.
+
+    Attributes:
+        keys: Those of the tasks that were on a worker when it was lost.
+    """
+
+    def __init__(self, workers: Sequence[str], keys: set[str]) -> None:
+        names = f" ({', '.join(workers)})" if workers else ""
+        super().__init__(f"all its workers were lost{names}")
+        self.keys = keys
+
+
+@dataclass
+class Cluster:
+    """What a sweep needs from a cluster besides futures.
+
+    Args:
+        client: The client.
+        options: Those of `client.submit`.
+    """
+
+    client: Any
+    options: dict[str, Any]
+    _workers: dict[str, bool] = field(default_factory=dict)  # the last ones, by address: whether they have a nanny
+    _lost: float | None = None  # since when there is none
+
+    @classmethod
+    def of(cls, executor: Any) -> Cluster | None:
+        """Returns the cluster that an executor is of; `None` for other ones.
+
+        In distributed (seen in 2026.8) a future of `Client.get_executor()` never ends where the result is lost with its
+        worker and the scheduler gives up on the task: the error escapes from what transmits it. The futures of the
+        client itself do end, so these are used; `test_executors` kills workers at all times.
+        """
+        if type(executor).__module__ == "distributed.cfexecutor" and hasattr(executor, "_client"):
+            return cls(executor._client, getattr(executor, "_kwargs", {}))
+        return cls(executor, {}) if hasattr(executor, "run_on_scheduler") else None
+
+    @property
+    def submit(self) -> Callable[..., Any]:
+        """What submits a task."""
+        return functools.partial(self.client.submit, **self.options)
+
+    def check(self, keys: Sequence[str]) -> None:
+        """Makes sure that tasks may still be worked on. To be asked again and again: it remembers the workers.
+
+        Where there never was a worker, the first one may be still to come.
+
+        Args:
+            keys: The keys of tasks.
+
+        Raises:
+            WorkersLostError: No worker is left.
+            ExperimentError: The client is closed, by its user or because the scheduler is gone.
+        """
+        if self.client.status in ("closed", "closing"):
+            raise ExperimentError(
+                "the client of the cluster was closed, or lost its scheduler, before all cells were run; what is done "
+                "is in the file of checkpoint=, if you gave one"
+            )
+        try:
+            # The limit is that of `Client.sync`, which may wait for ever where the client is closed meanwhile.
+            workers, suspects = self.client.run_on_scheduler(_look(), list(keys), callback_timeout=_LONGEST_LOOK)
+        except Exception:  # it has lost the scheduler, which the next look may tell
+            return
+        if workers or not (self._workers or suspects):
+            self._workers, self._lost = workers, None
+            return
+        self._lost = time.monotonic() if self._lost is None else self._lost
+        if time.monotonic() - self._lost > (_PATIENCE_WITH_NANNIES if any(self._workers.values()) else _PATIENCE):
+            raise WorkersLostError(list(self._workers), set(suspects))
+
+
+def _look() -> Callable[..., tuple[dict[str, bool], list[str]]]:
+    # A function in a function is sent by its code: the scheduler may lack this package.
+    def look(keys: list[str], dask_scheduler: Any) -> tuple[dict[str, bool], list[str]]:
+        tasks = dask_scheduler.tasks
+        workers = {address: worker.nanny is not None for address, worker in dask_scheduler.workers.items()}
+        return workers, [key for key in keys if key in tasks and tasks[key].suspicious]
+
+    return look
+
+
+# -- executors ---------------------------------------------------------------------------------------------------------
+
+_ATTEMPTS = 3  # the last one alone, so that a chunk that kills its worker takes no others with it
 _PAUSE = 1.0  # seconds
 _IN_FLIGHT = 256  # enough for any cluster to be busy; what waits here costs nothing to cancel
 # How the loss of a worker looks, with schedulers that need not be installed here.
@@ -74,7 +168,7 @@ def check_executor(executor: Any, recipe: Any, pg: PatchableGraph) -> None:
         )
 
 
-def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: Work) -> Task:
+def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: SweepWork) -> Task:
     """Returns what makes tasks for an executor.
 
     Raises:
@@ -91,7 +185,7 @@ def task_maker(executor: Any, recipe: Any, pg: PatchableGraph, work: Work) -> Ta
     token = uuid.uuid4().hex  # another sweep of the same arguments is another: weights may have changed
 
     def task(cells: Sequence[Cell], attempt: int) -> tuple[Any, ...]:
-        return (run_parcel, token, packed_recipe, packed_work, _packed_cells(cells), attempt)
+        return (run_chunk, token, packed_recipe, packed_work, _packed_cells(cells), attempt)
 
     return task
 
@@ -177,7 +271,7 @@ class Dispatch:
         finally:
             for portion in self._out:
                 with contextlib.suppress(Exception):
-                    # What nobody wants is not run; `cancel` of a cluster waits, for ever where the client is closed.
+                    # Released tasks are not run; `cancel` of a cluster waits, for ever where the client is closed.
                     (portion.future.cancel if self._cluster is None else portion.future.release)()
 
     def _submit(self) -> None:
@@ -212,7 +306,7 @@ class Dispatch:
                 self._breakage = error
 
     def _outcome(self, portion: _Portion) -> Outcome:
-        """Returns what came back. What is lost with the worker that had it is worked out anew, or never comes."""
+        """Returns a result. One that was lost with its worker is computed again, or never arrives."""
         if self._cluster is None:
             return portion.future.result()  # type: ignore[no-any-return]
         portion.fetches += 1

@@ -1,4 +1,4 @@
-"""What is sent to other processes: as bytes, and never with a model in it."""
+"""What is sent to other processes: as bytes, never with a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPE = """\
 
 
 def packed(parts: Iterable[tuple[str, Any]]) -> bytes:
-    """Returns the parts, each with what it is called in messages, as bytes of which `unpacked` makes equal ones.
+    """Returns the parts, each with its name in messages, as bytes that `unpacked` makes equal ones of.
 
     Functions go along by their code where another process could not import them: lambdas, functions of notebooks.
 
@@ -41,7 +41,7 @@ def packed(parts: Iterable[tuple[str, Any]]) -> bytes:
             packer.dump(value)
         except ExperimentError:
             raise
-        except Exception as error:  # whatever the `__reduce__` of somebody else's class raises
+        except Exception as error:  # whatever the `__reduce__` of a user's class raises
             raise ExperimentError(
                 f"{holder} cannot be sent to another process: {type(error).__name__}: {error}"
             ) from error

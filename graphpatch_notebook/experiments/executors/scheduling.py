@@ -1,17 +1,52 @@
-"""Has the chunks of a sweep run, here or by an executor, and keeps what is done."""
+"""Runs the chunks of a sweep here, keeps what is done, and shows how far it is."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from graphpatch_notebook import interrupts
 from graphpatch_notebook.experiments.engine.cells import Cell, CellResult
 from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint
-from graphpatch_notebook.experiments.executors.progress import Progress
+from graphpatch_notebook.experiments.extras import extra
+
+
+class Progress(Protocol):
+    """Is told of cells that are done."""
+
+    def update(self, n: int) -> object:
+        """Says that `n` more cells are done."""
+
+
+class _Silent:
+    def update(self, n: int) -> None:
+        """Shows nothing."""
+
+
+@contextlib.contextmanager
+def shown_progress(total: int, done: int, is_wanted: bool) -> Iterator[Progress]:
+    """Shows a bar for the length of the block: a widget in a notebook, a line on stderr elsewhere.
+
+    Args:
+        total: How many cells there are.
+        done: How many of them were done before: the rate, and so the estimate, leaves these out.
+        is_wanted: Whether there is to be a bar.
+
+    Raises:
+        ExperimentError: A bar is wanted, and tqdm is not installed. Who asked for progress would otherwise sit before
+            a sweep of hours that says nothing; it costs one line, before anything has run.
+    """
+    if not is_wanted:
+        yield _Silent()
+        return
+    tqdm = extra("tqdm.auto", "the progress of a sweep", ", or say progress=False").tqdm
+    with tqdm(total=total, initial=done, desc="sweep", unit="cell") as bar:
+        yield bar
+
 
 Chunks: TypeAlias = "Sequence[Sequence[Cell]]"
 
@@ -23,7 +58,7 @@ class Ledger:
     Attributes:
         baseline: What all measurements must look like.
         checkpoint: The file in which it is kept, if there is one.
-        progress: Who is told.
+        progress: Shows how far the sweep is.
         results: By the number of the cell.
     """
 
@@ -35,7 +70,7 @@ class Ledger:
     def keep(self, results: Sequence[CellResult]) -> None:
         """Keeps the results of a chunk; an interrupt comes before or after, never between memory and file.
 
-        What is kept already is left out: who was interrupted may not know whether it was.
+        What is kept already is left out: after an interrupt it may be given again.
         """
         results = [self._checked(result) for result in results if result.number not in self.results]
         with interrupts.deferred():
@@ -61,7 +96,7 @@ def _form(measurement: Measurement) -> str:
 
 
 def remaining(chunks: Chunks, done: Mapping[int, CellResult]) -> Iterator[list[Cell]]:
-    """Yields what remains of the chunks; they are not put together anew, so that numbers stay the same bit for bit."""
+    """Yields what remains of the chunks; they are not divided again, so that numbers stay the same bit for bit."""
     for chunk in chunks:
         if rest := [cell for cell in chunk if cell.number not in done]:
             yield rest

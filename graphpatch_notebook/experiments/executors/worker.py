@@ -12,21 +12,105 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from graphpatch_notebook.errors import ExperimentError
+from graphpatch_notebook.execution.replay import tensors_in
 from graphpatch_notebook.experiments.engine.cells import CellResult, PatchMap
 from graphpatch_notebook.experiments.engine.inputs import Inputs
+from graphpatch_notebook.experiments.engine.measurements import Measurement
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.pickling import unpacked
-from graphpatch_notebook.experiments.executors.worker_check import Reference
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.warning_places import collected_warnings
+
+# -- whether a worker has the same model -------------------------------------------------------------------------------
+
+_SAMPLES = 64
+# What other kernels, and other numbers of threads, may make of the same weights, relative to the largest number.
+_TOLERANCE = 1e-4
+_LOW_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a model gives on the inputs of a sweep, without patches.
+
+    Metrics alone would not tell models apart: a probability may be next to nothing in both.
+
+    Attributes:
+        baseline: Of the metric.
+        samples: Some numbers of each tensor of the output.
+        tolerance: How far others may be off, relative to the largest number.
+        is_training: Whether the model is in training mode.
+    """
+
+    baseline: Measurement
+    samples: np.ndarray[Any, np.dtype[np.float64]]
+    tolerance: float
+    is_training: bool
+
+    @classmethod
+    def of(cls, pg: PatchableGraph, inputs: Inputs, baseline: Measurement) -> Reference:
+        """Returns the reference of a graph."""
+        fresh = inputs.fresh()
+        with torch.no_grad():
+            tensors = [t for t in tensors_in(pg(*fresh.args, **fresh.kwargs)) if t.is_floating_point()]
+        samples = [_some(tensor) for tensor in tensors]
+        is_low = any(tensor.dtype.itemsize < 4 for tensor in (*tensors, *pg.parameters()))
+        return cls(
+            baseline,
+            np.concatenate([*samples, np.zeros(0)]),
+            _LOW_TOLERANCE if is_low else _TOLERANCE,
+            bool(pg.training),
+        )
+
+    def problem(self, other: Reference) -> str | None:
+        """Returns in which way `other`, made elsewhere, is of another model, in words; `None` where it is of this."""
+        if other.is_training != self.is_training:
+            modes = {True: "training", False: "evaluation"}
+            return f"it is in {modes[other.is_training]} mode, and in {modes[self.is_training]} mode here"
+        metrics = f"{_shown(other.baseline.values)} there and {_shown(self.baseline.values)} here"
+        # Where a metric subtracts, what is left may be as small as what rounding makes of the outputs.
+        allowed = self.tolerance * max(_largest(self.samples), _largest(self.baseline.values))
+        is_same_form = other.baseline.form == self.baseline.form
+        if not is_same_form or not _is_close(self.baseline.values, other.baseline.values, allowed):
+            return f"without patches the metric is {metrics}"
+        if not _is_close(self.samples, other.samples, self.tolerance * _largest(self.samples)):
+            return f"its outputs without patches are others than here (the metric is {metrics})"
+        return None
+
+
+def _largest(numbers: Any) -> float:
+    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=1e-6))
+
+
+def _is_close(mine: Any, theirs: Any, allowed: float) -> bool:
+    return mine.shape == theirs.shape and bool(np.allclose(mine, theirs, rtol=0, atol=allowed, equal_nan=True))
+
+
+def _some(tensor: Tensor) -> np.ndarray[Any, Any]:
+    flat = tensor.detach().reshape(-1)
+    indices = torch.linspace(0, max(flat.numel() - 1, 0), min(_SAMPLES, flat.numel())).long()
+    return np.array(flat[indices.to(flat.device)].to("cpu").double().numpy())
+
+
+def _shown(values: Any) -> str:
+    numbers = values.reshape(-1).tolist()
+    text = ", ".join(f"{number:.8g}" for number in numbers[:3])
+    return text if len(numbers) == 1 else f"({text}{', ...' if len(numbers) > 3 else ''})"
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
 
 Outcome: TypeAlias = "tuple[list[CellResult], list[str], list[str]]"
 """The results of a chunk, the warnings that were given, and the remarks of the runner so far."""
 
 
 @dataclass(frozen=True)
-class Work:
+class SweepWork:
     """What the chunks of a sweep have in common, besides the graph.
 
     Attributes:
@@ -57,7 +141,7 @@ class SharedGraph:
     """Runs chunks in threads of this process, on one graph: each thread has a runner, and contexts, of its own."""
 
     pg: PatchableGraph
-    work: Work
+    work: SweepWork
     _own: threading.local = field(default_factory=threading.local)
 
     def run(self, cells: Sequence[tuple[int, PatchMap]]) -> Outcome:
@@ -73,27 +157,27 @@ class SharedGraph:
 
 
 @dataclass
-class _Bench:
+class _WorkerState:
     """What a process has made for one sweep."""
 
     token: str
     recipe: bytes
-    work: Work
+    work: SweepWork
     runners: dict[int, CellRunner] = field(default_factory=dict)  # by thread
 
 
 _lock = threading.RLock()
 _graphs: dict[bytes, PatchableGraph] = {}  # one at most, by recipe
-_benches: dict[str, _Bench] = {}  # one at most, by token
+_states: dict[str, _WorkerState] = {}  # one at most, by token
 
 
-def run_parcel(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: int) -> Outcome:  # noqa: ARG001
+def run_chunk(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: int) -> Outcome:  # noqa: ARG001
     """Returns the results of some cells: what is submitted to executors.
 
     Args:
         token: Tells sweeps apart.
         recipe: How to build the graph.
-        work: A `Work`.
+        work: A `SweepWork`.
         cells: Pairs of number and patch map.
         attempt: How often these cells were submitted before. Some schedulers know a task by its arguments, and would
             hand out the failure of the last attempt.
@@ -102,43 +186,43 @@ def run_parcel(token: str, recipe: bytes, work: bytes, cells: bytes, attempt: in
         ExperimentError: The graph cannot be built, or is not that of the sweep.
     """
     with collected_warnings() as messages:
-        bench = _bench(token, recipe, work)
-        runner = _runner(bench)
+        state = _state_of(token, recipe, work)
+        runner = _runner(state)
         return runner.run(unpacked(cells)), messages, list(runner.remarks)
 
 
-def _bench(token: str, recipe: bytes, work: bytes) -> _Bench:
+def _state_of(token: str, recipe: bytes, work: bytes) -> _WorkerState:
     with _lock:
-        if token not in _benches:
-            bench = _Bench(token, recipe, unpacked(work)[0])
-            _benches.clear()
-            _benches[token] = bench
-        return _benches[token]
+        if token not in _states:
+            state = _WorkerState(token, recipe, unpacked(work)[0])
+            _states.clear()
+            _states[token] = state
+        return _states[token]
 
 
-def _runner(bench: _Bench) -> CellRunner:
+def _runner(state: _WorkerState) -> CellRunner:
     thread = threading.get_ident()
     with _lock:
-        if thread not in bench.runners:
-            is_new = bench.recipe not in _graphs
+        if thread not in state.runners:
+            is_new = state.recipe not in _graphs
             try:
-                bench.runners[thread] = _checked_runner(bench)
+                state.runners[thread] = _checked_runner(state)
             except ExperimentError:
-                _graphs.pop(bench.recipe, None)
+                _graphs.pop(state.recipe, None)
                 if is_new:
                     raise
                 # What the recipe reads may have changed since it was built for another sweep.
-                bench.runners[thread] = _checked_runner(bench)
-        return bench.runners[thread]
+                state.runners[thread] = _checked_runner(state)
+        return state.runners[thread]
 
 
-def _checked_runner(bench: _Bench) -> CellRunner:
-    if bench.recipe not in _graphs:
+def _checked_runner(state: _WorkerState) -> CellRunner:
+    if state.recipe not in _graphs:
         _graphs.clear()
-        _graphs[bench.recipe] = built(unpacked(bench.recipe)[0])
-    pg = _graphs[bench.recipe]
-    runner = bench.work.runner(pg)
-    if (problem := bench.work.problem(pg, runner)) is not None:
+        _graphs[state.recipe] = built(unpacked(state.recipe)[0])
+    pg = _graphs[state.recipe]
+    runner = state.work.runner(pg)
+    if (problem := state.work.problem(pg, runner)) is not None:
         raise ExperimentError(
             f"the model that the recipe builds in a worker is not the one of this sweep: {problem}. The recipe must "
             "build the same architecture, with the same weights, dtype and mode"

@@ -14,10 +14,8 @@ from graphpatch_notebook.experiments.engine.plans import planned
 from graphpatch_notebook.experiments.engine.runner import CellRunner
 from graphpatch_notebook.experiments.executors.checkpoint import Checkpoint, identity
 from graphpatch_notebook.experiments.executors.executors import Dispatch, check_executor, task_maker
-from graphpatch_notebook.experiments.executors.progress import Progress, shown_progress
-from graphpatch_notebook.experiments.executors.scheduling import Ledger, remaining, run_here
-from graphpatch_notebook.experiments.executors.worker import Work
-from graphpatch_notebook.experiments.executors.worker_check import Reference
+from graphpatch_notebook.experiments.executors.scheduling import Ledger, Progress, remaining, run_here, shown_progress
+from graphpatch_notebook.experiments.executors.worker import Reference, SweepWork
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.methods.arguments import (
     check_graph,
@@ -143,7 +141,7 @@ def sweep(
     chunks = list(remaining([*runner.chunks(plan.shared, plan.entries), *([cell] for cell in plan.alone)], results))
     dispatch = None
     if executor is not None and chunks:
-        work = Work(given, metric, plan.paths, batch, Reference.of(pg, given, runner.baseline))
+        work = SweepWork(given, metric, plan.paths, batch, Reference.of(pg, given, runner.baseline))
         dispatch = Dispatch(executor, task_maker(executor, recipe, pg, work), runner)
 
     def run(shown: Progress) -> None:

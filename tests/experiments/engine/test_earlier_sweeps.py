@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from graphpatch_notebook import PatchableGraph, ZeroPatch
 from graphpatch_notebook.checks.model_state import ModuleState
 from graphpatch_notebook.execution.replay import all_modules, tensors_among
-from graphpatch_notebook.experiments.engine.batching import Rows, parted, taken
-from graphpatch_notebook.experiments.engine.changed_positions import SameSteps, Steps
+from graphpatch_notebook.experiments.engine.batching import BatchRows, parted, taken
+from graphpatch_notebook.experiments.engine.changed_positions import SameSteps, TorchCalls
 from graphpatch_notebook.experiments.engine.clean_run import shown_earlier
 
 
@@ -58,7 +58,7 @@ def test_parts_are_what_is_taken_for_each() -> None:
 
     x = torch.arange(12.0).reshape(6, 2)
     value = CausalLMOutput(logits=x, hidden_states=(x + 1, [x + 2], []))
-    layout = (Rows(0, 2), Rows(0, 2), Rows(None))
+    layout = (BatchRows(0, 2), BatchRows(0, 2), BatchRows(None))
     parts = parted(value, layout, 3)
     for number, part in enumerate(parts):
         expected = taken(value, layout, number)
@@ -68,8 +68,8 @@ def test_parts_are_what_is_taken_for_each() -> None:
     assert parts[0].hidden_states[1] is not parts[1].hidden_states[1]
 
 
-def steps_of(run: Callable[[], object]) -> Steps:
-    steps = Steps()
+def steps_of(run: Callable[[], object]) -> TorchCalls:
+    steps = TorchCalls()
 
     class Noting(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,7 +28,7 @@ from graphpatch_notebook import (
     ZeroPatch,
 )
 from graphpatch_notebook.experiments import KLDivergence, LogProbability, Loss, Probability
-from graphpatch_notebook.experiments.executors.checkpoint_key import Digester
+from graphpatch_notebook.experiments.executors.checkpoint import Digester
 from tests.experiments import sweep_to_kill
 
 SCRIPT = Path(sweep_to_kill.__file__)
@@ -222,7 +222,7 @@ def test_other_weights_are_refused(pg: PatchableGraph, tmp_path: Path) -> None:
 def test_files_of_others_are_left_alone(pg: PatchableGraph, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "notes.txt"
     file.write_bytes(content)
-    with pytest.raises(ExperimentError, match="no sweep has written"):
+    with pytest.raises(ExperimentError, match="was not written by a sweep"):
         swept(pg, file)
     assert file.read_bytes() == content
 

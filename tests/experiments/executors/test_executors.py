@@ -25,7 +25,7 @@ import torch
 
 from graphpatch_notebook import AddPatch, CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ReplacePatch
 from graphpatch_notebook.experiments import LogitDifference, Noise, SweepInterrupted, ablate, causal_trace
-from graphpatch_notebook.experiments.executors import cluster as cluster_module
+from graphpatch_notebook.experiments.executors import executors as cluster_module
 from graphpatch_notebook.experiments.executors.pickling import packed, unpacked
 
 WIDTH = 128
@@ -481,7 +481,7 @@ def test_inputs_with_a_model_are_refused() -> None:
         packed([("what the model runs on", {"past": [torch.nn.Linear(2, 2)]})])
 
 
-def test_parcels_hold_equal_things() -> None:
+def test_packed_values_hold_equal_things() -> None:
     loss = torch.nn.CrossEntropyLoss()  # a module, but without weights
     big = torch.arange(100_000.0).reshape(1000, 100)
     leaf = big[5].clone().requires_grad_()

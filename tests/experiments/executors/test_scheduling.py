@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from graphpatch_notebook import CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ZeroPatch
+from graphpatch_notebook import CustomPatch, ExperimentError, ExperimentWarning, PatchableGraph, ZeroPatch, interrupts
 from graphpatch_notebook.experiments import SweepInterrupted
-from graphpatch_notebook.experiments.engine.interrupts import interrupts_deferred
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.1, -1.0]])
 
@@ -121,7 +120,7 @@ def test_interrupts_wait_for_the_end_of_a_block() -> None:
     order = []
 
     def block() -> None:
-        with interrupts_deferred():
+        with interrupts.deferred():
             interrupt()
             order.append("whole")
 
