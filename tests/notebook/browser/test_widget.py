@@ -308,7 +308,7 @@ def test_a_browser_keeps_no_graph_alive_that_a_variable_held(shell: Shell) -> No
     gc.collect()
     assert model() is None
     browser = shell.namespace["browser"]
-    assert repr(browser) == "<Browser of pg, which is gone>"
+    assert repr(browser) == "<Browser of pg, which was deleted>"
     assert "is gone" in line_of(browser).ask("details", row=0)["error"]["message"]
     line_of(browser).set(selected=0)
 
