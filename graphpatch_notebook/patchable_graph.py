@@ -320,9 +320,9 @@ class PatchableGraph(ModuleDelegate):
     ) -> None:
         """Writes graphs, options, structure and weights to one file, without pickle: JSON in a safetensors file.
 
-        Before that, every graph is compared with the model, bit for bit, on generated inputs like the example's, and
-        on others of other sizes. Graphs that differ are not stored, with an `UnstoredFrameWarning` that has the reason.
-        Active patches have no effect on it.
+        Before that, every graph is compared with the model, bit for bit, on generated inputs like the example's. Graphs
+        that differ are not stored, with an `UnstoredFrameWarning` that has the reason. The loaded graph accepts inputs
+        of other sizes if the model takes the same steps at these sizes. Active patches have no effect on it.
 
         Args:
             file: The name of the file, or an open binary file such as an `io.BytesIO`.

@@ -53,7 +53,7 @@ SELECTION = """
     integrations/test_generation.py integrations/test_attention_patterns.py integrations/test_exported.py
     integrations/test_torch_compile.py integrations/test_old_torch.py serialization/test_own_graphs.py
     execution/test_values.py serialization/test_round_trip.py patches/test_kinds.py test_patchable_graph.py
-    notebook/export/test_patch_code.py notebook/test_recipes.py notebook/session/test_session.py
+    notebook/export/test_patch_code.py notebook/session/test_recipes.py notebook/session/test_session.py
     notebook/session/test_session_file.py experiments/test_metrics.py experiments/test_sweep.py
     experiments/test_sweep_metrics.py experiments/methods/test_causal_tracing.py experiments/methods/test_ablation.py
     experiments/methods/test_arguments.py

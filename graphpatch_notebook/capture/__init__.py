@@ -1,9 +1,11 @@
-"""Capture: one eager run of a model on example inputs becomes a hierarchy of frames with named nodes.
+"""Capture: one eager run of a model on example inputs becomes a tree of frames with named nodes.
 
-`recorder` runs the model under a function mode (torch calls) with swapped forwards (module calls, `forward_swap`);
-`frame_recorder` files what one module call does as `records`. Names come from the bytecode of the user's code
-(`call_sites`, `bytecode`, `naming`), and sizes stay symbolic (`sizes`). The other files each answer one question about
-what was seen: `held_values` (what modules hold), `data_loops`, `decompositions`, `custom_graphs`, `doubts`.
+`recorder` runs the model. It sees torch functions through a function mode, and module calls through swapped forwards
+(`observers`). `frame_recorder` records one module call, as the classes in `records`. What an operation is follows from
+its place in the user's code (`call_sites`), its name from the variable that holds it (`bytecode`, `naming`), and sizes
+stay symbolic (`sizes`). `inputs` binds arguments to the parameters of `forward`; `held_values` finds what modules hold.
+`custom_graphs` and `decompositions` are for graphs of the user's and for opened functions; `data_loops` and `doubts`
+say where the record may not hold for other inputs; `quantization` reads packed weights.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import builtins
 import enum
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -19,7 +20,17 @@ from graphpatch_notebook.capture.functions import function_name
 from graphpatch_notebook.capture.held_values import held_tensors
 from graphpatch_notebook.capture.inputs import input_parameters, signature_of
 from graphpatch_notebook.capture.naming import name_nodes
-from graphpatch_notebook.capture.records import CallNode, Conditions, Frame, InputParameter, Kind, Node, OpNode, Ref
+from graphpatch_notebook.capture.records import (
+    CallNode,
+    Conditions,
+    Frame,
+    InputParameter,
+    Kind,
+    Node,
+    OpNode,
+    Ref,
+    map_leaves,
+)
 from graphpatch_notebook.errors import CaptureError
 from graphpatch_notebook.paths import unique_name
 from graphpatch_notebook.values import ScalarSpec, ValueSpec, describe
@@ -233,18 +244,8 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def map_arguments(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Returns the arguments of an fx node with other leaves, in plain containers."""
-    if isinstance(value, tuple):
-        items = [map_arguments(item, leaf) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [map_arguments(item, leaf) for item in value]
-    if isinstance(value, dict):
-        return {key: map_arguments(item, leaf) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(map_arguments(part, leaf) for part in (value.start, value.stop, value.step)))
-    return leaf(value)
+map_arguments = partial(map_leaves, with_subclasses=True)
+"""Returns the arguments of an fx node with other leaves, in plain containers."""
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

@@ -134,17 +134,28 @@ class Structure:
     children: tuple[tuple[Key, Any], ...]
 
 
-def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Returns `value` with `leaf` applied to all but plain tuples, lists, dicts and slices; containers are new."""
+def map_leaves(value: Any, leaf: Callable[[Any], Any], *, with_subclasses: bool = False) -> Any:
+    """Returns `value` with `leaf` applied to all but tuples, lists, dicts and slices; containers are new.
+
+    Args:
+        value: The arguments of a call.
+        leaf: The function.
+        with_subclasses: Whether subclasses are containers, too, as in graphs of fx, and become plain ones. Otherwise
+            they are leaves: a named tuple, say, may refuse to hold anything but what it was made for.
+    """
     kind = type(value)
     if kind is torch.Size:  # holds integers only, and a leaf may become something else
-        return tuple([leaf(item) for item in value])
+        kind = tuple
+    elif with_subclasses:
+        kind = next((base for base in (tuple, list, dict, slice) if isinstance(value, base)), kind)
     if kind is tuple or kind is list:
-        return kind([map_leaves(item, leaf) for item in value])
+        items = [map_leaves(item, leaf, with_subclasses=with_subclasses) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else kind(items)
     if kind is dict:
-        return {key: map_leaves(item, leaf) for key, item in value.items()}
+        return {key: map_leaves(item, leaf, with_subclasses=with_subclasses) for key, item in value.items()}
     if kind is slice:
-        return slice(map_leaves(value.start, leaf), map_leaves(value.stop, leaf), map_leaves(value.step, leaf))
+        parts = (value.start, value.stop, value.step)
+        return slice(*[map_leaves(part, leaf, with_subclasses=with_subclasses) for part in parts])
     return leaf(value)
 
 

@@ -1,4 +1,4 @@
-"""Questions that the whole package asks, each answered here and nowhere else.
+"""Checks: questions that the whole package asks about calls, models and runs, each answered in one file.
 
 call_signature   does this call look like that one?
 model_state      has the model changed? snapshot, compare, restore

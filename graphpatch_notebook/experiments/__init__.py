@@ -1,14 +1,15 @@
-"""Sweeps over thousands of patches, causal tracing, ablation, path patching, attribution, and plots of the results.
+"""Experiments: sweeps over many patches, causal tracing, ablation, path patching, attribution, and plots of results.
 
 - `sweep`, the same as `pg.sweep`: a metric under each of many patches.
-- `causal_trace`: where the information is that the clean run has, and the corrupted run does not.
-- `ablate`: what is lost without a value, a head or a position.
-- `path_patch`: what one part of the model passes directly to another.
-- `attribute`, `top_scores`: how much each value matters, estimated by gradients.
+- `causal_trace`: the effect of restoring clean values in a corrupted run.
+- `ablate`: the metric without a value, a head or a position.
+- `path_patch`: the direct effect of one part of the model on another.
+- `attribute`, `top_scores`: the effect of each value, estimated by gradients.
 
-Metrics are functions of the model's whole output: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
-`KLDivergence`, or your own. Results are `xarray.DataArray` objects: `plot_heatmap`, `plot_heads`, `plot_scores` and
-`save_figure` draw them, `show_heatmap` in a notebook, `save_result` and `load_result` keep them.
+A metric is a function of the output of the model: `LogitDifference`, `Probability`, `LogProbability`, `Loss`,
+`KLDivergence`, or your own. Results are `xarray.DataArray` objects. `plot_heatmap`, `plot_heads` and `plot_scores` draw
+them, `save_figure` saves a plot, `show_heatmap` displays a result in a notebook, and `save_result` and `load_result`
+write and read files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The packages that experiments need and the rest of this package does not."""
+"""Imports of optional packages, which only experiments need."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from graphpatch_notebook.errors import ExperimentError
 
 
 def extra(name: str, purpose: str, instead: str = "") -> Any:
-    """Returns a module of the extra `experiments`.
+    """Imports and returns a module of the optional dependencies `experiments`.
 
     Args:
         name: The name of the module.
-        purpose: What it is needed for, in words.
-        instead: What can be done without it, in words that follow the repair.
+        purpose: What it is needed for, for the message.
+        instead: An alternative, appended to the message.
 
     Raises:
         ExperimentError: It is not installed.

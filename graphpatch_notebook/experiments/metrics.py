@@ -1,7 +1,7 @@
-"""Ready metrics of language models and classifiers: from the output of a model to one number.
+"""Metrics of language models and classifiers, which map the output of a model to one number.
 
-Each takes the whole output of the model, returns a tensor without dimensions, through which gradients flow, and can be
-pickled. Logits are computed with in float32 where the model gives them in less.
+Each metric takes the whole output of the model and returns a scalar tensor with a gradient. Metrics can be pickled.
+Logits in half precision are converted to float32.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Tokens: TypeAlias = "int | Sequence[int] | Tensor"
 """One token for all sequences of the batch, or one for each, `(batch,)`."""
 
 _SHOWN = {"correct", "wrong", "token", "position"}
-IGNORED = -100  # labels that count for nothing, as in transformers
+IGNORED = -100  # label that is ignored, as in transformers
 
 
 @dataclass(frozen=True)
 class _Metric:
-    """A metric, by what was given to it."""
+    """Base class of metrics: names them by their arguments."""
 
     @property
     def name(self) -> str:
-        """What results are called: without tokens where there are many, and the position if it is the usual one."""
+        """The name of results: without lists of tokens, and without the default position."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in _SHOWN}
         if any(isinstance(value, tuple) for value in given.values()):
             given = {name: value for name, value in given.items() if name == "position"}
@@ -43,13 +43,13 @@ class LogitDifference(_Metric):
     """The logit of one token minus that of another, as a mean over the batch.
 
     Args:
-        correct: The token whose logit counts for.
-        wrong: The token whose logit counts against.
-        position: Where in the sequence, negative numbers from its end; `None` where the logits are of shape
-            `(batch, classes)` and have no positions.
+        correct: The token whose logit is added.
+        wrong: The token whose logit is subtracted.
+        position: The position in the sequence; negative numbers count from its end. `None` for logits of shape `(batch,
+            classes)`.
 
     Raises:
-        ExperimentError: (when called) The output has no logits, no such position, or no such token.
+        ExperimentError: (when called) The output has no logits, or the position or a token is out of range.
 
     Example:
         >>> LogitDifference(2, 0)(torch.tensor([[[1.0, 2.0, 5.0]]]))
@@ -119,15 +119,15 @@ class LogProbability(_Metric):
 
 @dataclass(frozen=True, eq=False)
 class Loss(_Metric):
-    """The cross entropy of the next tokens, as language models of transformers compute it: a mean over tokens.
+    """The cross entropy of the next tokens, as language models of transformers compute it: the mean over tokens.
 
     The logits at one position are compared with the label of the next.
 
     Args:
-        labels: The right tokens, `(batch, seq)`: usually the `input_ids`. Those of -100 count for nothing.
+        labels: The correct tokens, `(batch, seq)`, usually the `input_ids`. Labels of -100 are ignored.
 
     Raises:
-        ExperimentError: There is no label to compare with; (when called) the logits are of another shape.
+        ExperimentError: There are no labels to compare with; (when called) the logits have another shape.
 
     Example:
         >>> Loss(torch.tensor([[0, 1]]))(torch.zeros(1, 2, 4))  # the logarithm of 4
@@ -141,12 +141,12 @@ class Loss(_Metric):
             labels = torch.as_tensor(self.labels).detach()
         except (TypeError, ValueError, RuntimeError):
             raise ExperimentError(
-                f"labels are ids of tokens, usually the input_ids, not {self.labels!r}: see tokenizer.encode(...)"
+                f"labels must be token ids, usually the input_ids, not {self.labels!r}; use tokenizer.encode(...)"
             ) from None
         if labels.ndim != 2 or not (labels[:, 1:] != IGNORED).any():
             raise ExperimentError(
-                f"labels are tokens of shape (batch, seq) with at least one that is not {IGNORED} after the first "
-                f"position; these are of shape {tuple(labels.shape)}"
+                f"labels must be tokens of shape (batch, seq), with at least one after the first position that is not "
+                f"{IGNORED}; these have shape {tuple(labels.shape)}"
             )
         object.__setattr__(self, "labels", labels)
 
@@ -155,8 +155,8 @@ class Loss(_Metric):
         logits = _widened(_logits(output))
         if logits.shape[:-1] != self.labels.shape:
             raise ExperimentError(
-                f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(self.labels.shape)} are not those "
-                "of the same sequences; give labels of shape (batch, seq)"
+                f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(self.labels.shape)} do not match; "
+                "give labels of shape (batch, seq)"
             )
         labels = self.labels[:, 1:].to(logits.device, torch.long)
         _check_tokens(labels[labels != IGNORED], logits.shape[-1])
@@ -165,17 +165,17 @@ class Loss(_Metric):
 
 @dataclass(frozen=True, eq=False, init=False)
 class KLDivergence(_Metric):
-    """How far the prediction is from a reference: KL(reference || prediction), as a mean over the batch.
+    """The Kullback-Leibler divergence from a reference, KL(reference || prediction), as a mean over the batch.
 
     Args:
-        reference: What the model gave for the reference, or its logits. Its logarithmic probabilities are kept.
-        position: As for `LogitDifference`; `None` for the mean over all positions, if there are any.
+        reference: The output of the model for the reference, or its logits. Only log-probabilities are kept.
+        position: As for `LogitDifference`; `None` for the mean over all positions, if there are positions.
 
     Attributes:
-        log_probabilities: The logarithmic probabilities of the reference.
+        log_probabilities: The log-probabilities of the reference.
 
     Raises:
-        ExperimentError: (also when called) The output has no logits, or not those of as many sequences.
+        ExperimentError: (also when called) The output has no logits, or another number of sequences.
 
     Example:
         >>> reference = torch.tensor([[[0.0, 1.0]]])
@@ -201,8 +201,8 @@ class KLDivergence(_Metric):
         reference = self.log_probabilities.to(prediction.device, prediction.dtype)
         if prediction.shape[1:] != reference.shape[1:]:
             raise ExperimentError(
-                f"the reference gave logits of shape {tuple(reference.shape)} here, the output gives "
-                f"{tuple(prediction.shape)}; make the reference of inputs of the same shape"
+                f"the logits of the reference have shape {tuple(reference.shape)}, those of the output "
+                f"{tuple(prediction.shape)}; compute the reference on inputs of the same shape"
             )
         if len(reference) not in (1, len(prediction)):
             raise ExperimentError(
@@ -220,16 +220,16 @@ class KLDivergence(_Metric):
 
 
 def _logits(output: Any) -> Tensor:
-    """Returns the logits in what a model returned."""
+    """Returns the logits in the output of a model."""
     found = output
-    if isinstance(output, Mapping):  # a `ModelOutput` among them
+    if isinstance(output, Mapping):  # such as a `ModelOutput`
         found = output.get("logits")
     elif not isinstance(output, Tensor):
         found = getattr(output, "logits", output[0] if isinstance(output, (tuple, list)) and output else None)
     if isinstance(found, Tensor) and found.ndim >= 1 and found.is_floating_point():
         return found
     raise ExperimentError(
-        f"there are no logits in the output, {_content(output)}; a metric may be any function of it: "
+        f"the output has no logits: it is {_content(output)}; a metric can be any function of the output: "
         "metric=lambda output: ..."
     )
 
@@ -248,7 +248,7 @@ def _content(output: Any) -> str:
 def _logits_at(output: Any, position: int | None) -> Tensor:
     """Returns the logits at a position, `(batch, classes)`."""
     logits = _logits(output)
-    # Before anything else is asked of them: a sweep watches which positions are read, and leaves the others out.
+    # First, before any other access: a sweep records which positions are read, and skips the others.
     try:
         at = logits if position is None else logits[:, position]
     except IndexError:
@@ -257,14 +257,12 @@ def _logits_at(output: Any, position: int | None) -> Tensor:
         return _widened(at)
     shape = tuple(logits.shape)
     if logits.ndim == 3 and position is not None:
-        raise ExperimentError(
-            f"position {position} is out of range: the logits are of shape {shape}, (batch, seq, ...)"
-        )
+        raise ExperimentError(f"position {position} is out of range: the logits have shape {shape}, (batch, seq, ...)")
     if logits.ndim == 3:
-        raise ExperimentError(f"the logits are of shape {shape}, so say where: position=-1 for the last token")
+        raise ExperimentError(f"the logits have shape {shape}; give a position, such as position=-1 for the last token")
     if logits.ndim == 2:
-        raise ExperimentError(f"the logits are of shape {shape} and have no positions: give position=None")
-    raise ExperimentError(f"logits are of shape (batch, seq, vocabulary) or (batch, classes), these of {shape}")
+        raise ExperimentError(f"the logits have shape {shape} without positions; give position=None")
+    raise ExperimentError(f"logits must have shape (batch, seq, vocabulary) or (batch, classes), not {shape}")
 
 
 def _widened(logits: Tensor) -> Tensor:
@@ -276,45 +274,45 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _keep_position(metric: Any) -> None:
-    """Makes a whole number of what was given as position, the same for all sequences."""
+    """Converts the given position to an integer."""
     if metric.position is None:
         return
     try:
         object.__setattr__(metric, "position", operator.index(metric.position))
     except TypeError:
         raise ExperimentError(
-            f"position is one whole number for all sequences, or None, not {metric.position!r}; for sequences that end "
-            "at different positions pad on the left, or give a function of your own"
+            f"position must be one integer for all sequences, or None, not {metric.position!r}; for sequences that end "
+            "at different positions, pad on the left, or give your own function"
         ) from None
 
 
 def _keep_tokens(metric: Any, *names: str) -> None:
-    """Makes numbers of what was given as tokens: tensors can neither be compared nor printed well."""
+    """Converts the given tokens to integers, which can be compared and printed, unlike tensors."""
     _keep_position(metric)
     for name in names:
         given = getattr(metric, name)
         if isinstance(given, str) or (isinstance(given, (list, tuple)) and any(isinstance(t, str) for t in given)):
-            raise ExperimentError(f"{name} is a text, {given!r}; give ids of tokens: tokenizer.encode(...)")
+            raise ExperimentError(f"{name} is a text, {given!r}; give token ids: tokenizer.encode(...)")
         try:
             tokens = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError):
             tokens = torch.empty(0)
         if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim > 1 or not tokens.numel():
-            raise ExperimentError(f"{name} is a token, or one for each sequence of the batch, not {given!r}")
+            raise ExperimentError(f"{name} must be a token id, or one for each sequence of the batch, not {given!r}")
         object.__setattr__(metric, name, tokens.item() if tokens.ndim == 0 else tuple(tokens.tolist()))
 
 
 def _of_tokens(values: Tensor, tokens: Any) -> Tensor:
-    """Returns the value of each sequence's token, `(batch,)`."""
+    """Returns the value of the token of each sequence, `(batch,)`."""
     chosen = torch.tensor(tokens, device=values.device)
     _check_tokens(chosen, values.shape[-1])
     if chosen.ndim and len(chosen) != len(values):
         has = "one sequence" if len(values) == 1 else f"{len(values)} sequences"
-        raise ExperimentError(f"{len(chosen)} tokens were given, but the output has {has}: give one for each, or one")
+        raise ExperimentError(f"{len(chosen)} tokens were given, but the output has {has}; give one for each, or one")
     return values.gather(-1, chosen.expand(len(values))[:, None])[:, 0]
 
 
 def _check_tokens(tokens: Tensor, count: int) -> None:
     if ((tokens < 0) | (tokens >= count)).any():
         bad = next(token for token in tokens.flatten().tolist() if not 0 <= token < count)
-        raise ExperimentError(f"there is no token {bad}: the logits are those of {count} tokens, counted from 0")
+        raise ExperimentError(f"token {bad} is out of range: the logits are of {count} tokens, counted from 0")

@@ -25,6 +25,7 @@ from graphpatch_notebook.capture.records import (
     Site,
     SourceLine,
     Structure,
+    map_leaves,
 )
 from graphpatch_notebook.graphs.build import AUXILIARY, BuiltGraph
 
@@ -90,20 +91,17 @@ def _connected(node: Node, nodes: dict[Node, Node], frames: dict[int, Frame]) ->
 
 def _mapped(value: Any, nodes: dict[Node, Node]) -> Any:
     """Returns recorded arguments with references to other nodes."""
-    kind = type(value)
-    if kind is Ref:
-        return Ref(nodes[value.node], value.dig)
-    if kind is Structure:
-        return Structure(value.type, tuple((key, _mapped(child, nodes)) for key, child in value.children))
-    if kind is tuple or kind is list:
-        return kind([_mapped(item, nodes) for item in value])
-    if kind is dict:
-        return {key: _mapped(item, nodes) for key, item in value.items()}
-    if kind is slice:
-        return slice(*(_mapped(part, nodes) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple) and any(isinstance(item, Ref) for item in value):
-        return kind(*[_mapped(item, nodes) for item in value])
-    return value
+
+    def leaf(item: Any) -> Any:
+        if type(item) is Ref:
+            return Ref(nodes[item.node], item.dig)
+        if type(item) is Structure:
+            return Structure(item.type, tuple((key, _mapped(child, nodes)) for key, child in item.children))
+        if isinstance(item, tuple) and any(isinstance(part, Ref) for part in item):
+            return type(item)(*[_mapped(part, nodes) for part in item])
+        return item
+
+    return map_leaves(value, leaf)
 
 
 # -- pickle ------------------------------------------------------------------------------------------------------------

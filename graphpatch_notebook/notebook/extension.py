@@ -7,7 +7,7 @@ from typing import Any
 
 from graphpatch_notebook.errors import SessionError
 from graphpatch_notebook.notebook.completion.completion import PathCompleter
-from graphpatch_notebook.notebook.magics.cells import CellTransformer, leave_what_is_left, mark_cell
+from graphpatch_notebook.notebook.magics.cells import CellTransformer, mark_cell, remove_leftover_patches
 from graphpatch_notebook.notebook.magics.magics import GraphPatchMagic
 from graphpatch_notebook.notebook.session.workspace import ActiveGraph, forget_workspace, workspace_of
 
@@ -32,7 +32,7 @@ class Extension:
         shell.input_transformers_cleanup.append(mark_cell)
         shell.ast_transformers.append(self._transformer)
         # Patches that an interrupt left active must not apply to the next cell, whatever that is.
-        shell.events.register("pre_execute", leave_what_is_left)
+        shell.events.register("pre_execute", remove_leftover_patches)
         self._completer = PathCompleter(proxy, self._active, taken=self.magic.workspace.results.names_of_others)
         self._completer.install()
 
@@ -46,7 +46,7 @@ class Extension:
     def remove(self, shell: Any) -> None:
         """Restores the shell."""
         self._completer.uninstall()
-        shell.events.unregister("pre_execute", leave_what_is_left)
+        shell.events.unregister("pre_execute", remove_leftover_patches)
         for table in shell.magics_manager.magics.values():
             table.pop(_NAME, None)
         for kind, magic in self._before.items():

@@ -121,9 +121,11 @@ class Form:
         if difference.aspect is Aspect.SIZE and isinstance(difference.was, int):
             return f"{where}, and the graph holds for {difference.was} only ({self.note or 'fixed'})"
         if difference.aspect is Aspect.SIZE and isinstance(difference.was, range):
+            least, most = difference.was.start, difference.was.stop
+            checked = f"{least} to {most}" if least < most else f"{least} only"
             return (
-                f"{where}, and the graph was checked for {difference.was.start} to {difference.was.stop} when it was "
-                "saved (pg.save(file, check=[((inputs of that size,), {})]) checks others)"
+                f"{where}, and the graph was checked for {checked} when it was saved (pg.save(file, "
+                "check=[((inputs of that size,), {})]) checks others)"
             )
         return str(difference)
 

@@ -22,7 +22,7 @@ import type { Model, View } from "./view";
 type Undo = () => void;
 type HeatmapModel = Model<HeatmapTraits>;
 
-/** Shows the model in `el`, for as long as nobody calls what comes back. */
+/** Shows the model in `el`. Returns a function that removes the view. */
 async function render({ model, el }: { model: Model | HeatmapModel; el: HTMLElement }): Promise<Undo> {
   const root = element("div", { class: "gp-root", "data-lm-suppress-shortcuts": "true" });
   el.append(root);

@@ -28,7 +28,7 @@ export interface Model<T = Traits> {
   on(event: string, listener: (...args: any[]) => void): void;
   // biome-ignore lint/suspicious/noExplicitAny: events carry whatever their sender says
   off(event?: string | null, listener?: ((...args: any[]) => void) | null): void;
-  /** The host's own manager, of which every host has another. */
+  /** The widget manager, which is different in each host. */
   widget_manager?: unknown;
 }
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from graphpatch_notebook import PatchableGraph, SerializationError, StoredFormError, UnstoredFrameWarning, ZeroPatch
+from graphpatch_notebook.checks.equality import difference
 from tests.serialization.files import Mlp, reloaded, x
+from tests.zoo import case_by_name
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,17 @@ def test_sizes_between_others(kind: str, shape: tuple[int, int], tmp_path: Path)
         for length in range(1, 10):
             with suppress(StoredFormError):
                 assert torch.equal(loaded(x(batch, length, 4)), model(x(batch, length, 4))), (batch, length)
+
+
+def test_sizes_at_which_the_model_cannot_run_on_meta(tmp_path: Path) -> None:
+    case = case_by_name("awkward-packed-lstm")
+    model, example = case.build(), case.example()
+    other = case.variants(model)["other_size"]
+    pg = PatchableGraph(model, *example.args, **example.kwargs)
+    with pytest.raises(StoredFormError, match="dimension 0 of 'x' is 2, and the graph was checked for 3 only"):
+        other.run(reloaded(pg, tmp_path, allow=["tests.zoo"]))
+    loaded = reloaded(pg, tmp_path, allow=["tests.zoo"], check=[(other.args, other.kwargs)])
+    assert difference(other.run(loaded), other.run(model), "output") is None
 
 
 def test_the_callers_own_checks(tmp_path: Path) -> None:

@@ -1,1 +1,6 @@
-"""Scores for all values of a model by gradients."""
+"""Scores for all values of a model, by gradients.
+
+`attribute` selects the nodes to score, and the dimension of positions in their values (`scored_nodes`). It runs the
+model on the clean inputs to record values, and on the corrupted inputs with gradients, and multiplies differences with
+gradients (`gradient_runs`). `top_scores` and plots rank the scores, with one rank for all names of a value (`ranking`).
+"""

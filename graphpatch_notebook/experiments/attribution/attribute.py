@@ -1,4 +1,4 @@
-"""Attribution: how much each value of a model matters for the difference between two runs, by gradients."""
+"""Attribution: how much each value of a model contributes to the difference between two runs, by gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from graphpatch_notebook.capture.inputs import given_input
 from graphpatch_notebook.capture.records import Frame
 from graphpatch_notebook.errors import ExperimentError, ExperimentWarning
-from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionRuns, Found, Kept
+from graphpatch_notebook.experiments.attribution.gradient_runs import AttributionResults, AttributionRuns, KeptDims
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked, same_values
 from graphpatch_notebook.experiments.attribution.scored_nodes import PositionAxis, ScoredNode, selected_nodes
 from graphpatch_notebook.experiments.engine.inputs import Inputs, inputs_of
@@ -26,7 +26,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_unsharded,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
-from graphpatch_notebook.experiments.methods.heads import head_places
+from graphpatch_notebook.experiments.methods.heads import head_layout
 from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, by_problem, check_problems
 from graphpatch_notebook.experiments.results.arrays import metric_name
 from graphpatch_notebook.inspection.node_path import NodePath
@@ -55,50 +55,50 @@ def attribute(
     heads: int | None = None,
     max_bytes: int = 2**30,
 ) -> DataArray:
-    """Returns a score for every node at once: an estimate of what putting its clean value into the corrupted run does.
+    """Returns a score for each node: an estimate of the effect of restoring its clean value in the corrupted run.
 
     The score of a node is the sum, over all entries of its value, of (clean value - corrupted value) times the gradient
     of the metric by the value in the corrupted run. For a metric that is linear in the value this *is*
     `metric(corrupted run with the clean value) - metric(corrupted run)`; otherwise it is the first-order estimate of
-    it. All scores together take one run on the clean inputs, and one with its backward on the corrupted ones.
+    it. All scores together take one run on the clean inputs, and one forward and backward on the corrupted inputs.
 
-    A tensor that several nodes hold (the residual stream is an input of many modules) has a score for each of these
-    names: what becomes of it under that name only, as a patch there would change it. A value that the model detaches,
-    counts or sorts is cut off from the metric by that, for gradients; for patches it is not.
+    A tensor with several names (the residual stream is an input of many modules) has a score for each of them. Each
+    score counts the uses under that name only, as a patch there would change them. Gradients do not flow through values
+    that the model detaches, counts or sorts, although patches have an effect there.
 
-    The model is left as it was: no parameter gets a gradient (none needs `requires_grad`), and buffers and the state of
-    the random generators are put back after each run, so that both draw the same dropout. Patches that are active
-    belong to both runs.
+    The model is left as it was: no parameter gets a gradient (`requires_grad` is not needed), and buffers and random
+    generators are restored after each run, so that both runs draw the same dropout. Active patches apply to both runs.
 
     Args:
         pg: The graph.
-        metric: From the whole output of the model to a tensor with a single number that has a gradient.
+        metric: Maps the output of the model to a tensor with a single number that has a gradient.
         clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
-        corrupted: The corrupted inputs, likewise.
-        method: `"attribution"`, or `"integrated"`: the mean of the gradients at `steps` points on the way from the
-            corrupted to the clean run, where the values at which the runs begin to differ (the embeddings, say) are
-            interpolated: truer where the metric bends, and as much dearer.
-        steps: At how many points.
-        paths: The nodes to score; all that hold floating-point tensors by default.
-        positions: Give scores by position in the sequence: `True` for all of them; or which: a number, several or a
-            slice, negative ones counted from the end. Where `paths` are given, each of them must have positions;
-            otherwise an `ExperimentWarning` says which values have none.
-        position_dim: Which dimension of a value runs along the sequence, where several could, or where the model takes
-            no tokens: one number for all, or a dict by path.
-        heads: Give a score to each of so many heads; `paths` are then values in which heads are apart
-            (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
-        max_bytes: How much memory the kept values and their gradients may take; where they take more, the nodes are
-            done in several groups, each with runs of its own, which changes no score.
+        corrupted: The corrupted inputs, in the same form.
+        method: `"attribution"`, or `"integrated"`: the mean of the gradients at `steps` points between the corrupted
+            and the clean run, for which the values at which the runs begin to differ (such as the embeddings) are
+            interpolated. This is more accurate for nonlinear metrics, and takes `steps` times as long.
+        steps: The number of points for `"integrated"`.
+        paths: The nodes to score. By default, all nodes with floating-point tensors.
+        positions: Returns scores by position in the sequence: `True` for all positions; or a number, several numbers,
+            or a slice. Negative numbers count from the end. If `paths` are given, each of them must have positions;
+            otherwise an `ExperimentWarning` names the values without positions.
+        position_dim: The sequence dimension of values, if it is ambiguous or the model does not take tokens: one number
+            for all paths, or a dict by path.
+        heads: The number of attention heads: returns a score for each head. The heads must be separate in the values at
+            `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
+        max_bytes: The memory limit for recorded values and their gradients. If it is exceeded, nodes are scored in
+            several groups with runs of their own. The scores do not change.
 
     Returns:
-        An array of dims `("path",)`, and `"head"` and `"position"` where asked for. NaN stands for a node without a
-        score: the attribute `skipped` says why, by path. Further attributes: `clean` and `corrupted`, what the metric
-        gives for the runs; `method`; `steps`; `roots`, the nodes at which the runs begin to differ; `same_values`, for
-        names of one value the one that stands for all; `remarks`. Parameters score 0: they are the same in both runs.
+        An array with the dimension `path`, and `head` and `position` if requested. Nodes without a score are NaN: the
+        attribute `skipped` is a dict from path to reason. Other attributes: `clean` and `corrupted`, the metric of the
+        two runs; `method`; `steps`; `roots`, the nodes at which the runs begin to differ; `same_values`, a dict from
+        the names of one value to the name that represents them; `remarks`. Parameters score 0, since they are equal in
+        both runs.
 
     Raises:
-        UnknownPathError: There is no such path; nothing ran.
-        ExperimentError: The metric gives no single number, or none with a gradient; positions are not known, or out of
+        UnknownPathError: A path does not exist. Raised before the model runs.
+        ExperimentError: The metric does not return a single number with a gradient; positions are unknown or out of
             range; or the inputs differ in shape.
 
     Example:
@@ -109,7 +109,7 @@ def attribute(
         >>> abs(scores.sel(path="output").item() - (scores.clean - scores.corrupted)) < 1e-6
         True
 
-        The nodes that matter most, and the colours of the tree:
+        The nodes with the largest scores, and the scores as colors in the tree:
 
         >>> table = top_scores(scores, 3)  # or scores.to_series().sort_values()
         >>> pg.browse().set_scores(scores)
@@ -135,40 +135,40 @@ def attribute(
     axis = None if positions is None else PositionAxis(pg.nodes.root, wanted, given[1], positions, position_dim)
     if axis is not None and paths is not None:
         check_problems(axis.problems)
-    kept = {path: Kept(dim) for path, dim in (axis.dims if axis is not None else {}).items()}
+    kept = {path: KeptDims(dim) for path, dim in (axis.dims if axis is not None else {}).items()}
     if heads is not None:
         kept = _with_heads(pg, wanted, paths, heads, position_dim, kept)
-    xarray = extra("xarray", "an array of scores")  # before anything runs
+    xarray = extra("xarray", "an array of scores")  # fails before the model runs
     found = AttributionRuns(pg, metric, *given, selected.nodes, kept, fractions, _bytes(max_bytes)).run()
     found.problems |= selected.skipped
     result = _data_array(xarray, selected.paths, found, axis, heads, metric)
     result.attrs |= {"method": method, **({"steps": steps} if method == "integrated" else {})}
     result.attrs["same_values"] = same_values(pg, wanted)
-    _tell(result)
+    _warn_of_infinite(result)
     if axis is not None:
         weights = {node.path for node in wanted if node.is_state}
-        _tell_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
+        _warn_of_no_positions({path: why for path, why in axis.problems.items() if path not in weights})
     return result
 
 
 def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> Series[float]:
-    """Returns the scores that are largest in magnitude, largest first, as a pandas Series by path (and position).
+    """Returns the scores with the largest magnitude, as a pandas Series by path (and position).
 
-    A value has several names: what a module returns is what the next one is given, and views of it follow. With one
-    score they take one place, under the name of what a module returns, if that is among them. Where a name stands for
-    only a part of the value's uses (what a norm is given of the residual stream), its score is another, and so is its
-    place. The names of one value are those that `attribute` found in the graph, in the attribute `same_values`.
+    A value often has several names: the output of a module, the input of the next one, and views of it. Names with the
+    same score share one row, under the name of a module output if there is one. A name with other uses than the value
+    itself (the input of a norm, for the residual stream) has another score, and a row of its own. `attribute` finds the
+    names of one value in the graph, and keeps them in the attribute `same_values`.
 
     Args:
-        result: What `attribute` gave, or any other `DataArray` of numbers.
-        count: How many.
-        distinct: Whether names of one value take one place.
+        result: The result of `attribute`, or any other `DataArray` of numbers.
+        count: The number of scores.
+        distinct: Whether names of one value share a row.
 
     Returns:
-        The scores. The `attrs` of the Series have, by path, the other names that were left out: `other_names`.
+        The scores. The `attrs` of the Series contain `other_names`, a dict from path to the names that were left out.
 
     Raises:
-        ExperimentError: The result is no `DataArray`.
+        ExperimentError: The result is not a `DataArray`.
 
     Example:
         >>> import xarray
@@ -177,7 +177,7 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
         {'relu': -2.0, 'down.output': 1.0}
     """
     if not hasattr(result, "to_series"):
-        raise ExperimentError(f"a result is an xarray.DataArray, as attribute(...) gives, not {type(result).__name__}")
+        raise ExperimentError(f"expected an xarray.DataArray, as attribute(...) returns, not {type(result).__name__}")
     series = result.to_series()
     labels = [label if isinstance(label, tuple) else (label,) for label in series.index]
     names: Mapping[str, str] = {}
@@ -194,7 +194,7 @@ def top_scores(result: DataArray, count: int = 10, *, distinct: bool = True) -> 
 
 
 def _tensors(root: Frame, inputs: Inputs) -> dict[str, Tensor]:
-    """Returns the tensors that `forward` is given, by the names of its parameters and by what leads into these."""
+    """Returns the tensors in the inputs of `forward`, by parameter name and path within it."""
     found: dict[str, Tensor] = {}
 
     def collect(name: str, value: Any) -> None:
@@ -215,8 +215,8 @@ def _fractions(method: str, steps: int) -> list[float]:
     if method == "attribution":
         return [0.0]
     if type(steps) is not int or steps < 1:
-        raise ExperimentError(f"steps must be a whole number from 1 on, not {steps!r}")
-    # The middles of equal parts: the error falls with the square of their number.
+        raise ExperimentError(f"steps must be a positive integer, not {steps!r}")
+    # Midpoints of equal parts: the error falls with the square of their number.
     return [(step + 0.5) / steps for step in range(steps)]
 
 
@@ -232,22 +232,22 @@ def _with_heads(
     paths: Any,
     count: int,
     position_dim: PositionDim,
-    kept: Mapping[str, Kept],
-) -> dict[str, Kept]:
-    """Returns the dimensions of the positions in values, and of the heads."""
+    kept: Mapping[str, KeptDims],
+) -> dict[str, KeptDims]:
+    """Returns the dimensions of positions and heads in values."""
     if paths is None:
-        raise ExperimentError("heads= needs values in which heads are apart: paths=['h_0.attn.c_proj.x', ...]")
+        raise ExperimentError("heads= needs values with separate heads: paths=['h_0.attn.c_proj.x', ...]")
     given = (node.spec.shape for node in pg.nodes.root.inputs() if isinstance(node.spec, TensorSpec))
     rows = next((shape[0] for shape in given if shape), None)
     shapes = {node.path: tuple(node.spec.shape) for node in nodes}
-    places = head_places(pg, shapes, count, rows, position_dim)
-    return {path: replace(kept.get(path, Kept()), heads=dim, count=count) for path, dim in places.dims.items()}
+    places = head_layout(pg, shapes, count, rows, position_dim)
+    return {path: replace(kept.get(path, KeptDims()), heads=dim, count=count) for path, dim in places.dims.items()}
 
 
 def _data_array(
     xarray: Any,
     paths: list[str],
-    found: Found,
+    found: AttributionResults,
     axis: PositionAxis | None,
     heads: int | None,
     metric: Callable[[Any], Any],
@@ -262,7 +262,7 @@ def _data_array(
         if path not in found.scores:
             continue
         scores = found.scores[path]
-        for head in range(heads or 1):  # the score of a value that does not differ has no dimension
+        for head in range(heads or 1):  # values that are equal in both runs have a scalar score
             part = scores[head] if heads is not None and scores.ndim else scores
             where = (number, head) if heads is not None else (number,)
             data[where] = part if axis is None else axis.row(path, part)
@@ -281,17 +281,17 @@ def _data_array(
     return result
 
 
-def _tell_of_no_positions(problems: Mapping[str, str]) -> None:
+def _warn_of_no_positions(problems: Mapping[str, str]) -> None:
     if problems:
         warn(
-            f"{len(problems)} values have no scores by position (NaN). The most common reasons, of those in the "
-            "attribute 'skipped':\n  " + "\n  ".join(by_problem(problems)[:3]),
+            f"{len(problems)} values have no scores by position (NaN). The most common reasons (see the attribute "
+            "'skipped' for all):\n  " + "\n  ".join(by_problem(problems)[:3]),
             ExperimentWarning,
             stacklevel=level_of_caller(),
         )
 
 
-def _tell(result: DataArray) -> None:
+def _warn_of_infinite(result: DataArray) -> None:
     infinite = [path for path, why in result.attrs["skipped"].items() if "not finite" in why]
     if infinite:
         shown = ", ".join(map(repr, infinite[:3])) + (", ..." if len(infinite) > 3 else "")
@@ -299,7 +299,7 @@ def _tell(result: DataArray) -> None:
         why = "half-precision gradients overflow: try a smaller metric, or the model in bfloat16 or float32"
         if not all(map(math.isfinite, ends.values())):
             why = " and ".join(f"{end} in the {name} run" for name, end in ends.items())
-            why = f"the metric itself is {why}, as it may be where half precision overflows"
+            why = f"the metric itself is {why}, which happens if half precision overflows"
         warn(
             f"{len(infinite)} scores are not finite and left out (NaN): {shown}; {why}",
             ExperimentWarning,

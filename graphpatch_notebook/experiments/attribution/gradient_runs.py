@@ -1,9 +1,17 @@
-"""The runs of an attribution: a clean one and corrupted ones for each group of nodes that memory is granted for.
+"""The runs of an attribution: one without gradients on the clean inputs, and some with gradients between the two.
 
-clean run      without gradients: values                       (clean_values)
-first run      on the corrupted inputs: differences, roots     (gradient_run)
-further runs   of integrated gradients, between the two        (gradient_run)
-backward       of each of these but for the integrated first   (reductions)
+The nodes are scored in groups that fit into memory. For each group:
+
+1. A clean run without gradients records the values (`CleanValues`).
+2. A run on the corrupted inputs with gradients compares its values with these (`GradientRun`, `Differences`).
+3. Integrated gradients take further runs, which are interpolated between the two at the roots.
+4. The metric of each run is differentiated once, for all values of the group (`scores_of`).
+
+Two terms:
+
+- A *root* is a floating-point value that differs between the runs, although nothing that it is computed from differs.
+  A new leaf replaces it, so autograd never reaches the weights, whether they require gradients or not.
+- A *slot* is a difference (clean value - corrupted value) with the gradient edge of the value: one term of a score.
 """
 
 from __future__ import annotations
@@ -36,46 +44,46 @@ from graphpatch_notebook.torch_compat import version_of, without_torch_functions
 from graphpatch_notebook.warning_places import collected_warnings
 
 
-class Stage:
-    """Whom the patches of all runs tell what comes up: the one who watches the run that is on."""
+class CurrentListener:
+    """Holds the listener of the current run, which the patches call with each value."""
 
     def __init__(self) -> None:
-        self.listener: Callable[[ScoredNode, Any], Any] = _nobody
+        self.listener: Callable[[ScoredNode, Any], Any] = _pass_on
 
 
 class WatchPatch(Patch[Any]):
-    """Shows each value to whoever is on stage, who may put another one in its place."""
+    """Passes each value to the current listener, which returns the value to use."""
 
     any_shape = True
 
-    def __init__(self, node: ScoredNode, stage: Stage) -> None:  # not that of a dataclass: there are thousands of these
+    def __init__(self, node: ScoredNode, current: CurrentListener) -> None:  # faster than that of a dataclass
         self.node = node
-        self.stage = stage
+        self.current = current
 
     def op(self, original_output: Any) -> Any:
         if type(original_output) is not Tensor:
-            return self.stage.listener(self.node, original_output)
-        with without_torch_functions():  # else each look at it would go through the mode of the run
-            return self.stage.listener(self.node, original_output)
+            return self.current.listener(self.node, original_output)
+        with without_torch_functions():  # each call on it would go through the mode of the run
+            return self.current.listener(self.node, original_output)
 
 
 class LookPatch(WatchPatch):
-    """The same, where the value must stay."""
+    """Passes each value to the current listener, and ignores what it returns."""
 
     observes_only = True
 
 
 @dataclass
-class Found:
-    """What comes of the runs.
+class AttributionResults:
+    """The results of all runs.
 
     Attributes:
-        clean: What the metric gives for the clean run.
-        corrupted: What it gives for the corrupted one.
-        scores: By path: without dimensions, or by index along the dimension of the positions.
-        problems: For paths without a score, the reason.
-        roots: Where the runs begin to differ.
-        remarks: What else is to be known, in words.
+        clean: The metric of the clean run.
+        corrupted: The metric of the corrupted run.
+        scores: The score of each path: a scalar, or an array over heads and positions.
+        problems: Why a path has no score.
+        roots: The paths at which the runs begin to differ.
+        remarks: Warnings that were raised during the runs.
     """
 
     clean: float = float("nan")
@@ -87,13 +95,13 @@ class Found:
 
 
 @dataclass
-class Compared:
-    """A group of nodes whose values are known in both runs.
+class NodeGroup:
+    """A group of nodes whose values were recorded in both runs.
 
     Attributes:
-        differences: The differences.
-        first: The run on the corrupted inputs, and what the metric gave for it; `None` once its graph is let go.
-        left: The paths that are not of the group, but were to be.
+        differences: The differences between the values of the two runs.
+        first: The run on the corrupted inputs and its metric; `None` once its autograd graph is freed.
+        left: Paths that did not fit into this group.
     """
 
     differences: Differences
@@ -102,17 +110,17 @@ class Compared:
 
 
 class AttributionRuns:
-    """All runs of one attribution.
+    """Runs the model as often as an attribution needs it, and computes the scores.
 
     Args:
         pg: The graph.
-        metric: From the output to a single number.
+        metric: Maps the output to a single number.
         clean: The clean inputs.
         corrupted: The corrupted ones.
         nodes: All nodes that hold floating-point tensors, in order of execution.
-        kept: For paths with positions or heads, the dimensions of the value that these are.
-        fractions: Where, on the way from corrupted to clean, gradients are taken: `[0.0]` for the corrupted run.
-        max_bytes: How many bytes the values that are kept, and their gradients, may take.
+        kept: The dimensions of positions and heads, for paths that have them.
+        fractions: The points between the corrupted run (0) and the clean run (1) at which gradients are taken.
+        max_bytes: The memory limit for recorded values and their gradients.
     """
 
     def __init__(
@@ -122,7 +130,7 @@ class AttributionRuns:
         clean: Inputs,
         corrupted: Inputs,
         nodes: Sequence[ScoredNode],
-        kept: Mapping[str, Kept],
+        kept: Mapping[str, KeptDims],
         fractions: Sequence[float],
         max_bytes: int,
     ) -> None:
@@ -134,22 +142,22 @@ class AttributionRuns:
         self._kept = kept
         self._fractions = fractions
         self._max_bytes = max_bytes
-        self._stage = Stage()
+        self._current = CurrentListener()
         self._roots = Roots()
         self._copied: set[str] = set()
-        self._found = Found()
+        self._found = AttributionResults()
         self._found.scores = {node.path: np.zeros(()) for node in nodes if node.is_parameter}
 
-    def run(self) -> Found:
-        """Returns scores and problems. The model, and the random state, are as before."""
+    def run(self) -> AttributionResults:
+        """Returns the scores. The model and the random state are restored."""
         context = self._context()
         with collected_warnings() as messages, torch.inference_mode(False), context:
             state = ModuleState(captured(self._pg).module)
             with afterwards(state.restore):
                 self._run_all(state)
-        self._stage.listener = _nobody
+        self._current.listener = _pass_on
         self._found.roots = list(dict.fromkeys(path for path, _ in self._roots.clean))
-        # What does not come up is told in the result.
+        # Paths that were not computed are in `problems`.
         self._found.remarks = [message for message in messages if "never fired" not in message]
         return self._found
 
@@ -161,13 +169,13 @@ class AttributionRuns:
         try:
             with context:
                 return context
-        except PatchMapError:  # edited graphs, which look at sizes of their inputs themselves
+        except PatchMapError:  # edited graphs check the sizes of their inputs themselves
             for node in own:
                 node.can_be_cut = False
             return self._pg.patch(self._patches())
 
     def _patches(self) -> dict[str | NodePath, Patch[Any]]:
-        return {node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self._stage) for node in self._nodes}
+        return {node.path: (WatchPatch if node.can_be_cut else LookPatch)(node, self._current) for node in self._nodes}
 
     def _run_all(self, state: ModuleState) -> None:
         wanted = {node.path for node in self._nodes if node.is_compared}
@@ -184,7 +192,7 @@ class AttributionRuns:
     # -- one group -----------------------------------------------------------------------------------------------------
 
     def _scored_on_the_way(self, wanted: set[str], state: ModuleState) -> set[str]:
-        """Finds all roots, which are to be in place in each run on the way; scores the paths if all fit at once."""
+        """Finds all roots, which each interpolated run needs; scores the paths if all of them fit into one group."""
         compared = self._compared(wanted, state)
         if not compared.left:
             self._score(compared, state)
@@ -196,13 +204,13 @@ class AttributionRuns:
         return wanted
 
     def _scored(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> set[str]:
-        """Scores as many of some paths as fit; returns the others."""
+        """Scores as many of the paths as fit into memory; returns the others."""
         compared = self._compared(wanted, state, is_careful)
         self._score(compared, state)
         return compared.left
 
-    def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> Compared:
-        """Runs the model on the clean inputs, and on the corrupted ones to see where they differ."""
+    def _compared(self, wanted: set[str], state: ModuleState, is_careful: bool = False) -> NodeGroup:
+        """Runs the model on the clean and on the corrupted inputs, and compares the values."""
         clean = CleanValues(wanted, self._copied, self._max_bytes)
         with torch.no_grad():
             output = self._output(clean, self._clean, state)
@@ -223,9 +231,9 @@ class AttributionRuns:
         for path in differences.rewritten:
             run.by_path.pop(path, None)
         differences.settle()
-        return Compared(differences, (run, metric), left)
+        return NodeGroup(differences, (run, metric), left)
 
-    def _score(self, compared: Compared, state: ModuleState) -> None:
+    def _score(self, compared: NodeGroup, state: ModuleState) -> None:
         differences = compared.differences
         problems = dict(differences.problems)
         totals: dict[str, Scores] = {}
@@ -246,9 +254,9 @@ class AttributionRuns:
     # -- one run -------------------------------------------------------------------------------------------------------
 
     def _output(self, listener: Callable[[ScoredNode, Any], Any], inputs: Inputs, state: ModuleState) -> Any:
-        state.restore()  # the same random numbers, and the same buffers, in all runs
+        state.restore()  # all runs have the same random numbers and buffers
         fresh = inputs.fresh()
-        self._stage.listener = listener
+        self._current.listener = listener
         return self._pg(*fresh.args, **fresh.kwargs)
 
     def _gradient_run(self, run: GradientRun, state: ModuleState) -> Tensor:
@@ -263,34 +271,35 @@ class AttributionRuns:
         return metric
 
 
-def _nobody(_: ScoredNode, value: Any) -> Any:
+def _pass_on(_: ScoredNode, value: Any) -> Any:
     return value
 
 
 def _uneven(clean: int, corrupted: int) -> str | None:
-    """Returns in words that a node did not come up as often in both runs, if so."""
+    """Returns a message if a node was not computed equally often in both runs."""
     if clean == corrupted:
-        return None if clean else "it never came up"
+        return None if clean else "it was not computed"
     if not clean or not corrupted:
-        return f"it came up in the {'clean' if clean else 'corrupted'} run only"
-    return f"it came up {clean} times in the clean run, {corrupted} times in the corrupted one"
+        return f"it was computed in the {'clean' if clean else 'corrupted'} run only"
+    return f"it was computed {clean} times in the clean run, {corrupted} times in the corrupted run"
 
 
 def _number(value: Any) -> Tensor:
     if value is None:
-        raise ExperimentError("the metric gave None: does it lack a return?")
+        raise ExperimentError("the metric returned None: is a return statement missing?")
     if not isinstance(value, Tensor):
         shown = f"{value!r} of type" if isinstance(value, (int, float)) else "a value of type"
         raise ExperimentError(
-            f"the metric gave {shown} {type(value).__name__}: to have a gradient it must give a tensor with a single "
-            "number (no .item(), no float(), not the whole output of the model)"
+            f"the metric returned {shown} {type(value).__name__}: to have a gradient, it must return a tensor with a "
+            "single number (without .item() or float(), and not the whole output of the model)"
         )
     if value.numel() != 1:
         raise ExperimentError(
-            f"the metric gave a tensor of shape {tuple(value.shape)}: it must give a single number, say its .mean()"
+            f"the metric returned a tensor of shape {tuple(value.shape)}: it must return a single number, such as its "
+            ".mean()"
         )
     if not value.is_floating_point():
-        raise ExperimentError(f"the metric gave a number of dtype {value.dtype}: it has no gradient")
+        raise ExperimentError(f"the metric returned a number of dtype {value.dtype}, which has no gradient")
     return value.reshape(())
 
 
@@ -300,7 +309,7 @@ class CleanValue:
 
     Attributes:
         tensor: The value.
-        version: How often it had been written into; `None` where nobody else can write into it.
+        version: The version counter of the tensor when it was recorded; `None` for a private copy.
     """
 
     tensor: Tensor
@@ -308,22 +317,22 @@ class CleanValue:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is still as it came up: the model may write into it through another tensor."""
+        """Whether the tensor is unchanged since: the model may write into it through a view."""
         return self.version is None or version_of(self.tensor) == self.version
 
 
 class CleanValues:
-    """What watches the clean run.
+    """The listener of the clean run: keeps values, in order of execution, up to a memory limit.
 
     Args:
-        wanted: The paths whose values are to be kept.
-        copied: Those of them that the model writes into later, by whatever way: they are copied.
-        max_bytes: How many bytes the values, and as many for their gradients, may take; one value is kept in any case.
+        wanted: The paths whose values are kept.
+        copied: The paths whose values are copied, since the model writes into them later.
+        max_bytes: The memory limit for the values and their gradients. One value is always kept.
 
     Attributes:
-        by_path: The values that are kept, each time that they came up.
-        left: Paths whose values did not fit.
-        problems: Paths whose values can have no score, with the reason.
+        by_path: The values, one for each time that the path was computed.
+        left: Paths whose values exceed the limit.
+        problems: Why the value of a path cannot have a score.
     """
 
     def __init__(self, wanted: Collection[str], copied: Collection[str], max_bytes: int) -> None:
@@ -363,14 +372,14 @@ class CleanValues:
         if node.is_state or node.node.is_mutated_later or node.path in self._copied:
             kept = CleanValue(value.clone(), None)
         elif value.numel() * value.element_size() * 2 < value.untyped_storage().nbytes():
-            kept = CleanValue(value.clone(), None)  # else all of that storage would be kept for a part of it
+            kept = CleanValue(value.clone(), None)  # a view would keep the whole storage alive
         else:
-            kept = CleanValue(value, version_of(value))  # the very tensor: its id is its own as long as it lives
+            kept = CleanValue(value, version_of(value))  # not a copy, so ids stay unique while it is kept
         self._by_id[id(kept.tensor)] = kept
         return kept
 
     def release(self) -> None:
-        """Lets all values go."""
+        """Frees all values."""
         self.by_path.clear()
         self._by_id.clear()
 
@@ -379,20 +388,20 @@ Occurrence: TypeAlias = "tuple[str, int]"
 """A path, and how often it came up before in the same run."""
 
 _NO_GRADIENT = (
-    "it differs between the runs, but by what cannot be differentiated (whole numbers, comparisons, .detach(), "
+    "it differs between the runs, but only through operations without a gradient (integers, comparisons, .detach(), "
     "torch.no_grad)"
 )
-_SHARED = "the same tensor as under another name, which is used elsewhere too, and cannot be told apart from it here"
+_SHARED = "the same tensor has another name and other uses, which cannot be separated here"
 
 
 class Roots:
-    """Where the runs begin to differ, and what is known of what follows from that.
+    """The values at which the runs begin to differ, and which other values depend on them.
 
     Attributes:
-        clean: The clean values at the roots.
-        tracked: The nodes (by id) that autograd traces back to a root.
-        untracked: Those whose values differ, but were computed while gradients were switched off.
-        flow: What the records tell.
+        clean: The clean values of the roots.
+        tracked: The ids of nodes that autograd traces back to a root.
+        untracked: The ids of nodes whose values differ, but were computed without gradients.
+        flow: How values depend on each other, from the capture.
     """
 
     def __init__(self) -> None:
@@ -402,11 +411,11 @@ class Roots:
         self.flow = ValueFlow()
 
     def may_begin_at(self, node: ScoredNode) -> bool:
-        """Whether a value that differs without a gradient is to be a root.
+        """Whether a value that differs, but has no gradient, becomes a root.
 
-        Not if it was computed from tracked values all the same: what a model detaches, counts or sorts must stay free
-        of gradients, which such code does not expect. But where a part of the model is run under `torch.no_grad`, what
-        comes of it is a root for the part behind it.
+        It does not if it was computed from tracked values: what a model detaches, counts or sorts must stay without
+        gradients, since such code does not expect them. But the result of a part that runs under `torch.no_grad` is a
+        root for the parts after it.
         """
         if not node.can_be_cut:
             return False
@@ -416,14 +425,14 @@ class Roots:
 
 
 class Differences:
-    """The differences of the values of a group of nodes, each tensor once.
+    """The differences between the clean and the corrupted values of a group of nodes; each tensor is stored once.
 
     Attributes:
-        tensors: Clean value - corrupted value; half-precision values in float32.
-        by_path: For each path the numbers of its differences, each time that it came up; `None` where the values are
-            the same in both runs, bit for bit.
-        problems: Paths that can have no score, with the reason.
-        rewritten: Paths whose clean value the model has written into later, without a mark of that in the records.
+        tensors: Clean value minus corrupted value; in float32 for half-precision values.
+        by_path: For each path, the indices of its differences, one for each time it was computed; `None` where both
+            runs have the same bits.
+        problems: Why a path cannot have a score.
+        rewritten: Paths whose clean value the model changed later in a way that the capture did not record.
     """
 
     def __init__(self, clean: CleanValues, is_careful: bool) -> None:
@@ -436,12 +445,12 @@ class Differences:
         self._known: dict[tuple[int, Any], int] = {}
 
     def add(self, clean: CleanValue, value: Tensor, origin: Any) -> int:
-        """Returns the number of the difference; the same where both values came up before under another name.
+        """Returns the index of the difference; equal for all names of the same two tensors.
 
         Args:
             clean: The value of the clean run.
             value: The value of the corrupted run.
-            origin: The same object for all names of that value.
+            origin: An object that all names of the value share.
         """
         key = (id(clean), origin)
         number = self._known.get(key)
@@ -451,7 +460,7 @@ class Differences:
         return number
 
     def settle(self) -> None:
-        """Lets the values themselves go, and the graph of the corrupted run."""
+        """Frees the values and the autograd graph of the corrupted run."""
         self.clean.release()
         self._known.clear()
 
@@ -459,25 +468,25 @@ class Differences:
         if clean.element_size() < 4:
             clean, value = clean.float(), value.float()
         difference = clean - value
-        # Infinities that both runs have (of masked scores) are no difference.
+        # Masked scores are infinite in both runs, which does not count as a difference.
         return torch.where(clean == value, 0, difference) if self.is_careful else difference
 
 
 class GradientRun:
-    """What watches one run with gradients.
+    """The listener of one run with gradients.
 
     Args:
-        differences: Filled if `is_first`, else only read.
-        roots: Where the runs begin to differ: added to if `is_first`.
-        fraction: What is put at the roots: 0 for the corrupted value, 1 for the clean one.
-        is_first: Whether this is the run whose values are compared with the clean ones.
+        differences: Filled in if `is_first`, otherwise only read.
+        roots: The values at which the runs begin to differ; extended if `is_first`.
+        fraction: The interpolation at the roots: 0 for the corrupted value, 1 for the clean value.
+        is_first: Whether the values of this run are compared with the clean values.
 
     Attributes:
-        counts: How often each path came up.
-        edges: The gradient edges of the values.
-        slots: For each edge, the difference that its gradient is for.
-        by_path: For each path the numbers of its slots, each time that it came up; `None` where it has no gradient, or
-            needs none.
+        counts: How often each path was computed, minus one.
+        edges: The gradient edges of all values that get a gradient.
+        slots: For each edge, the index of the difference that its gradient is multiplied with.
+        by_path: For each path, the indices of its slots, one for each time it was computed; `None` where it has no
+            gradient, or does not need one.
     """
 
     def __init__(self, differences: Differences, roots: Roots, fraction: float = 0.0, *, is_first: bool = True) -> None:
@@ -502,7 +511,7 @@ class GradientRun:
         path = node.path
         if self.is_over:  # recomputed in backward
             is_root = (path, 0) in self._roots.clean
-            return _written_into_at_will(value.detach()) if is_root else value
+            return _writable_copy(value.detach()) if is_root else value
         occurrence = self.counts[path] = self.counts.get(path, -1) + 1
         if isinstance(value, Tensor) and value.requires_grad:
             value = self._under_own_name(node, value)
@@ -521,7 +530,7 @@ class GradientRun:
         return self._compared(node, occurrence, value)
 
     def finish(self) -> None:
-        """Says that the forward is over: what comes up from now on is recomputed in backward."""
+        """Marks the end of the forward: values after this are recomputed in backward."""
         self.is_over = True
         self._depends.clear()
         self._origins.clear()
@@ -531,22 +540,22 @@ class GradientRun:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _under_own_name(self, node: ScoredNode, value: Tensor) -> Tensor:
-        """Returns the value, or a view of it where the same tensor came up before under another name.
+        """Returns the value, or a view of it if the same tensor has another name already.
 
-        What a module is given may be used by others, too (the residual stream): a patch on the module's input would
-        change it for the module only, and so its gradient is to be that of this one use.
+        Other modules may use the tensor that a module is given (the residual stream). A patch on the module's input
+        changes it for this module only, so its gradient must be that of this one use.
         """
         edge = (value.grad_fn, value.output_nr)
-        if edge[0] is None or node.node.op == "requires_grad_":  # which makes no value
+        if edge[0] is None or node.node.op == "requires_grad_":  # it returns the same tensor
             return value
         before, self._named[edge] = self._named.get(edge), node
         if before is None:
             self._origins[edge] = edge
             return value
         stays = node.node.is_mutated_later or node.node.is_in_place or value.layout is not torch.strided
-        stays |= node.is_in_container  # which would have to be another one
+        stays |= node.is_in_container  # a view would need a copy of the container
         if stays or not node.can_be_cut or not torch.is_grad_enabled():
-            # A view would keep the gradient of what the model writes into it to itself.
+            # With a view, the gradient of what the model writes in place would be lost.
             if not torch.is_grad_enabled() or not self._roots.flow.has_one_use(before):
                 self._shared.add(edge)
             if edge in self._shared:
@@ -578,7 +587,7 @@ class GradientRun:
             differences.by_path.setdefault(path, []).append(None)
             self.by_path.setdefault(path, []).append(None)
         elif path in differences.rewritten:
-            pass  # which of the two it is will be known when the value is copied in time
+            pass  # decided when the value is copied before it is changed
         elif not torch.is_grad_enabled():
             self._roots.untracked.add(id(node.node))
             differences.problems[path] = _NO_GRADIENT
@@ -595,17 +604,17 @@ class GradientRun:
         clean = self._clean.get(node.path, ())
         if occurrence >= len(clean) or not isinstance(value, Tensor):
             return node.problem(value)
-        mine = clean[occurrence].tensor  # in which nothing was wrong
+        mine = clean[occurrence].tensor  # checked in the clean run
         if mine.shape == value.shape and mine.dtype == value.dtype and mine.device == value.device:
             return None
         return node.problem(value) or _unlike(mine, value)
 
     def _cut(self, node: ScoredNode, value: Tensor, clean: Tensor) -> tuple[Tensor, GradientEdge]:
-        """Returns a tensor that depends on a new leaf only, and the leaf's edge."""
+        """Returns a tensor that depends on a new leaf only, and the gradient edge of that leaf."""
         start = value.detach()
         if self._fraction:
             start = torch.where(start == clean, start, torch.lerp(start, clean.detach(), self._fraction))
-        copied = _written_into_at_will(start)
+        copied = _writable_copy(start)
         edge = GradientEdge(_node_of(copied), copied.output_nr)
         self._depends[copied.grad_fn] = True
         self._origins[edge.node, edge.output_nr] = (edge.node, edge.output_nr)
@@ -615,7 +624,7 @@ class GradientRun:
     def _edge(self, value: Tensor) -> GradientEdge:
         node = _node_of(value)
         if BackwardCFunction in type(node).__mro__:
-            # The Python object of such a node does not keep it alive; a view of the value does.
+            # The Python object of a custom function's node does not keep it alive; a view of the value does.
             self._kept_alive.append(value.view_as(value))
         return GradientEdge(node, value.output_nr)
 
@@ -646,7 +655,7 @@ class GradientRun:
         return slot
 
     def _depends_on_root(self, value: Tensor) -> bool:
-        """Whether autograd leads from a value to a root. Each node of its graph is looked at once."""
+        """Whether a value depends on a root in the autograd graph. Visits each node once."""
         known = self._depends
         waiting: list[Any] = [value.grad_fn]
         while waiting:
@@ -669,8 +678,8 @@ def _node_of(value: Tensor) -> GradientNode:
     return value.grad_fn
 
 
-def _written_into_at_will(value: Tensor) -> Tensor:
-    """Returns a copy of a leaf with this value: the model may write into it, which it may not into a leaf."""
+def _writable_copy(value: Tensor) -> Tensor:
+    """Returns a copy of a new leaf with this value. The model may write into a copy, but not into a leaf."""
     if value.is_inference():  # from a part of the model that runs in inference mode
         value = value.clone()
     return value.requires_grad_().clone()
@@ -678,18 +687,18 @@ def _written_into_at_will(value: Tensor) -> Tensor:
 
 def _unlike(mine: Tensor, value: Tensor) -> str:
     if mine.shape != value.shape:
-        return f"of shape {tuple(mine.shape)} in the clean run, of shape {tuple(value.shape)} in the corrupted one"
-    return f"{mine.dtype} on {mine.device} in the clean run, {value.dtype} on {value.device} in the corrupted one"
+        return f"of shape {tuple(mine.shape)} in the clean run, of shape {tuple(value.shape)} in the corrupted run"
+    return f"{mine.dtype} on {mine.device} in the clean run, {value.dtype} on {value.device} in the corrupted run"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The dimensions of a value whose entries get scores of their own; heads come first in these.
+class KeptDims:
+    """The dimensions of a value that scores are not summed over. In scores, heads come first.
 
     Attributes:
-        position: The one that runs along the sequence.
-        heads: The one that heads lie in, each in as many entries.
-        count: How many heads there are.
+        position: The sequence dimension.
+        heads: The dimension that is split into equal parts, one for each head.
+        count: The number of heads.
     """
 
     position: int | None = None
@@ -697,7 +706,7 @@ class Kept:
     count: int = 1
 
     def summed(self, product: Tensor) -> Tensor:
-        """Returns the sums of a tensor over what is not kept."""
+        """Returns the sum of a tensor over all other dimensions."""
         kept = [] if self.position is None else [self.position]
         if self.heads is not None:
             product = product.unflatten(self.heads, (self.count, -1))
@@ -707,19 +716,19 @@ class Kept:
         return sums.T if kept != sorted(kept) else sums
 
 
-Part = tuple[int, Kept | None]
-"""The number of a slot, and what of its value is kept."""
+Part = tuple[int, KeptDims | None]
+"""The index of a slot, and the dimensions that are kept."""
 
 _UNREACHED = (
-    "no gradient reaches it: the metric does not depend on it, or not in a way that can be differentiated, or the "
-    "model writes into a tensor of which it is a view"
+    "no gradient reaches it: the metric does not depend on it, or not through differentiable operations, or it is a "
+    "view of a tensor that the model writes into"
 )
 
 
 def scores_of(
-    metric: Tensor, run: GradientRun, differences: Differences, kept: Mapping[str, Kept], problems: dict[str, str]
+    metric: Tensor, run: GradientRun, differences: Differences, kept: Mapping[str, KeptDims], problems: dict[str, str]
 ) -> dict[str, Scores]:
-    """Returns the scores of one run by path, for its gradients alone; adds to `problems` what has none."""
+    """Returns the scores of one run by path; adds paths without a gradient to `problems`."""
     wanted = {path: slots for path, slots in run.by_path.items() if path not in differences.problems}
     parts = dict.fromkeys(
         (slot, kept.get(path)) for path, slots in wanted.items() for slot in slots if slot is not None
@@ -743,12 +752,12 @@ def scores_of(
 def _by_part(
     metric: Tensor, run: GradientRun, differences: Differences, parts: Iterable[Part]
 ) -> dict[Part, Scores | None]:
-    """Returns the score of each part; `None` for one that differs between the runs, but has no gradient."""
+    """Returns the score of each part; `None` for values that differ between the runs, but have no gradient."""
     if not run.edges:
         return {}
     gradients = _gradients(metric, run)
     tensors: dict[Part, Tensor | None] = {}
-    known: dict[Any, Tensor] = {}  # names of one tensor often have one gradient, too
+    known: dict[Any, Tensor] = {}  # several names of one tensor often share one gradient
     for slot, kept in parts:
         number, gradient = run.slots[slot], gradients[slot]
         difference = differences.tensors[number]
@@ -771,18 +780,18 @@ def _gradients(metric: Tensor, run: GradientRun) -> list[Tensor | None]:
         raise ExperimentError(f"the gradients of the metric cannot be computed: {error}") from error
 
 
-def _reduced(difference: Tensor, gradient: Tensor, kept: Kept | None, is_careful: bool) -> Tensor:
+def _reduced(difference: Tensor, gradient: Tensor, kept: KeptDims | None, is_careful: bool) -> Tensor:
     gradient = gradient.to(difference.dtype)
     if kept is None and not is_careful:
         return torch.dot(difference.reshape(-1), gradient.reshape(-1))
     product = difference * gradient
-    if is_careful:  # infinite differences that do not matter, and infinite gradients of what does not differ
+    if is_careful:  # 0 * inf is 0 here: infinite differences without a gradient, and the reverse
         product = torch.where((difference == 0) | (gradient == 0), 0, product)
     return product.sum() if kept is None else kept.summed(product)
 
 
 def _as_arrays(tensors: Mapping[Part, Tensor | None]) -> dict[Part, Scores | None]:
-    """Returns the numbers of all tensors: one transfer for each device."""
+    """Returns all tensors as arrays, with one transfer for each device."""
     arrays: dict[Part, Scores | None] = dict.fromkeys(tensors)
     by_device: dict[torch.device, list[Part]] = {}
     for part, tensor in tensors.items():
@@ -803,13 +812,13 @@ _HOLDERS = (tuple, list, dict, slice, Structure)
 
 
 class ValueFlow:
-    """Follows values through the records of a capture, across frames."""
+    """Follows values through the captured graphs, across module calls."""
 
     def __init__(self) -> None:
         self._uses: dict[int, Counter[int]] = {}
 
     def has_one_use(self, node: ScoredNode) -> bool:
-        """Whether the value of a node is known to be used once, under this name."""
+        """Whether the value of a node is known to have a single use."""
         used, frame = node.node, node.frame
         if node.node.kind == "output":
             if frame.call is None or frame.parent is None:
@@ -830,7 +839,7 @@ class ValueFlow:
         return uses[id(used)] == 1
 
     def comes_from(self, node: ScoredNode, sources: Collection[int]) -> bool:
-        """Whether a value is computed, by whatever operations, from one of some nodes (by id)."""
+        """Whether a value depends on one of the nodes with the ids in `sources`."""
         waiting = list(_made_of(node.node, node.frame))
         seen: set[int] = set()
         while waiting:
@@ -843,13 +852,13 @@ class ValueFlow:
         return False
 
     def made_of(self, node: ScoredNode) -> list[Node]:
-        """Returns the nodes that a value is directly made of; for a call, the output node of what is called."""
+        """Returns the nodes that a value is computed from directly; for a module call, the output node of that call."""
         direct = (inner for inner, _ in _made_of(node.node, node.frame))
         return [_returned(inner) for inner in direct]
 
 
 def _returned(node: Node) -> Node:
-    """Returns the output node of what is called, for a call."""
+    """Returns the output node of the called module, if the node is a module call; otherwise the node."""
     return node.frame.output_node if isinstance(node, CallNode) and node.frame.nodes else node
 
 

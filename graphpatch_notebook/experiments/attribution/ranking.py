@@ -1,4 +1,4 @@
-"""Scores by rank, each value once."""
+"""Scores by rank, and the names of one value: module outputs, module inputs and views of it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from graphpatch_notebook.experiments.methods.value_sources import SourceValue, m
 from graphpatch_notebook.patchable_graph import PatchableGraph
 from graphpatch_notebook.values import TensorSpec
 
-_CLOSE = 1e-5  # sums of float32, in another order
+_CLOSE = 1e-5  # float32 sums in different orders
 
 
 @dataclass
 class Rank:
-    """A score and what it is of.
+    """A score in the ranking.
 
     Attributes:
-        number: Which of all scores it is.
-        others: Those of the same value under other names.
+        number: The index of the score.
+        others: The indices of scores of the same value under other names.
     """
 
     number: int
@@ -35,16 +35,15 @@ class Rank:
 def ranked(
     scores: np.ndarray[Any, Any], labels: Sequence[tuple[Any, ...]], names: Mapping[str, str] | None = None
 ) -> list[Rank]:
-    """Returns the finite scores that are farthest from zero first; those of one value take one place.
+    """Returns the finite scores, largest in magnitude first; all names of one value share a rank.
 
-    Scores that differ by no more than rounding keep the order they came in, so that each machine gives the same ranks.
-    Names of one value have scores of their own where it is used under others, too (a residual stream, and what a norm
-    is given of it): these stay apart.
+    Scores that differ by rounding only keep their order, so that ranks do not depend on the machine. Names of one value
+    with different scores (a residual stream, and the input of a norm) have ranks of their own.
 
     Args:
         scores: The scores.
-        labels: What each is of: a path, and more, such as a position.
-        names: For paths that name a value with several names, the one that stands for all.
+        labels: The label of each score: a path, then others such as a position.
+        names: For the names of one value, the name that represents them all.
 
     Example:
         >>> labels = [("a.output",), ("b.input",), ("b.output",)]
@@ -77,7 +76,7 @@ def ranked(
 
 
 def _by_size(sizes: np.ndarray[Any, Any]) -> list[int]:
-    """Returns the numbers of the sizes that are not negative, largest first; sizes as good as equal in their order."""
+    """Returns the indices of sizes that are not negative, largest first; nearly equal sizes keep their order."""
     runs: list[list[int]] = []
     for number in np.argsort(-sizes, kind="stable").tolist()[: int((sizes >= 0).sum())]:
         if runs and _is_close(sizes[runs[-1][0]], sizes[number]):
@@ -100,11 +99,11 @@ _DROPPED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 def same_values(pg: PatchableGraph, nodes: Iterable[ScoredNode]) -> dict[str, str]:
-    """Returns, for each path whose value has other names among `nodes`, the one that stands for all of them.
+    """Returns, for each path whose value has other names among `nodes`, the name that represents them all.
 
-    As the records tell: values are handed on from a module to the next, or get another shape, with all their entries
-    and of the same dtype. The name that stands for all is what a module returns, if there is such a one (of the
-    outermost, if there are several), else the first in order of execution.
+    In the captured graphs, a value keeps its identity when modules pass it on, and when it is reshaped with all its
+    entries and the same dtype. The representative is a module output (of the outermost module, if there are several),
+    otherwise the first name in order of execution.
     """
     groups: dict[Any, list[ScoredNode]] = {}
     origins: dict[Any, Any] = {}
@@ -122,7 +121,7 @@ def same_values(pg: PatchableGraph, nodes: Iterable[ScoredNode]) -> dict[str, st
 
 
 def _origin(value: SourceValue, spec: TensorSpec, known: dict[Any, Any]) -> Any:
-    """Returns what tells the first name that a value had; adds the names on the way to what is known."""
+    """Returns the key of the first name of a value; adds all names on the way to `known`."""
     way = [value.key]
     while way[-1] not in known and (before := _handed_on(value, spec)) is not None:
         value = before
@@ -133,7 +132,7 @@ def _origin(value: SourceValue, spec: TensorSpec, known: dict[Any, Any]) -> Any:
 
 
 def _handed_on(value: SourceValue, spec: TensorSpec) -> SourceValue | None:
-    """Returns what a value was under another name just before, or `None`, if it was made there."""
+    """Returns the previous name of a value, or `None` if it was computed here."""
     made = maker_of(value.node)
     if made.kind == "op":
         if made is not value.node or not _keeps_entries(made):
@@ -152,7 +151,7 @@ def _keeps_entries(made: Node) -> bool:
     if made.op in _DROPPED:
         flag = made.kwargs.get("training", made.args[2] if len(made.args) > 2 else None)
         return flag is False
-    if made.op == "getitem":  # of all entries, as their number tells; lists and masks may have them in another order
+    if made.op == "getitem":  # slices of all entries; lists and masks may reorder entries
         index = made.args[1] if len(made.args) > 1 else None
         return all(isinstance(part, (slice, EllipsisType)) for part in (index if type(index) is tuple else (index,)))
     return made.op in _RESHAPED
@@ -166,6 +165,6 @@ def _spec_at(value: SourceValue) -> Any:
 
 
 def names_in(attrs: Mapping[Any, Any]) -> Mapping[str, str]:
-    """Returns what `same_values` told when a result was made, if anybody asked it then."""
+    """Returns the attribute `same_values` of a result, or an empty dict."""
     found = attrs.get("same_values")
     return found if isinstance(found, Mapping) else {}

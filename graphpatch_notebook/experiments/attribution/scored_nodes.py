@@ -1,4 +1,4 @@
-"""The nodes whose values an attribution looks at."""
+"""The nodes that an attribution scores, and the positions in their values."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ Scores = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(eq=False)
 class ScoredNode:
-    """A value that is compared between the runs.
+    """A floating-point value in the captured graph.
 
     Attributes:
-        path: Its path.
+        path: The node path.
         node: The node.
-        frame: The frame that the node is in.
-        spec: What was recorded of the value.
+        frame: The module call that the node belongs to.
+        spec: The captured shape, dtype and device of the value.
         is_wanted: Whether it gets a score.
         is_compared: Whether its values are compared between the runs: it gets a score, or the runs may begin to differ
-            there. Others are only looked at, to tell tensors that come up under several names.
+            there. Other values are only watched, to find tensors with several names.
     """
 
     path: str
@@ -64,42 +64,42 @@ class ScoredNode:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a weight: the same in all runs."""
+        """Whether it is a parameter, which is the same in all runs."""
         return self.node.kind == "parameter"
 
     @property
     def is_state(self) -> bool:
-        """Whether it is a tensor that the model holds: its values in different runs are one tensor."""
+        """Whether it is a parameter, a buffer or a tensor attribute, which is one tensor in all runs."""
         return self.node.kind in HELD_KINDS
 
     @property
     def is_in_container(self) -> bool:
-        """Whether the value of the node is a container, with this value in it."""
+        """Whether this is an item of the node's value, which is a container."""
         return self.spec is not self.node.spec
 
     @functools.cached_property
     def can_be_cut(self) -> bool:
-        """Whether another tensor may take the place of the value in a run.
+        """Whether another tensor may replace the value in a run.
 
-        The state of a module is left alone, and so are a view through which the model fills in another tensor, and a
-        container that a module is given: it may write into it.
+        It may not for the state of a module, for a view through which the model fills in another tensor, and for a
+        container that a module is given, since the module may write into that.
         """
         if self.is_state or self.node.is_view_filled_later:
             return False
         return not (self.is_in_container and self.node.kind == "input" and self.frame.parent is not None)
 
     def problem(self, value: Any) -> str | None:
-        """Returns in words why the value that came up is none that can have a score, or `None`."""
+        """Returns why a value of a run cannot have a score, or `None`."""
         if not isinstance(value, Tensor):
             return f"a tensor when it was captured, of type {type(value).__name__} now"
         if not value.is_floating_point():
             return _not_floating(value.dtype)
         if value.element_size() < 2:
-            return f"of dtype {str(value.dtype).removeprefix('torch.')}, which knows no arithmetic"
+            return f"of dtype {str(value.dtype).removeprefix('torch.')}, which has no arithmetic"
         if value.layout is not torch.strided:
             return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
         if not has_storage(value):
-            return "inside of torch.func or vmap, where it stands for several values"
+            return "inside torch.func or vmap, where one tensor represents several values"
         if value.shape != self.spec.shape:
             problem = shape_problem(self.frame, self.spec, value.shape)
             if problem is not None:
@@ -109,12 +109,12 @@ class ScoredNode:
 
 @dataclass(frozen=True)
 class Selected:
-    """What an attribution is about.
+    """The nodes of an attribution.
 
     Attributes:
-        paths: The paths that the result has, in order.
+        paths: The paths of the result, in order.
         nodes: All nodes that hold floating-point tensors, in order of execution.
-        skipped: Paths that can have no score, with the reason.
+        skipped: Why a path cannot have a score.
     """
 
     paths: list[str]
@@ -123,10 +123,10 @@ class Selected:
 
 
 def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
-    """Returns what to look at for scores of `paths`, or of all floating-point values.
+    """Returns the nodes for scores of `paths`, or of all floating-point values.
 
     Raises:
-        UnknownPathError: There is no such path, or it leads to no single value.
+        UnknownPathError: A path does not exist, or is not a single value.
     """
     wanted = None if paths is None else list(dict.fromkeys(_known(nodes, paths)))
     of_interest = set(wanted or ())
@@ -139,14 +139,14 @@ def selected_nodes(nodes: NodeMap, paths: Iterable[Any] | None) -> Selected:
         if isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
             found.append(ScoredNode(path, node, frame, spec, is_wanted, is_wanted or _is_source(node, frame)))
         elif path in of_interest or (isinstance(spec, TensorSpec) and spec.dtype.is_complex and is_wanted):
-            skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"no tensor, but {spec}"
+            skipped[path] = _not_floating(spec.dtype) if isinstance(spec, TensorSpec) else f"not a tensor, but {spec}"
     if wanted is None:
         wanted = [node.path for node in found if node.is_wanted]
     return Selected(wanted, found, skipped)
 
 
 def has_storage(value: Tensor) -> bool:
-    """Whether a tensor has memory of its own: not one that stands for others."""
+    """Whether a tensor has memory: wrappers of `torch.func` do not."""
     try:
         value.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -161,7 +161,7 @@ def _known(nodes: NodeMap, paths: Iterable[Any]) -> Iterator[str]:
     for path in paths:
         try:
             yield nodes[path].path
-        except UnknownPathError as problem:  # noqa: PERF203  # all of them are told
+        except UnknownPathError as problem:  # noqa: PERF203  # all of them are reported
             unknown.append(str(problem))
     if unknown:
         raise UnknownPathError("; ".join(unknown))
@@ -177,7 +177,7 @@ def _not_floating(dtype: torch.dtype) -> str:
 
 
 def _is_source(node: Node, frame: Frame) -> bool:
-    """Whether a value is, as far as is recorded, made of no other floating-point value but the model's own."""
+    """Whether a value is computed from no other floating-point values than parameters and buffers."""
     if node.kind == "input":
         return frame.parent is None
     if node.kind == "output":
@@ -196,30 +196,30 @@ def _is_computed_float(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the positions of a value are: a dimension of it, of an encoder's sequence or of the model's own."""
+class _SequenceDim:
+    """The sequence dimension of a value, and whether it is that of an encoder."""
 
     dim: int
     is_encoder: bool = False
 
 
 class PositionAxis:
-    """The positions of the sequence of a run.
+    """The positions of a run, and where they are in each value.
 
     Args:
         root: The root frame of the capture.
         nodes: The nodes that get scores.
-        inputs: What the model is run on.
-        positions: Those that are wanted, as for `causal_trace`.
-        position_dim: Which dimension runs along the sequence, where several could: one number for all nodes, or by
-            path. For models that take no tokens, the dimension of their first input that is the sequence, too.
+        inputs: The inputs of the run.
+        positions: The positions to score, as for `causal_trace`.
+        position_dim: The sequence dimension, if it is ambiguous: one number for all nodes, or a dict by path. For
+            models that do not take tokens, also that of their first input.
 
     Attributes:
-        dims: By path, the dimension of the value that runs along the sequence.
-        problems: For paths whose values have no positions, or where these cannot be told, the reason.
+        dims: The sequence dimension of each path.
+        problems: Why the positions of a path are unknown.
 
     Raises:
-        ExperimentError: The model has no sequence that is known, or no such positions.
+        ExperimentError: The sequence of the model is unknown, or a position is out of range.
     """
 
     def __init__(
@@ -233,9 +233,9 @@ class PositionAxis:
         self._root = root
         self._given = position_dim
         if positions is not None and positions is not True:
-            whole_numbers(positions)  # refuses what is none, before all else
+            whole_numbers(positions)  # check this first
         self.problems: dict[str, str] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _SequenceDim] = {}
         self._by_tokens = bool(token_inputs(root))
         for node in nodes:
             place = self._place_or_problem(node)
@@ -246,9 +246,9 @@ class PositionAxis:
         self.positions = self._chosen(positions)
 
     def row(self, path: str, scores: Scores) -> Scores:
-        """Returns the scores of a path at `positions`: NaN where it has none; adds to `problems`."""
+        """Returns the scores of a path at `positions`, or NaN; adds to `problems`."""
         row = np.full(len(self.positions), np.nan)
-        if scores.ndim == 0:  # the same in both runs
+        if scores.ndim == 0:  # equal in both runs
             size = self._size(path)
             scores = np.zeros(0 if size is None else size)
         first = self._first(path, len(scores))
@@ -261,17 +261,17 @@ class PositionAxis:
 
     # -- dimensions ----------------------------------------------------------------------------------------------------
 
-    def _place_or_problem(self, node: ScoredNode) -> _Place | None:
+    def _place_or_problem(self, node: ScoredNode) -> _SequenceDim | None:
         try:
             return self._place(node)
         except ExperimentError:
             raise
         except ValueError as problem:
-            # Its repairs are for patches with positions.
+            # Drop the repair, which is for patches with positions.
             self.problems[node.path] = re.sub("; (drop|choose|use) .*", "", str(problem))
             return None
 
-    def _place(self, node: ScoredNode) -> _Place:
+    def _place(self, node: ScoredNode) -> _SequenceDim:
         target = Target(node.path, node.frame, node.node, (), (), node.spec)
         given = self._given.get(node.path) if isinstance(self._given, Mapping) else self._given
         if not self._by_tokens:
@@ -283,28 +283,28 @@ class PositionAxis:
                 raise
             found = restriction_of(self._root, target, ProbePatch(positions=slice(None), position_dim=given))
         assert found is not None
-        return _Place(found.dim, found.is_encoder)
+        return _SequenceDim(found.dim, found.is_encoder)
 
-    def _place_without_tokens(self, node: ScoredNode, given: int | None) -> _Place:
+    def _place_without_tokens(self, node: ScoredNode, given: int | None) -> _SequenceDim:
         shape = tuple(node.spec.shape)
         _, sequence = self._sequence_input()
         if node.is_state:
             raise ValueError(f"a {node.node.kind} has no positions")
         dims = dimensions_of(self._root).dims_like(node.spec, sequence)
         if given is not None and -len(shape) <= given < len(shape) and given % len(shape) in dims:
-            return _Place(given % len(shape))
+            return _SequenceDim(given % len(shape))
         if len(dims) != 1:
-            which = "several dimensions of its shape are" if dims else "no dimension of its shape is"
-            raise ValueError(f"{which} that of the example's sequence: {shape}, {sequence[0]} positions")
-        return _Place(dims[0])
+            which = "several dimensions" if dims else "no dimension"
+            raise ValueError(f"{which} of its shape {shape} can be the example's sequence of {sequence[0]} positions")
+        return _SequenceDim(dims[0])
 
     def _sequence_input(self) -> tuple[str, Profile]:
-        """Returns the input whose dimension `position_dim` is the sequence, and that dimension."""
+        """Returns the input that has the dimension `position_dim`, and a description of that dimension."""
         dim = self._given
         if not isinstance(dim, int):
             raise ExperimentError(
-                "positions are known for models that take input_ids or inputs_embeds; for others, say which dimension "
-                "of the first input is the sequence: position_dim=1"
+                "positions are known for models that take input_ids or inputs_embeds; for others, give the sequence "
+                "dimension of the first input: position_dim=1"
             )
         for node in self._root.inputs():
             if isinstance(node.spec, TensorSpec) and -len(node.spec.shape) <= dim < len(node.spec.shape):
@@ -314,7 +314,7 @@ class PositionAxis:
     # -- positions -----------------------------------------------------------------------------------------------------
 
     def _step_of(self, inputs: Inputs) -> GenerationStep:
-        """Returns how long the sequences are in a run, and what is in a cache before them."""
+        """Returns the lengths of the sequences and of the cache in a run."""
         if not self._by_tokens:
             name, _ = self._sequence_input()
             value = given_input(self._root.parameters, name, inputs.args, inputs.kwargs)
@@ -330,7 +330,7 @@ class PositionAxis:
         return steps.current
 
     def _chosen(self, given: Positions) -> list[int]:
-        """Returns the positions that a user gave, counted from the start."""
+        """Returns the given positions, counted from the start."""
         total, of_encoder = (self._step.past or 0) + (self._step.length or 0), self._step.encoder_length or 0
         lengths = {of_encoder if place.is_encoder else total for place in self._places.values()}
         if len(lengths) > 1 and counts_from_end(given):
@@ -350,7 +350,7 @@ class PositionAxis:
         return self._step.encoder_length if place.is_encoder else self._step.length
 
     def _first(self, path: str, size: int) -> int | None:
-        """Returns the position at which a value begins."""
+        """Returns the position of the first entry of a value."""
         place, step = self._places.get(path), self._step
         if place is None:
             return None
@@ -359,6 +359,6 @@ class PositionAxis:
         else:
             lengths = {(step.past or 0) + (step.length or 0): 0, step.length: step.past or 0}
         if size not in lengths:
-            self.problems[path] = f"which positions its {size} entries are cannot be told"
+            self.problems[path] = f"the positions of its {size} entries are unknown"
             return None
         return lengths[size]

@@ -1,4 +1,4 @@
-"""Ablation: what is lost without a value, or without a part of it."""
+"""Ablation: the metric without a value, or without a part of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_unsharded,
     several_paths,
 )
-from graphpatch_notebook.experiments.methods.heads import HeadPlaces, head_places, shapes_of
+from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
 from graphpatch_notebook.experiments.methods.positions import PositionDim, Positions, chosen_positions, position_dims
 from graphpatch_notebook.experiments.methods.reference_runs import record
 from graphpatch_notebook.experiments.methods.sweeps import sweep
@@ -54,27 +54,27 @@ def ablate(
     recipe: Any = None,
     **input_kwargs: Any,
 ) -> DataArray:
-    """Returns what the metric gives without one value, or one part of a value, at a time.
+    """Returns the metric with one value, or one part of a value, removed at a time.
 
     Args:
         pg: The graph.
-        paths: The values to do without, such as the outputs of all MLPs; with `heads`, those in which heads are apart
+        paths: The values to remove, such as the outputs of all MLPs; with `heads`, values with separate heads
             (`h_0.attn.c_proj.x`, the input of the output projection, not its output).
-        *inputs: What the model runs on, positional. The first dimension of tensors is the batch.
-        metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
-        method: What is put there instead: `"zero"`, the `"mean"` of the value on the reference inputs, or the value on
-            other ones (`"resample"`): that on the reference inputs, row by row.
+        *inputs: Positional inputs of the model. The first dimension of tensors is the batch.
+        metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
+        method: What relayout the value: `"zero"`; `"mean"`, the mean over the reference inputs; or `"resample"`, the
+            value on the reference inputs, row by row.
         reference: The inputs for `"mean"` and `"resample"`: a tuple of arguments, a dict of keyword arguments, or one
-            value. A mean counts all entries of the batch, padding included.
-        mean_over: Whether means are those at each position, or one for all positions: then the reference may be of
-            another length.
-        seed: Draws the rows of the reference at random (without drawing one twice, if there are enough) instead of
-            taking them in order.
-        heads: Ablate each of so many equal parts of the last dimension by itself; or of the dimension that heads have
-            of their own, as in attention patterns. Where the graph shows that heads are mixed in a value, after the
-            output projection, it is refused; it does not show that for attention by a kernel of one's own.
-        positions: Ablate each of these positions by itself: a number or several, negative ones counted from the end, or
-            `True` for each of the sequence.
+            value. Means include all entries of the batch, also padding.
+        mean_over: Whether there is a mean for each position, or one for all positions. In the second case, the
+            reference may have another length.
+        seed: Draws the rows of the reference at random, without replacement if there are enough. By default, they are
+            taken in order.
+        heads: The number of attention heads: ablates each of this number of equal parts of the last dimension, or each
+            entry of the head dimension in attention patterns. It is an error if the graph shows that heads are mixed in
+            a value, as after the output projection; for custom attention kernels, the graph does not show this.
+        positions: Ablates each of these positions: a number or several, or `True` for all. Negative numbers count from
+            the end.
         position_dim: As for `causal_trace`.
         batch: As for `pg.sweep`.
         progress: As for `pg.sweep`.
@@ -82,16 +82,16 @@ def ablate(
         checkpoint_key: As for `pg.sweep`.
         executor: As for `pg.sweep`.
         recipe: As for `pg.sweep`.
-        **input_kwargs: What the model runs on, by keyword.
+        **input_kwargs: Keyword inputs of the model.
 
     Returns:
-        An array with the dimension `path`, then `head` and `position` where asked for. Its `attrs` have the metric
-        without ablation, `baseline`, and the `method`.
+        An array with the dimension `path`, and `head` and `position` if requested. Its `attrs` contain `baseline`, the
+        metric without ablation, and the `method`.
 
     Raises:
-        ExperimentError: Before the sweep: the reference does not fit the inputs, values cannot be split into so many
-            heads, positions are out of range.
-        UnknownPathError: There are no such paths; the message names the nearest.
+        ExperimentError: Before the sweep: the reference does not fit the inputs, values cannot be split into this
+            number of heads, or positions are out of range.
+        UnknownPathError: A path does not exist. The message names the nearest ones.
 
     Example:
         >>> from graphpatch_notebook import PatchableGraph
@@ -117,9 +117,9 @@ def ablate(
     values = run.values
     dims = {} if positions is None and mean_over == "batch" else position_dims(pg, names, position_dim)
     axes: dict[str, Any] = {"path": names}
-    places: HeadPlaces | None = None
+    places: HeadLayout | None = None
     if heads is not None:
-        places = head_places(pg, shapes_of(values), heads, given.rows, position_dim)
+        places = head_layout(pg, shapes_of(values), heads, given.rows, position_dim)
         axes["head"] = range(heads)
     if positions is not None:
         axes["position"] = chosen_positions(positions, values, dims)
@@ -143,18 +143,19 @@ class _Ablation:
     """Makes the patch map of a cell: a callable from its labels.
 
     Attributes:
-        axes: What the labels are those of.
-        values: The values on the inputs, by path.
-        instead: What is put in their place, of the same shape but for a first dimension that may be 1; empty for zeros.
-        dims: Which dimension runs along the sequence, by path.
-        heads: Where the heads lie, if they are told apart.
+        axes: The names of the axes, in the order of the labels.
+        values: The original values, by path.
+        instead: The values that replace them, of the same shape except that the first dimension may be 1; empty for
+            zeros.
+        dims: The sequence dimension, by path.
+        heads: The layout of heads, if these are ablated separately.
     """
 
     axes: list[str]
     values: Mapping[str, Tensor]
     instead: Mapping[str, Tensor]
     dims: Mapping[str, int]
-    heads: HeadPlaces | None
+    heads: HeadLayout | None
 
     def __call__(self, *labels: Any) -> PatchMap:
         cell = dict(zip(self.axes, labels, strict=True))
@@ -167,22 +168,22 @@ class _Ablation:
         where = None if len(cell) == 1 else tuple(index)
         if path not in self.instead:
             return {path: ZeroPatch(slice=where)}
-        # Copies: of a view, all that it is a view of would be sent to another process.
+        # A copy, since pickling a view would send its whole storage to another process.
         value = self.instead[path][tuple(index)].clone()
         return {path: ReplacePatch(value=value, slice=where)}
 
 
 class _Fills:
-    """What is put in the place of values: made from those on the reference inputs.
+    """The replacements of values, computed from the values on the reference inputs.
 
     Args:
-        inputs: What the model is measured on.
+        inputs: The inputs of the ablated runs.
         reference: The reference inputs.
-        pooled_dims: The dimension that runs along the sequence, by path, where means are over positions too.
-        seed: What rows are drawn from; `None` for all in order.
+        pooled_dims: The sequence dimension by path, if means are also over positions.
+        seed: The seed for drawing rows; `None` for all rows in order.
 
     Raises:
-        ExperimentError: The two have not as many rows where they need to.
+        ExperimentError: The batch size is unknown.
     """
 
     def __init__(self, inputs: Inputs, reference: Inputs, pooled_dims: Mapping[str, int], seed: int | None) -> None:
@@ -192,14 +193,14 @@ class _Fills:
         self._seed = seed
 
     def mean(self, path: str, value: Tensor, other: Tensor) -> Tensor:
-        """Returns the mean of `other` over the batch, of the shape of `value` but for a first dimension of 1."""
+        """Returns the mean of `other` over the batch, in the shape of `value` with a first dimension of 1."""
         self._check(path, value, other)
         pooled = self._pooled_dims.get(path)
         mean = other.mean((0,) if pooled is None else (0, pooled), keepdim=True)
         return mean.expand(1, *value.shape[1:])
 
     def resampled(self, path: str, value: Tensor, other: Tensor) -> Tensor:
-        """Returns the rows of `other` that stand in for those of `value`."""
+        """Returns the rows of `other` that replace those of `value`."""
         self._check(path, value, other)
         return other[self._drawn_rows().to(other.device)]
 
@@ -212,22 +213,22 @@ class _Fills:
             return torch.randperm(count, generator=generator)[:rows]
         if count != rows:
             raise ExperimentError(
-                f"the reference has {count} rows and the inputs have {rows}: give as many, or draw them with seed=0"
+                f"the reference has {count} rows and the inputs have {rows}; give as many, or draw rows with seed=0"
             )
         return torch.arange(rows)
 
     def _check(self, path: str, value: Tensor, other: Tensor) -> None:
         if not value.is_floating_point() and not value.is_complex():
             raise ExperimentError(
-                f"{path!r} has {value.dtype}; what is no floating point number can only be set to zero"
+                f"{path!r} has dtype {value.dtype}; only floating-point values have other methods than 'zero'"
             )
         if self._pooled_dims.get(path) == 0:
-            raise ExperimentError(f"the first dimension of {path!r} runs along the sequence, so it is not the batch")
+            raise ExperimentError(f"the first dimension of {path!r} is the sequence, not the batch")
         for tensor, rows, what in ((value, self._rows, "inputs"), (other, self._reference_rows, "reference")):
             if tensor.ndim == 0 or tensor.shape[0] != rows:
                 raise ExperimentError(
-                    f"{path!r} is of shape {tuple(tensor.shape)} on the {what}, which have {rows} rows: its first "
-                    "dimension is not the batch, so nothing can be told of other rows; give another path"
+                    f"{path!r} has shape {tuple(tensor.shape)} on the {what}, but the batch has {rows} rows: its first "
+                    "dimension is not the batch; give another path"
                 )
         shapes = [list(tensor.shape[1:]) for tensor in (value, other)]
         if path in self._pooled_dims and len(shapes[0]) == len(shapes[1]):
@@ -235,14 +236,14 @@ class _Fills:
                 shape[self._pooled_dims[path] - 1] = 1
         if shapes[0] != shapes[1]:
             raise ExperimentError(
-                f"{path!r} is of shape {tuple(value.shape)} on the inputs and of {tuple(other.shape)} on the "
-                "reference; give a reference of the same length, or take means with mean_over='batch and positions'"
+                f"{path!r} has shape {tuple(value.shape)} on the inputs and {tuple(other.shape)} on the reference; "
+                "give a reference of the same length, or use mean_over='batch and positions'"
             )
 
 
 def _batch_size(inputs: Inputs, what: str) -> int:
     if inputs.rows is None:
-        raise ExperimentError(f"there is no tensor in {what} whose first dimension could be the batch")
+        raise ExperimentError(f"the batch size of {what} is unknown, since they contain no tensors")
     return inputs.rows
 
 
@@ -254,10 +255,10 @@ def _check_method(method: str, reference: Any, mean_over: str, seed: int | None)
     if method == "zero" and reference is not None:
         raise ExperimentError("method='zero' takes no reference; did you mean method='mean' or 'resample'?")
     if method != "zero" and reference is None:
-        raise ExperimentError(f"method={method!r} needs other inputs to take values from: reference=...")
+        raise ExperimentError(f"method={method!r} needs reference inputs: reference=...")
     if method != "mean" and mean_over != "batch":
         raise ExperimentError(f"mean_over is for method='mean', not {method!r}")
     if method != "resample" and seed is not None:
-        raise ExperimentError(f"seed is for method='resample': nothing is drawn for {method!r}")
+        raise ExperimentError(f"seed is for method='resample', not {method!r}")
     if seed is not None and type(seed) is not int:
-        raise ExperimentError(f"seed is a whole number, not {seed!r}")
+        raise ExperimentError(f"seed must be an integer, not {seed!r}")

@@ -1,4 +1,4 @@
-"""What can be seen of a wrong call of an experiment before anything runs."""
+"""Checks of the arguments of experiments, before the model runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph, captured
 from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.values import ContainerSpec, TensorSpec
 
-# What models of transformers may take among their `**kwargs`, and is close to an option.
+# Inputs that transformers models may take in `**kwargs`, and whose names are similar to those of options.
 _OF_MODELS = {"position_ids", "head_mask", "cache_position"}
 
 
@@ -28,27 +28,27 @@ def check_graph(pg: Any) -> None:
     """Checks that an experiment is given a `PatchableGraph`.
 
     Raises:
-        TypeError: It is something else, such as the model.
+        TypeError: It is something else, such as a model.
     """
     if not isinstance(pg, PatchableGraph):
         raise TypeError(f"give a PatchableGraph, not a {_kind(pg)}: PatchableGraph(model, *example_inputs)")
 
 
 def check_unsharded(pg: PatchableGraph, what: str) -> None:
-    """Checks that the values of a model are whole on this process.
+    """Checks that the model is not sharded over several processes.
 
     Raises:
-        ExperimentError: The model is sharded over several.
+        ExperimentError: The model is sharded.
     """
     if (sharded := sharding(pg.nodes.root)) is not None:
-        raise ExperimentError(f"{what}: {sharded}, and each has parts of its values only; {REPAIR}")
+        raise ExperimentError(f"{what}: {sharded}, and each process has only a part of its values; {REPAIR}")
 
 
 def check_metric(metric: Any) -> None:
     """Checks that a metric can be called with an output.
 
     Raises:
-        ExperimentError: It is a class (where an instance is meant), or nothing that can be called.
+        ExperimentError: It is a class instead of an instance, or is not callable.
 
     Example:
         >>> check_metric(max)
@@ -58,21 +58,22 @@ def check_metric(metric: Any) -> None:
     if not callable(metric):
         shown = repr(metric) if metric is None or isinstance(metric, (str, int, float)) else f"a {_kind(metric)}"
         raise ExperimentError(
-            f"metric is {shown}, which cannot be called; give a function of the model's output, such as "
+            f"metric is {shown}, which is not callable; give a function of the model's output, such as "
             "metric=lambda output: output.loss, or Probability(token)"
         )
 
 
 def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callable[..., Any]) -> None:
-    """Checks that no input by keyword is a misspelt option: a model with `**kwargs` would take it and say nothing.
+    """Checks that no keyword input is a misspelled option, which a model with `**kwargs` would accept silently.
 
     Args:
         pg: The graph.
-        names: The names of inputs by keyword.
-        function: Whose call it is.
+        names: The names of keyword inputs.
+        function: The experiment that was called.
 
     Raises:
-        ExperimentError: A name is close to one of an option, and no module of the model has a parameter called so.
+        ExperimentError: A name is similar to that of an option, and no module of the model has a parameter of that
+            name.
     """
     options = option_names(function)
     if "backward" not in options:
@@ -83,21 +84,21 @@ def check_input_names(pg: PatchableGraph, names: Iterable[str], function: Callab
     root = pg.nodes.root
     known = {parameter.name for frame in root.walk() for parameter in frame.parameters}
     for node in root.inputs():
-        if isinstance(node.spec, ContainerSpec):  # what came by **kwargs in the example
+        if isinstance(node.spec, ContainerSpec):  # **kwargs of the example inputs
             known |= {str(name) for name, *_ in node.spec.children}
     for name, option in close.items():
         if name not in known:
             raise ExperimentError(
-                f"{function.__name__} has no option {name!r}, and neither has forward of the model such a parameter; "
+                f"{name!r} is neither an option of {function.__name__} nor a parameter of the model's forward; "
                 f"did you mean {option}=?"
             )
 
 
 def check_inputs(pg: PatchableGraph, inputs: Inputs) -> None:
-    """Checks that inputs which were tensors when the model was captured are tensors.
+    """Checks that inputs are tensors where the example inputs were tensors.
 
     Raises:
-        ExperimentError: One is a list of numbers, or an array of numpy.
+        ExperimentError: An input is a list of numbers or a NumPy array.
     """
     root = pg.nodes.root
     for node in root.inputs():
@@ -105,7 +106,7 @@ def check_inputs(pg: PatchableGraph, inputs: Inputs) -> None:
         if isinstance(node.spec, TensorSpec) and (isinstance(value, np.ndarray) or _is_list_of_numbers(value)):
             raise ExperimentError(
                 f"{node.target!r} is {'an array' if isinstance(value, np.ndarray) else 'a list'} of numbers, but a "
-                "tensor was captured there; give torch.as_tensor(...) of it"
+                "tensor was captured; convert it with torch.as_tensor(...)"
             )
 
 
@@ -118,10 +119,10 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 
 def check_no_inputs(**options: Any) -> None:
-    """Checks that no option is a tensor, which was meant for the model.
+    """Checks that no option is a tensor, which is likely an input of the model.
 
     Raises:
-        ExperimentError: One is.
+        ExperimentError: An option is a tensor.
     """
     for name, value in options.items():
         if isinstance(value, Tensor):
@@ -132,42 +133,42 @@ def check_no_inputs(**options: Any) -> None:
 
 
 def check_options(given: Mapping[str, Any], function: Callable[..., Any], others: Callable[..., Any]) -> None:
-    """Checks the names of options that a function hands on.
+    """Checks the names of options that a function passes on.
 
     Args:
-        given: What it hands on.
+        given: The options to pass on.
         function: The function that was called.
-        others: The function that takes them.
+        others: The function that receives them.
 
     Raises:
-        TypeError: There is no such option, as Python says it, with what may be meant.
-        ExperimentError: `backward` is among them: between two runs, or with values cut out, there is nothing to add up.
+        TypeError: An option does not exist. The message names a similar one.
+        ExperimentError: `backward` is given, which only `sweep` supports.
     """
     _check_no_gradients(given, function)
     known = [name for name in option_names(others) if name != "backward"]
     for name in given:
         if name not in known:
             near = _nearest(name, [*option_names(function), *known])
-            hint = f"; did you mean {near}=?" if near else f"; there are {', '.join(known)}"
+            hint = f"; did you mean {near}=?" if near else f"; the options are {', '.join(known)}"
             raise TypeError(f"{function.__name__} has no option {name!r}{hint}")
 
 
 def _check_no_gradients(names: Iterable[str], function: Callable[..., Any]) -> None:
     if "backward" in names:
         raise ExperimentError(
-            f"{function.__name__} takes no backward=: it compares numbers; to add up the gradients of each cell's "
-            "metric use pg.sweep(..., backward=True), for scores by gradients attribute(...)"
+            f"{function.__name__} does not take backward=, since it compares numbers; use pg.sweep(..., backward=True) "
+            "to accumulate the gradients of each cell's metric, or attribute(...) for scores by gradients"
         )
 
 
 def option_names(function: Callable[..., Any]) -> list[str]:
-    """Returns the names of the parameters that can be given by keyword only."""
+    """Returns the names of the keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
 def _nearest(name: str, options: list[str]) -> str | None:
-    """Returns the option that a name seems to be meant for."""
+    """Returns the option with the most similar name."""
     for option in options:
         if (len(name) > 2 and option.startswith(name)) or name.startswith(f"{option}_"):
             return option
@@ -175,7 +176,7 @@ def _nearest(name: str, options: list[str]) -> str | None:
 
 
 def _instance(made: Callable[..., Any]) -> str:
-    """Returns in words how an instance of a class is made."""
+    """Returns the code that makes an instance of a class."""
     try:
         parameters = inspect.signature(made).parameters.values()
     except (TypeError, ValueError):
@@ -196,17 +197,17 @@ Paths: TypeAlias = "Iterable[str | NodePath]"
 
 
 def several_paths(pg: PatchableGraph, given: Any, what: str = "paths") -> list[str]:
-    """Returns the paths that a user gave, checked.
+    """Returns the given paths as text.
 
     Raises:
-        UnknownPathError, PatchMapError: There are paths that cannot be patched: all of them are named.
-        ExperimentError: One path is given alone, none, or one twice.
+        UnknownPathError, PatchMapError: Some paths cannot be patched. The message names all of them. ExperimentError:
+            The paths are not in a list, the list is empty, or a path is repeated.
     """
     if isinstance(given, (str, NodePath)):
-        raise ExperimentError(f"{what} must be several, in a list: {what}=[{str(given)!r}]")
+        raise ExperimentError(f"{what} must be a list: {what}=[{str(given)!r}]")
     if given is None or isinstance(given, Tensor) or not isinstance(given, Iterable):
         shown = "None" if given is None else f"a {type(given).__name__}"
-        raise ExperimentError(f"{what} is {shown}; give a list of paths, such as those that pg.nodes has")
+        raise ExperimentError(f"{what} is {shown}; give a list of paths, such as those in pg.nodes")
     paths = [str(path) for path in given]
     if not paths:
         raise ExperimentError(f"{what} is empty: give at least one path")
@@ -218,10 +219,10 @@ def several_paths(pg: PatchableGraph, given: Any, what: str = "paths") -> list[s
 
 
 def targets(pg: PatchableGraph, paths: Iterable[str]) -> dict[str, Target]:
-    """Returns what paths mean.
+    """Returns the node that each path refers to.
 
     Raises:
-        UnknownPathError, PatchMapError: There are paths that cannot be patched: all of them are named.
+        UnknownPathError, PatchMapError: Some paths cannot be patched. The message names all of them.
     """
     probes = {str(path): ProbePatch() for path in paths}
     entries = captured(pg).entries_of(probes)
@@ -229,14 +230,14 @@ def targets(pg: PatchableGraph, paths: Iterable[str]) -> dict[str, Target]:
 
 
 def check_same_shapes(values: Mapping[str, Tensor], others: Mapping[str, Tensor], names: tuple[str, str]) -> None:
-    """Checks that the values of two runs can stand for each other.
+    """Checks that values of two runs have the same shapes.
 
     Raises:
-        ExperimentError: They cannot; the message has path and shapes.
+        ExperimentError: They do not. The message has path and shapes.
     """
     for path, value in values.items():
         if path in others and value.shape != others[path].shape:
             raise ExperimentError(
-                f"{path!r} is of shape {tuple(value.shape)} on the {names[0]} inputs and of "
-                f"{tuple(others[path].shape)} on the {names[1]} ones; give inputs of the same shapes (pad the shorter)"
+                f"{path!r} has shape {tuple(value.shape)} on the {names[0]} inputs and {tuple(others[path].shape)} "
+                f"on the {names[1]} inputs; give inputs of the same shapes (pad the shorter ones)"
             )

@@ -1,4 +1,4 @@
-"""Causal tracing: what putting one value of a clean run into a corrupted one restores."""
+"""Causal tracing: the effect of restoring one value of a clean run in a corrupted run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphpatch_notebook.experiments.methods.arguments import (
     check_unsharded,
     several_paths,
 )
-from graphpatch_notebook.experiments.methods.heads import HeadPlaces, head_places, shapes_of
+from graphpatch_notebook.experiments.methods.heads import HeadLayout, head_layout, shapes_of
 from graphpatch_notebook.experiments.methods.positions import (
     PositionDim,
     Positions,
@@ -31,7 +31,7 @@ from graphpatch_notebook.experiments.methods.positions import (
     chosen_positions,
     position_dims,
 )
-from graphpatch_notebook.experiments.methods.reference_runs import Array, Comparison, record
+from graphpatch_notebook.experiments.methods.reference_runs import Array, MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import sweep
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.patchable_graph import PatchableGraph
@@ -43,20 +43,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Noise:
-    """A corruption of the clean run itself: Gaussian noise, added at a path.
+    """A corruption for `causal_trace`: Gaussian noise, added to the value at a path in the clean run.
 
     Args:
-        path: Where it is added: usually the output of the token embedding.
-        scale: The standard deviation of the noise, in the units of the value there.
-        deviations: The same in standard deviations of the clean value there, over all its entries. ROME takes 3, which
-            it is where neither is given.
-        positions: Where in the sequence: a number or several, negative ones counted from the end (ROME: the tokens of
-            the subject); `None` for everywhere.
-        samples: How often noise is drawn. All cells meet the same draws; metrics are means over these.
-        seed: What the draws are made from.
+        path: The value to which noise is added, usually the output of the token embedding.
+        scale: The standard deviation of the noise, in the units of the value.
+        deviations: The same, in standard deviations of the clean value over all its entries. By default 3, as in ROME.
+        positions: The positions to which noise is added: a number or several (in ROME, the tokens of the subject);
+            `None` for all. Negative numbers count from the end.
+        samples: The number of times noise is drawn. All cells use the same draws; metrics are means over them.
+        seed: The seed of the random generator.
 
     Raises:
-        ExperimentError: Both scales are given, or one that is no positive number; there are no samples.
+        ExperimentError: Both scales are given; a scale or the number of samples is not positive.
 
     Example:
         >>> Noise("transformer.wte.output", positions=range(2, 5)).deviations
@@ -75,22 +74,22 @@ class Noise:
         if self.scale is None and self.deviations is None:
             object.__setattr__(self, "deviations", 3.0)
         if self.scale is not None and self.deviations is not None:
-            raise ExperimentError("noise has one scale: give scale= (absolute) or deviations=, not both")
+            raise ExperimentError("noise has one scale; give scale= (absolute) or deviations=, not both")
         size: Any = self.deviations if self.scale is None else self.scale
         if isinstance(size, str) or not (size > 0 and math.isfinite(size)):
-            raise ExperimentError(f"the scale of noise is a positive number, not {size!r}")
+            raise ExperimentError(f"the scale of noise must be a positive number, not {size!r}")
         if type(self.seed) is not int:
-            raise ExperimentError(f"seed is a whole number, not {self.seed!r}")
+            raise ExperimentError(f"seed must be an integer, not {self.seed!r}")
         if type(self.samples) is not int or self.samples < 1:
-            raise ExperimentError(f"samples is a whole number from 1 on, not {self.samples!r}")
+            raise ExperimentError(f"samples must be a positive integer, not {self.samples!r}")
 
     def patches(self, clean: Tensor, dim: int, positions: Sequence[int]) -> list[AddPatch]:
         """Returns a patch for each sample.
 
         Args:
             clean: The clean value at `path`.
-            dim: Which dimension of it runs along the sequence.
-            positions: Where noise is added.
+            dim: The sequence dimension.
+            positions: The positions to which noise is added.
         """
         if not clean.is_floating_point():
             raise ExperimentError(
@@ -98,7 +97,7 @@ class Noise:
             )
         scale = self.scale if self.scale is not None else (self.deviations or 0.0) * clean.double().std().item()
         index = at_position(dim, list(positions))
-        # Drawn where every machine draws the same.
+        # Drawn on the CPU, so that draws do not depend on the device.
         generator = torch.Generator().manual_seed(self.seed)
         shape = clean[index].shape
         draws = [torch.randn(shape, generator=generator) * scale for _ in range(self.samples)]
@@ -119,7 +118,7 @@ def causal_trace(
     position_dim: PositionDim = None,
     **options: Any,
 ) -> DataArray:
-    """Returns what the metric gives on the corrupted inputs when one clean value at a time is restored.
+    """Returns the metric on the corrupted inputs with one clean value restored at a time.
 
     The values at `paths` are recorded in a run on the clean inputs. Then, for each path and position, the model runs on
     the corrupted inputs with the value of that path at that position replaced by the clean one.
@@ -127,30 +126,31 @@ def causal_trace(
     Args:
         pg: The graph.
         clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
-        corrupted: Other inputs of the same shapes, with some tokens changed; or `Noise`, for the clean inputs with
-            noise on the way.
+        corrupted: Other inputs of the same shapes, such as with some tokens changed; or `Noise`, for the clean inputs
+            with noise added to a value.
         paths: The paths to restore, such as the outputs of all layers, in order.
-        positions: Where in the sequence: a number or several, negative ones counted from the end; `None` (or `True`)
-            for each of all; `False` to restore all of them at once.
-        metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
-        window: How many neighbouring paths of the list are restored at once, around that of the cell: ROME takes 10
-            for the outputs of MLPs and attention. Cut off at both ends of the list.
-        heads: Restore each of so many heads by itself; the paths are then values in which heads are apart
-            (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
-        normalize: Return (value - corrupted) / (clean - corrupted): 0 where nothing is restored, 1 where all is.
-        position_dim: Which dimension of the values runs along the sequence. Only needed for models without `input_ids`
-            or `inputs_embeds`, and where it cannot be told: the error says so. One for all, or a dict by path.
+        positions: The positions to restore: a number or several; `None` (or `True`) for each position; `False` to
+            restore all positions at once. Negative numbers count from the end.
+        metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
+        window: The number of adjacent paths of the list that are restored at once, centered at the path of the cell.
+            ROME uses 10 for the outputs of MLPs and attention. At the ends of the list, the window is smaller.
+        heads: The number of attention heads: restores each head separately. The heads must be separate in the values at
+            `paths` (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
+        normalize: Returns (value - corrupted) / (clean - corrupted): 0 if nothing is restored, 1 if everything is.
+        position_dim: The sequence dimension of the values: one number for all paths, or a dict by path. Only needed for
+            models without `input_ids` or `inputs_embeds`, and where it is ambiguous (an error says so).
         **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `checkpoint_key`,
             `executor`, `recipe`.
 
     Returns:
-        An array with dimensions `path`, `head` (with `heads`) and `position` (counted from the start). Its `attrs` have
-        the metric without restoring, `corrupted` (for `Noise` the mean over samples), and on the clean inputs, `clean`.
+        An array with the dimensions `path`, `head` (with `heads`) and `position` (counted from the start). Its `attrs`
+        contain `corrupted`, the metric with nothing restored (for `Noise`, the mean over samples), and `clean`, the
+        metric on the clean inputs.
 
     Raises:
         ExperimentError: Before the sweep: values differ in shape between clean and corrupted inputs, positions are out
-            of range, heads are mixed in a value already, or there is nothing to normalize by.
-        UnknownPathError: There are no such paths; the message names the nearest.
+            of range, the heads of a value are mixed, or the metric cannot be normalized.
+        UnknownPathError: A path does not exist. The message names the nearest ones.
 
     Example:
         >>> from graphpatch_notebook import PatchableGraph
@@ -178,7 +178,7 @@ def causal_trace(
     axes["path"] = names
     restoring = _Restoring(axes, {name: run.values[name] for name in names}, window)
     if heads is not None:
-        restoring.heads = head_places(pg, shapes_of(restoring.values), heads, inputs.rows, position_dim)
+        restoring.heads = head_layout(pg, shapes_of(restoring.values), heads, inputs.rows, position_dim)
         axes["head"] = range(heads)
     if positions is not False:
         restoring.dims = position_dims(pg, names, position_dim)
@@ -191,7 +191,7 @@ def causal_trace(
     else:
         restoring.corruptions = _corruptions(pg, noise, run.values, position_dim)
         reference = restoring.corrupted(pg, inputs, metric)
-    comparison = Comparison(run.measurement.values, reference, normalize)
+    comparison = MetricRange(run.measurement.values, reference, normalize)
     return comparison.result_of(lambda: sweep(pg, axes, restoring, inputs, metric=metric, **options), _mean_of_samples)
 
 
@@ -199,23 +199,23 @@ class _Restoring:
     """Makes the patch map of a cell: a callable from its labels.
 
     Args:
-        axes: What the labels are those of; they may still be added to.
+        axes: The axes of the sweep; may be extended later.
         values: The clean values, by path.
-        window: How many neighbouring paths are restored at once.
+        window: The number of adjacent paths that are restored at once.
 
     Attributes:
-        dims: Which dimension of the values runs along the sequence, if positions are told apart.
-        heads: Where their heads lie, if these are told apart.
-        corruptions: The patches that corrupt the clean run, for each sample.
+        dims: The sequence dimension by path, if positions are restored separately.
+        heads: The layout of heads, if these are restored separately.
+        corruptions: The patches that add noise, for each sample.
     """
 
     def __init__(self, axes: Mapping[str, Any], values: Mapping[str, Tensor], window: int) -> None:
         if type(window) is not int or window < 1:
-            raise ExperimentError(f"window is a number of paths from 1 on, not {window!r}")
+            raise ExperimentError(f"window must be a positive number of paths, not {window!r}")
         self._axes = axes
         self.values = values
         self.dims: Mapping[str, int] = {}
-        self.heads: HeadPlaces | None = None
+        self.heads: HeadLayout | None = None
         self.corruptions: list[dict[str, AddPatch]] = []
         names = list(values)
         self._windows = {
@@ -234,13 +234,13 @@ class _Restoring:
             if self.heads is not None:
                 index[self.heads.dims[name]] = self.heads.part(name, cell["head"])
             where = tuple(index)
-            # Copies: of a view, all that it is a view of would be sent to another process.
+            # A copy, since pickling a view would send its whole storage to another process.
             patch = ReplacePatch(value=self.values[name][where].clone(), slice=where)
             patches[name] = [*patches.get(name, ()), patch]
         return patches
 
     def corrupted(self, pg: PatchableGraph, inputs: Inputs, metric: Callable[[Any], Any]) -> Array:
-        """Returns what the metric gives where nothing is restored, as a mean over the samples."""
+        """Returns the metric with nothing restored, as the mean over the samples."""
         samples = {"sample": range(len(self.corruptions))}
         noisy = sweep(pg, samples, self.corruptions.__getitem__, inputs, metric=metric, progress=False)
         return np.asarray(_mean_of_samples(noisy).values)
@@ -256,6 +256,6 @@ def _corruptions(
 
 
 def _mean_of_samples(swept: DataArray) -> DataArray:
-    # A cell that failed for one draw is no mean over the others.
-    with np.errstate(invalid="ignore"):  # of infinite numbers
+    # A cell that failed for one draw must stay NaN.
+    with np.errstate(invalid="ignore"):  # infinite metrics
         return swept.mean("sample", skipna=False, keep_attrs=True) if "sample" in swept.dims else swept

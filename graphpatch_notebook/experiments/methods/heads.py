@@ -1,10 +1,10 @@
-"""Whether a value still has the heads of an attention apart, as the records of the capture tell.
+"""The heads of an attention in values: equal parts of the last dimension, or a dimension of their own.
 
-    queries, keys, values -> product of the attention -> (reshaped, gated, ...) -> projection -> (added, normed, ...)
-                             heads apart ............................          mixed ....................
+    queries, keys, values -> attention product -> (reshaped, gated, ...) -> projection -> (added, normed, ...)
+                             separate heads ............................    mixed heads ....................
 
-Only what the graph shows is believed: from the value back to a product with a weight, and from what that is given back
-to a product of two values that the run made. Anything else may be right.
+Values with mixed heads are rejected where the captured graph shows it: the value depends on a product with a weight
+(the projection), whose input depends on a product of two values of the run (the attention).
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ _SUMS = ("add", "iadd", "add_", "sub", "isub", "sub_", "rsub")
 
 @dataclass(frozen=True)
 class Mixing:
-    """What mixed the heads.
+    """The projection that mixed the heads.
 
     Attributes:
-        where: The path of what was given to the projection that did it: heads are apart there. `None` where no patch
-            reaches that.
-        repair: How else heads can be had apart, if there is no such path.
+        where: The path of the input of the projection, in which heads are separate; `None` if it cannot be patched.
+        repair: How to separate the heads if there is no such path.
     """
 
     where: str | None
@@ -50,10 +49,10 @@ class Mixing:
 
 
 def mixing_of(target: Target) -> Mixing | None:
-    """Returns what mixed the heads of an attention in a value, or `None`: nothing did, or it cannot be told."""
+    """Returns what mixed the heads of an attention in a value, or `None` if nothing did or it is unknown."""
     waiting, seen = deque([SourceValue(target.node, target.frame, target.dig)]), set[Any]()
     while waiting:
-        value = waiting.popleft()  # the nearest first: the attention of a layer before those of the layers before it
+        value = waiting.popleft()  # breadth first: the attention of this layer before those of earlier layers
         if value.key in seen:
             continue
         seen.add(value.key)
@@ -73,7 +72,7 @@ def mixing_of(target: Target) -> Mixing | None:
 
 
 def _projected(value: SourceValue) -> SourceValue | None:
-    """Returns what is multiplied with a weight to make a value, if that is how it is made."""
+    """Returns the value that is multiplied with a weight, if the given value is such a product."""
     node, frame = value.node, value.frame
     if node.kind == "output" and frame.opaque_reason is not None:  # a quantized linear map
         given = [inner for inner in frame.inputs() if isinstance(inner.spec, TensorSpec)]
@@ -85,9 +84,9 @@ def _projected(value: SourceValue) -> SourceValue | None:
     if len(weights) != 1 or len(others) != 1 or not isinstance(others[0].node.spec, TensorSpec):
         return None
     shape = list(getattr(weights[0].node.spec, "shape", ()))
-    if maker_of(node).op in _CONVOLUTIONS:  # those of one channel each mix nothing
+    if maker_of(node).op in _CONVOLUTIONS:  # depthwise convolutions do not mix channels
         return others[0] if shape[1] > 1 and not set(shape[2:]) - {1} else None
-    return others[0] if len(shape) == 2 else None  # others may be weights of one head each
+    return others[0] if len(shape) == 2 else None  # other weights may belong to one head each
 
 
 def _has_matrix(frame: Frame) -> bool:
@@ -96,14 +95,14 @@ def _has_matrix(frame: Frame) -> bool:
 
 
 def _multiplies(value: SourceValue) -> bool:
-    """Whether a value is made as a product: what heads it has, it got there."""
+    """Whether a value is a product."""
     node = value.node
     is_opaque = node.kind == "output" and value.frame.opaque_reason is not None
     return is_opaque or maker_of(node).op in _ATTENTIONS or bool(_factors(value))
 
 
 def _factors(value: SourceValue) -> list[SourceValue]:
-    """Returns the tensors that are multiplied with each other in an operation."""
+    """Returns the tensors that an operation multiplies with each other."""
     made = maker_of(value.node)
     if made.kind != "op":
         return []
@@ -120,7 +119,7 @@ def _factors(value: SourceValue) -> list[SourceValue]:
 
 
 def _is_state(value: SourceValue) -> bool:
-    """Whether a value is held by the model, or made of such values alone: a transposed weight."""
+    """Whether a value is a parameter or buffer, or computed from these only, such as a transposed weight."""
     waiting, has_state, seen = [value], False, set[Any]()
     while waiting:
         inner = waiting.pop()
@@ -138,7 +137,7 @@ def _is_state(value: SourceValue) -> bool:
 
 
 def _product_behind(value: SourceValue) -> Node | None:
-    """Returns the product of an attention that a value is made of, past no weight and no sum with anything else."""
+    """Returns the attention product that a value is computed from, without a weight or a sum in between."""
     seen: dict[Any, Node | None] = {}
 
     def search(value: SourceValue) -> Node | None:
@@ -165,7 +164,7 @@ def _product_behind(value: SourceValue) -> Node | None:
 
 
 def _input_of_projection(projected: SourceValue) -> str | None:
-    """Returns the path of what a projection is given: the input of its module, where it has one of its own."""
+    """Returns the path of the input of a projection: that of its module, if it has one of its own."""
     value, given = projected, projected
     while value.node.kind == "op" and len(sources := list(sources_of(value))) == 1:
         value = sources[0]
@@ -190,13 +189,13 @@ Shape: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass(frozen=True)
-class HeadPlaces:
-    """Where heads lie in some values.
+class HeadLayout:
+    """The positions of heads in values.
 
     Attributes:
-        count: How many there are.
-        dims: By path, the dimension that they lie in.
-        sizes: By path, how many entries of that dimension belong to one head.
+        count: The number of heads.
+        dims: The dimension of the heads, by path.
+        sizes: The number of entries in that dimension for one head, by path.
     """
 
     count: int
@@ -204,7 +203,7 @@ class HeadPlaces:
     sizes: Mapping[str, int]
 
     def part(self, path: str, head: int) -> slice:
-        """Returns the entries of dimension `dims[path]` that belong to a head."""
+        """Returns the entries of a head in dimension `dims[path]`."""
         size = self.sizes[path]
         return slice(size * head, size * (head + 1))
 
@@ -218,53 +217,54 @@ def shapes_of(values: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {path: tuple(value.shape) for path, value in values.items()}
 
 
-def head_places(
+def head_layout(
     pg: PatchableGraph, shapes: Mapping[str, Shape], count: Any, rows: int | None, position_dim: PositionDim = None
-) -> HeadPlaces:
-    """Returns where `count` heads lie in values of some shapes.
+) -> HeadLayout:
+    """Returns the positions of `count` heads in values.
 
-    They lie side by side in the last dimension, or have a dimension of their own: one of their number, of a value with
-    four dimensions or more, that is neither the first, nor the last, nor known to run along the sequence.
+    Heads are equal parts of the last dimension, or have a dimension of their own: in a value with at least four
+    dimensions, one of size `count` that is not the first, the last or the sequence dimension.
 
     Args:
         pg: The graph.
-        shapes: The shapes, by path.
-        count: How many heads a user says that there are.
-        rows: How many rows the batch has, if that is known.
-        position_dim: What he says runs along the sequence.
+        shapes: The shapes of the values, by path.
+        count: The number of heads given by the user.
+        rows: The batch size, if known.
+        position_dim: The sequence dimension given by the user.
 
     Raises:
-        ExperimentError: There cannot be so many heads in a value; or they are mixed there already, as the graph tells.
+        ExperimentError: A value cannot be split into this number of heads; or, according to the graph, its heads are
+            mixed.
     """
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-        raise ExperimentError(f"heads is how many there are, a number from 1 on, not {count!r}")
+        raise ExperimentError(f"heads must be the number of heads, a positive integer, not {count!r}")
     count = int(count)
     dims = {}
     for path, shape in shapes.items():
         dims[path] = _dim(path, shape, count, _sequence_dim(pg, path, position_dim))
         _check_rows(path, shape, count, rows)
     _check_apart(pg, shapes)
-    return HeadPlaces(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
+    return HeadLayout(count, dims, {path: shapes[path][dim] // count for path, dim in dims.items()})
 
 
 def _dim(path: str, shape: Shape, count: int, sequence: int | None) -> int:
     own = [dim for dim in range(1, len(shape) - 1) if shape[dim] == count and dim != sequence] if len(shape) > 3 else []
     if len(own) > 1:
         raise ExperimentError(
-            f"{path!r} is of shape {shape}: it cannot be told which of the dimensions {', '.join(map(str, own))} has "
-            f"the {count} heads; give inputs of another length"
+            f"{path!r} has shape {shape}: the {count} heads could be in any of the dimensions "
+            f"{', '.join(map(str, own))}; give inputs of another length"
         )
     if own:
         return own[0]
     if not shape or shape[-1] % count:
-        raise ExperimentError(f"{path!r} is of shape {shape}: its last dimension cannot be split into {count} heads")
+        raise ExperimentError(f"{path!r} has shape {shape}: its last dimension cannot be split into {count} heads")
     if sequence == len(shape) - 1:
-        raise ExperimentError(f"the last dimension of {path!r}, of shape {shape}, runs along the sequence: no heads")
+        raise ExperimentError(f"{path!r} has shape {shape}: its last dimension is the sequence, and has no heads")
     return len(shape) - 1
 
 
 def _sequence_dim(pg: PatchableGraph, path: str, position_dim: PositionDim) -> int | None:
-    """Returns which dimension of a value is known to run along the sequence."""
+    """Returns the sequence dimension of a value, if known."""
     try:
         return position_dims(pg, [path], position_dim)[path]
     except ExperimentError:
@@ -272,16 +272,16 @@ def _sequence_dim(pg: PatchableGraph, path: str, position_dim: PositionDim) -> i
 
 
 def _check_rows(path: str, shape: Shape, count: int, rows: int | None) -> None:
-    """Refuses values whose first dimension holds the rows of the batch and the heads of each."""
+    """Rejects values whose first dimension combines the batch and the heads."""
     if count > 1 and rows is not None and len(shape) == 3 and shape[0] == rows * count and shape[1] != rows:
         raise ExperimentError(
-            f"{path!r} is of shape {shape}: its first dimension has the {count} heads of {rows} rows, one after "
-            "another; give a path in which they lie side by side, such as the input of the output projection"
+            f"{path!r} has shape {shape}: its first dimension combines {rows} rows with {count} heads; give a path "
+            "with the heads in the last dimension, such as the input of the output projection"
         )
 
 
 def _check_apart(pg: PatchableGraph, paths: Iterable[str]) -> None:
-    """Refuses values in which heads are mixed."""
+    """Rejects values in which heads are mixed."""
     problems = []
     for path, target in targets(pg, paths).items():
         mixing = mixing_of(target)
@@ -290,6 +290,6 @@ def _check_apart(pg: PatchableGraph, paths: Iterable[str]) -> None:
             problems.append(f"{path!r}: {repair}")
     if problems:
         raise ExperimentError(
-            "heads= needs values in which heads are apart; after the output projection of an attention each number is "
-            "made of all of them:\n  " + "\n  ".join(problems)
+            "heads= needs values with separate heads; after the output projection of an attention, each number depends "
+            "on all heads:\n  " + "\n  ".join(problems)
         )

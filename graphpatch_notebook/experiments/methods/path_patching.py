@@ -1,4 +1,4 @@
-"""Path patching: what one value does to another directly, past all other components of the model."""
+"""Path patching: the direct effect of one value on another, without all other components of the model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from graphpatch_notebook.experiments.methods.arguments import (
     targets,
 )
 from graphpatch_notebook.experiments.methods.causal_tracing import Noise
-from graphpatch_notebook.experiments.methods.heads import head_places, shapes_of
-from graphpatch_notebook.experiments.methods.reference_runs import Comparison, record
+from graphpatch_notebook.experiments.methods.heads import head_layout, shapes_of
+from graphpatch_notebook.experiments.methods.reference_runs import MetricRange, record
 from graphpatch_notebook.experiments.methods.sweeps import sweep
 from graphpatch_notebook.inspection.node_path import NodePath
 from graphpatch_notebook.inspection.resolution import Target
@@ -54,45 +54,45 @@ def path_patch(
     normalize: bool = False,
     **options: Any,
 ) -> DataArray:
-    """Returns what the metric gives on the corrupted inputs when a clean value gets through one edge.
+    """Returns the metric on the corrupted inputs when a clean value passes along one edge.
 
-    The edge leads from the sender to the receiver directly, past all other components of the model. Exactly:
+    The edge goes from the sender to the receiver directly, not through other components of the model:
 
     1. The sender's value is recorded on the clean inputs, the outputs of all components on the corrupted ones.
     2. The model runs on the corrupted inputs with the clean value at the sender and all components held at their
-       corrupted values; what the receiver would be then is recorded. What is no component (the residual stream, norms)
-       is computed anew. A component that the sender lies in is not held: it hands on what the sender changes.
+       corrupted values; the value of the receiver is recorded. What is not a component (the residual stream, norms) is
+       recomputed. A component that contains the sender is not held: it passes on the change of the sender.
     3. The model runs on the corrupted inputs with only the receiver replaced, by that value. Everything after it is
-       computed anew. The metric is that of this run; for the receiver `None`, that of the run in step 2.
+    recomputed. The metric is that of this run; for the receiver `None`, that of the run in step 2.
 
     Args:
         pg: The graph.
         sender: A path, such as `h_0.attn.output|sub_0`; or a path and an index, for one head
             (`("h_0.attn.c_proj.x", (..., slice(0, 64)))`); or a list of these.
-        receiver: Likewise: what a component returns, what it is given (`h_3.attn.hidden_states`), or a value in it
+        receiver: In the same form: the output of a component, an input (`h_3.attn.hidden_states`), or a value in it
             (`h_3.attn.query_states`); `None` (also in a list) for the output of the model.
         clean: The clean inputs: a tuple of arguments, a dict of keyword arguments, or one value.
         corrupted: Other inputs of the same shapes.
-        metric: From the output of the model to a number (see `LogitDifference` and others), or to several by name.
-        components: The paths that are held. Where they are not given: the outputs of the submodules with matrices that
-            the layers of the model's stacks call, so attentions and MLPs, if that can be told.
-        heads: Let each of so many heads of the senders through by itself; these are then values in which heads are
-            apart (`h_0.attn.c_proj.x`, the input of the output projection), as for `ablate`.
+        metric: Maps the output of the model to a number (see `LogitDifference` and others), or to a dict of numbers.
+        components: The paths that are held. By default, the outputs of the submodules with matrices in each layer, so
+            attentions and MLPs, if these can be found.
+        heads: The number of attention heads: each head of the senders is a sender of its own. The heads must be
+            separate in the values of the senders (`h_0.attn.c_proj.x`, the input of the output projection), as for
+            `ablate`.
         normalize: Return (value - corrupted) / (clean - corrupted).
         **options: As for `pg.sweep`: `batch`, `progress`, `checkpoint`, `checkpoint_key`,
             `executor`, `recipe`.
 
     Returns:
-        An array with dimensions `sender`, `head` (with `heads`) and `receiver`; of senders and receivers there is one
-        where a list was given. Its `attrs` have the metric on
-        the inputs as they are, `clean` and `corrupted`, and the `components`. Where lists have pairs in which the
-        receiver runs before the sender, no edge leads there and the metric is the corrupted one. An `ExperimentWarning`
-        says so where a sender gets to no receiver, because what it does is held in a component right after it.
+        An array with the dimensions `sender` (for a list), `head` (with `heads`) and `receiver` (for a list). Its
+        `attrs` contain the metric without patches, `clean` and `corrupted`, and the `components`. If a receiver runs
+        before a sender, there is no edge and the metric is the corrupted one. An `ExperimentWarning` names senders that
+        do not reach any receiver, and the held component that blocks them.
 
     Raises:
-        ExperimentError: Before the sweep: components cannot be told, values differ in shape between clean and corrupted
-            inputs, or no receiver runs after a sender.
-        UnknownPathError: There are no such paths; the message names the nearest.
+        ExperimentError: Before the sweep: components cannot be found, values differ in shape between clean and
+            corrupted inputs, or no receiver runs after a sender.
+        UnknownPathError: A path does not exist. The message names the nearest ones.
 
     Example:
         >>> class Sum(torch.nn.Module):
@@ -128,7 +128,7 @@ def path_patch(
     inputs = inputs_of(corrupted)
     other = record(pg, inputs, [*edges.sending, *edges.held, *edges.receiving], metric)
     check_same_shapes(run.values, other.values, ("clean", "corrupted"))
-    comparison = Comparison(run.measurement.values, other.measurement.values, normalize)
+    comparison = MetricRange(run.measurement.values, other.measurement.values, normalize)
     edges.record(inputs, run.values, other.values)
     edges.warn_of_unreached()
     are_listed = {"sender": isinstance(sender, list), "receiver": isinstance(receiver, list)}
@@ -147,13 +147,13 @@ def path_patch(
 
 
 @dataclass(frozen=True)
-class _Reached:
-    """What a run gave.
+class _RunValues:
+    """The values of a run.
 
     Attributes:
         values: Some values, by path.
-        has_output: Whether the output of the model was asked for.
-        output: That output.
+        has_output: Whether `output` was requested.
+        output: The output of the model.
     """
 
     values: Mapping[str, Tensor]
@@ -162,21 +162,21 @@ class _Reached:
 
 
 class _Edges:
-    """The edges between some senders and receivers: a callable from the labels of these to the patches for the edge.
+    """The edges between senders and receivers: a callable from two labels to the patches for that edge.
 
     Args:
         pg: The graph.
-        senders: Where edges begin, by label.
-        receivers: Where they end.
-        components: The paths that are held where an edge does not lead through them.
+        senders: The senders, by label.
+        receivers: The receivers, by label.
+        components: The paths that are held, except those that contain the sender.
 
     Attributes:
-        held: The paths of the components, as the package writes them.
+        held: The paths of the components, in the package's spelling.
         sending: The paths of the senders.
         receiving: The paths of the receivers.
 
     Raises:
-        ExperimentError: There is no edge: all receivers run before all senders.
+        ExperimentError: There are no edges: all receivers run before all senders.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class _Edges:
             start, end = next(iter(senders)), next(iter(receivers))
             hint = "name two values" if start == end else "are they swapped?"
             raise ExperimentError(
-                f"receiver {end!r} does not run after sender {start!r}, so no edge leads there; {hint}"
+                f"receiver {end!r} does not run after sender {start!r}, so there is no edge between them; {hint}"
             )
         self._components = list(targets(pg, components).values())
         self.held = [target.path for target in self._components]
@@ -209,7 +209,7 @@ class _Edges:
         self._received: dict[tuple[str, str], Tensor] = {}
 
     def record(self, inputs: Inputs, clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
-        """Records what receivers are where a sender's clean value reaches them directly.
+        """Records the values of receivers that the clean value of each sender reaches directly.
 
         Args:
             inputs: The corrupted inputs.
@@ -236,36 +236,36 @@ class _Edges:
                 for end, receiver in ends.items()
                 if receiver.path
             }
-            before, own = _Reached(corrupted, run.has_output, without), sender.part(corrupted[sender.path])
-            if _is_same(value, own) or _gets_to(ends.values(), run, before):
+            before, own = _RunValues(corrupted, run.has_output, without), sender.part(corrupted[sender.path])
+            if _is_same(value, own) or _differs_at(ends.values(), run, before):
                 continue
-            why, component = _TOO_SMALL, None
+            why, component = _LOST, None
             if not any(
-                _gets_to(
+                _differs_at(
                     ends.values(), self._reach(inputs, patches | {sender.path: [larger]}, paths), before, is_larger=True
                 )
                 for larger in _larger_changes(sender, own, value)
             ):
-                component = self._in_the_way(inputs, patches, corrupted)
-                why = "" if component is None else _IN_THE_WAY
+                component = self._blocking_component(inputs, patches, corrupted)
+                why = "" if component is None else _BLOCKED
             self._unreached.setdefault(why, []).append((start, component))
 
-    def _in_the_way(
+    def _blocking_component(
         self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], corrupted: Mapping[str, Tensor]
     ) -> str | None:
-        """Returns the first held component that a sender reaches, if there is one."""
+        """Returns the first held component that a sender reaches, if any."""
         held = [path for path in self.held if path in patches]
         values = self._reach(inputs, patches, held).values
         order = {path: number for number, path in enumerate(self._pg.nodes)}
         reached = [path for path in held if not _is_same(values[path], corrupted[path])]
         return min(reached, key=order.__getitem__, default=None)
 
-    def _reach(self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], paths: Iterable[str]) -> _Reached:
-        """Returns what values are in a run under `patches`, components before they are held."""
+    def _reach(self, inputs: Inputs, patches: Mapping[str, list[Patch[Any]]], paths: Iterable[str]) -> _RunValues:
+        """Returns the values at `paths` in a run under `patches`; for components, before they are held."""
         probes = {path: ProbePatch() for path in paths}
         has_output = probes.pop("", None) is not None
         if not probes and not has_output:
-            return _Reached({})
+            return _RunValues({})
         patch_map: dict[str | NodePath, list[Patch[Any]]] = {path: list(listed) for path, listed in patches.items()}
         for path, probe in probes.items():
             patch_map[path] = [probe, *patches.get(path, ())]
@@ -273,7 +273,7 @@ class _Edges:
         with torch.no_grad(), self._pg.patch(patch_map, strict=True):
             output = self._pg(*fresh.args, **fresh.kwargs)
         values = {path: probe.activation.detach() for path, probe in probes.items()}
-        return _Reached(values, has_output, output if has_output else None)
+        return _RunValues(values, has_output, output if has_output else None)
 
     def __call__(self, start: str, end: str) -> PatchMap:
         if (start, end) not in self._pairs:
@@ -284,18 +284,18 @@ class _Edges:
         return {receiver.path: receiver.replaced(self._received[start, end])}
 
     def remarks(self) -> list[str]:
-        """Returns what is to be known of the edges, in words."""
+        """Returns remarks about the edges."""
         count = len(self._senders) * len(self._receivers)
         found = []
         if missing := count - len(self._pairs):
             found.append(
-                f"in {missing} of {count} pairs the receiver does not run after the sender: the metric is the "
+                f"in {missing} of {count} pairs, the receiver does not run after the sender, and the metric is the "
                 "corrupted one"
             )
         return [*found, *self._unreached_texts()]
 
     def warn_of_unreached(self) -> None:
-        """Warns of senders of which nothing gets to any receiver, if there are such."""
+        """Warns of senders that do not reach any receiver."""
         for text in self._unreached_texts():
             warn_each_time(text, ExperimentWarning)
 
@@ -304,32 +304,32 @@ class _Edges:
         for why, found in self._unreached.items():
             start, component = found[0]
             more = f" (and {len(found) - 1} others)" if len(found) > 1 else ""
-            text = f"nothing of sender {start!r}{more} gets to any receiver directly: the metric is the corrupted one"
+            text = f"sender {start!r}{more} does not reach any receiver directly: the metric is the corrupted one"
             texts.append(text + why.format(component=component))
         return texts
 
 
-_IN_THE_WAY = (
-    ". It is component {component!r} that takes it up first and is held; if that is what the sender itself adds to the "
-    "model, leave it out of components="
+_BLOCKED = (
+    ". The first held component that it reaches is {component!r}; if this is what the sender itself adds to the model, "
+    "leave it out of components="
 )
-_TOO_SMALL = (
-    ". No held component is in its way: a larger change in the same direction would get there, but this one is lost "
-    "to the rounding of what it is added to or in a function that is flat there"
+_LOST = (
+    ". No held component blocks it: a larger change in the same direction would reach a receiver, but this one is lost "
+    "to rounding, or in a function that is flat there"
 )
 _LARGER = tuple(2.0**power for power in (10, 20, 30, 40, 60, 80, 100, 120))
 
 
 def _larger_changes(sender: EdgeEnd, own: Tensor, value: Tensor) -> Iterator[Patch[Any]]:
-    """Yields patches that change a sender like its clean value does, but by more."""
+    """Yields patches that change a sender in the direction of its clean value, but by more."""
     if value.is_floating_point():
         yield from (sender.replaced(own + (value - own) * factor) for factor in _LARGER)
 
 
-def _gets_to(ends: Iterable[EdgeEnd], run: _Reached, before: _Reached, *, is_larger: bool = False) -> bool:
-    """Whether a run gave anything else than another one at any of some ends.
+def _differs_at(ends: Iterable[EdgeEnd], run: _RunValues, before: _RunValues, *, is_larger: bool = False) -> bool:
+    """Whether two runs differ at any of the given ends.
 
-    In a run with a larger change, what overflowed does not count: masked values that are not finite get everywhere.
+    In a run with a larger change, values that are not finite do not count, since they also spread through masks.
     """
     if run.has_output and not _is_same(run.output, before.output, but_overflow=is_larger):
         return True
@@ -338,7 +338,7 @@ def _gets_to(ends: Iterable[EdgeEnd], run: _Reached, before: _Reached, *, is_lar
 
 
 def _is_same(value: Any, other: Any, *, but_overflow: bool = False) -> bool:
-    """Whether the tensors of two values are the same numbers; those that overflowed in `value` may be left out."""
+    """Whether the tensors of two values are equal; optionally without the entries of `value` that are not finite."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.equal(torch.where(value.isfinite(), value, other) if but_overflow else value, other)
     parts, others = readable_children(value) or [], readable_children(other) or []
@@ -347,7 +347,7 @@ def _is_same(value: Any, other: Any, *, but_overflow: bool = False) -> bool:
 
 
 def _lies_in(sender: EdgeEnd, component: Target) -> bool:
-    """Whether a sender is what a component returns, or a value that it is made of inside the component's module."""
+    """Whether a sender is the output of a component, or a value inside its module."""
     if sender.target is None or component.node.kind != "output":
         return sender.path == component.path
     inside = component.frame.path
@@ -355,7 +355,7 @@ def _lies_in(sender: EdgeEnd, component: Target) -> bool:
 
 
 End: TypeAlias = "str | NodePath | tuple[str | NodePath, Any]"
-"""Where an edge begins or ends: a path, or a path and an index into its value (one head, one position)."""
+"""A sender or receiver: a path, or a path and an index into its value (one head, one position)."""
 
 OUTPUT = "output"
 
@@ -364,11 +364,11 @@ _WITHOUT_ROWS = ("parameter", "buffer", "attribute")
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """Where an edge begins or ends.
+    """A sender or a receiver.
 
     Attributes:
-        target: What its path means; `None` for the output of the model.
-        index: What of the value is meant; `None` for all of it.
+        target: The node of its path; `None` for the output of the model.
+        index: An index into the value; `None` for the whole value.
     """
 
     target: Target | None
@@ -385,23 +385,23 @@ class EdgeEnd:
         return f"{self.path}[{index_text(self.index)}]"
 
     def part(self, value: Tensor) -> Tensor:
-        """Returns a copy of what of `value` is meant."""
+        """Returns a copy of this part of `value`."""
         shape = tuple(value.shape)
         try:
             part = value.clone() if self.index is None else value[self.index].clone()
             if not part.numel() and value.numel():
-                raise IndexError("it is empty")
+                raise IndexError("the index selects nothing")
             return part
         except (IndexError, TypeError) as error:
-            raise ExperimentError(f"{self.label!r}: no such part of the value, of shape {shape}: {error}") from error
+            raise ExperimentError(f"{self.label!r}: index does not fit the value of shape {shape}: {error}") from error
 
     def replaced(self, value: Tensor) -> Patch[Any]:
-        """Returns the patch that puts `value` there."""
+        """Returns a patch that replaces this part with `value`."""
         return ReplacePatch(value=value, slice=self.index)
 
 
 def edge_ends(pg: PatchableGraph, given: Any, what: str) -> dict[str, EdgeEnd]:
-    """Returns the ends of edges that a user gave, by label."""
+    """Returns the given senders or receivers, by label."""
     found: dict[str, EdgeEnd] = {}
     for item in given if isinstance(given, list) else [given]:
         end = _end(pg, item, what)
@@ -409,7 +409,7 @@ def edge_ends(pg: PatchableGraph, given: Any, what: str) -> dict[str, EdgeEnd]:
             raise ExperimentError(f"{what} has {end.label!r} more than once")
         found[end.label] = end
     if not found:
-        raise ExperimentError(f"{what} is empty: give a path, or a list of some")
+        raise ExperimentError(f"{what} is empty; give a path, or a list of paths")
     return found
 
 
@@ -419,10 +419,10 @@ def head_ends(
     """Returns the heads of senders, by label and number."""
     indexed = next((end for end in senders.values() if end.index is not None), None)
     if indexed is not None:
-        raise ExperimentError(f"heads= takes senders apart, but {indexed.label!r} has an index; give one of the two")
-    places = head_places(pg, shapes_of(values), heads, inputs.rows)
+        raise ExperimentError(f"heads= splits senders, but {indexed.label!r} has an index; give one of the two")
+    layout = head_layout(pg, shapes_of(values), heads, inputs.rows)
     return {
-        (start, head): replace(end, index=(*places.index(end.path, head), ...))
+        (start, head): replace(end, index=(*layout.index(end.path, head), ...))
         for start, end in senders.items()
         for head in range(heads)
     }
@@ -434,19 +434,19 @@ def _end(pg: PatchableGraph, item: Any, what: str) -> EdgeEnd:
     path, index = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     if not isinstance(path, (str, NodePath)) or isinstance(index, (str, NodePath)):
         raise ExperimentError(
-            f"a {what} is a path, or a path and an index such as (path, (..., slice(0, 64))), not {item!r}; give "
+            f"a {what} must be a path, or a path and an index such as (path, (..., slice(0, 64))), not {item!r}; give "
             "several in a list"
         )
     target = targets(pg, [str(path)])[str(path)]
     if not isinstance(target.spec, TensorSpec):
-        raise ExperimentError(f"a {what} is a tensor, but {target.path!r} was {target.spec} when it was captured")
+        raise ExperimentError(f"a {what} must be a tensor, but {target.path!r} was {target.spec} when it was captured")
     end = EdgeEnd(target, index)
     _check_rows(end)
     return end
 
 
 def _check_rows(end: EdgeEnd) -> None:
-    """Refuses numbers in the first dimension of an index: where a head is meant, they take rows of the batch."""
+    """Rejects integers in the first dimension of an index, which select rows of the batch instead of heads."""
     target, index = end.target, end.index
     if target is None or target.node.kind in _WITHOUT_ROWS:
         return
@@ -464,13 +464,13 @@ def _check_rows(end: EdgeEnd) -> None:
     if len(shape) > 3 and isinstance(first, int):
         head = f"({path!r}, (slice(None), {first})) if dimension 1 of its shape {shape} has them"
     raise ExperimentError(
-        f"{end.label!r}: {index_text(first)} counts rows of the batch, the first dimension of the shape {shape}. To "
-        f"name a head, give {head}; for rows of the batch give {rows}"
+        f"{end.label!r}: {index_text(first)} selects rows of the batch, the first dimension of the shape {shape}. "
+        f"For a head, give {head}; for rows of the batch, give {rows}"
     )
 
 
 def index_text(index: Any) -> str:
-    """Returns an index as it stands between brackets.
+    """Returns an index as it is written between brackets.
 
     Example:
         >>> index_text((..., 3, slice(0, 64)))
@@ -484,27 +484,29 @@ def index_text(index: Any) -> str:
     return "..." if index is Ellipsis else str(index)
 
 
-_HOW_TO_GIVE = (
-    "give the values to hold, those that carry all edges but the direct ones: components=['h_0.attn.output', ...]"
-)
+_HOW_TO_GIVE = "give the values to hold, through which all other edges go: components=['h_0.attn.output', ...]"
 
 
 def default_components(pg: PatchableGraph) -> list[str]:
-    """Returns the paths of the outputs of attentions, MLPs and the like, in order of execution.
+    """Returns the paths of the outputs of components, in order of execution.
+
+    Components are the submodules of layers that have matrices, and whose output could be added to the residual stream:
+    attention and MLP, not norms. A submodule that adds its own input to its output is not one: to hold its output would
+    also hold the values before it.
 
     Raises:
-        ExperimentError: They cannot be told: the model has no stack of layers, or one that is built in another way.
+        ExperimentError: They cannot be found: the model has no list of layers, or its layers are built in another way.
     """
     found = []
     for layer in _layers(pg.nodes.root):
         found += _components(layer)
     if not found:
-        raise ExperimentError(f"the model has no stack of layers whose parts could be told; {_HOW_TO_GIVE}")
+        raise ExperimentError(f"no components were found, since the model has no list of layers; {_HOW_TO_GIVE}")
     return found
 
 
 def _layers(frame: Frame) -> Iterator[Frame]:
-    """Yields the calls of the members of module lists, where there are several of them; outermost lists only."""
+    """Yields the calls of layers: members of the outermost module lists with several members."""
     members: dict[str, list[Frame]] = {}
     for call in frame.calls():
         above, _, last = str(call.target).rpartition(".")
@@ -522,7 +524,7 @@ def _components(layer: Frame) -> list[str]:
     where = format_path(layer.path)
     own = [node.name for node in layer.nodes if node.kind == "parameter" and _is_matrix(node)]
     if own or layer.opaque_reason is not None:
-        raise ExperimentError(f"the parts of layer {where!r} cannot be told: it computes by itself; {_HOW_TO_GIVE}")
+        raise ExperimentError(f"layer {where!r} has matrices of its own, so its components are unknown; {_HOW_TO_GIVE}")
     _, stream = _output_of(layer)
     found = []
     for call in layer.calls():
@@ -530,14 +532,14 @@ def _components(layer: Frame) -> list[str]:
             continue
         path, shape = _output_of(call.frame)
         if (shape[-1:], shape.numel()) != (stream[-1:], stream.numel()):
-            continue  # the first half of an MLP, which is not added to the stream
+            continue  # such as the first half of an MLP, which is not added to the stream
         if _hands_on(call.frame, shape):
             raise ExperimentError(
-                f"{path!r} holds more than what its module adds: its input is handed on in it; {_HOW_TO_GIVE}"
+                f"{path!r} contains its module's input, not only what the module adds; {_HOW_TO_GIVE}"
             )
         found.append(path)
     if not found and _has_matrices(layer.module):
-        raise ExperimentError(f"no submodule of layer {where!r} adds to what the layer returns; {_HOW_TO_GIVE}")
+        raise ExperimentError(f"no submodule of layer {where!r} adds to the output of the layer; {_HOW_TO_GIVE}")
     return found
 
 
@@ -545,7 +547,7 @@ def _output_of(frame: Frame) -> tuple[str, torch.Size]:
     for dig, spec in leaves(frame.output_node.spec):
         if isinstance(spec, TensorSpec):
             return format_path((*frame.path, frame.output_node.name), dig), spec.shape
-    raise ExperimentError(f"{format_path(frame.path)!r} returns no tensor that could be held; {_HOW_TO_GIVE}")
+    raise ExperimentError(f"{format_path(frame.path)!r} does not return a tensor that could be held; {_HOW_TO_GIVE}")
 
 
 def _has_matrices(module: Module) -> bool:
@@ -557,19 +559,19 @@ def _is_matrix(node: Node) -> bool:
 
 
 def _hands_on(frame: Frame, shape: torch.Size) -> bool:
-    """Whether something in the output of shape `shape` comes from an input of that shape past all matrices."""
+    """Whether part of the output comes from an input of shape `shape` without a matrix in between."""
     inputs = {id(node) for node in frame.inputs() if isinstance(node.spec, TensorSpec) and node.spec.shape == shape}
     return _output_has(frame, inputs, shape)
 
 
 def _output_has(frame: Frame, handed: set[int], shape: torch.Size) -> bool:
-    """Whether an output of shape `shape` is made of some of the nodes `handed` (by id) past all matrices."""
+    """Whether an output of shape `shape` depends on the nodes with ids `handed` without a matrix in between."""
     if frame.opaque_reason is not None:
         return bool(handed) and not _has_matrices(frame.module)
     handed, matrices = set(handed), set[int]()
     for node in frame.nodes:
         if not any(isinstance(spec, TensorSpec) for _, spec in leaves(node.spec)):
-            continue  # sizes are handed on everywhere
+            continue  # sizes are passed on everywhere
         sources = [ref.node for ref in refs_in((node.args, node.kwargs))]
         if node.whole is not node:
             sources.append(node.whole)
@@ -590,7 +592,7 @@ def _output_has(frame: Frame, handed: set[int], shape: torch.Size) -> bool:
 
 
 def _call_has(frame: Frame, given: list[Node]) -> bool:
-    """Whether what a call returns is made of its arguments `given` past all matrices."""
+    """Whether the result of a call depends on its arguments `given` without a matrix in between."""
     shapes = [node.spec.shape for node in given if isinstance(node.spec, TensorSpec)]
     inputs = {id(node) for node in frame.inputs() if isinstance(node.spec, TensorSpec) and node.spec.shape in shapes}
     return any(

@@ -1,4 +1,4 @@
-"""Positions in the sequence that a model works on, in the values of its nodes."""
+"""Positions in the sequence, and the sequence dimension of values."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from graphpatch_notebook.patches.kinds import ProbePatch
 from graphpatch_notebook.values import TensorSpec
 
 Positions: TypeAlias = "bool | int | Iterable[int] | slice | None"
-"""A position, several or a slice, negative ones counted from the end of the sequence; `True` for all."""
+"""A position, several, or a slice; negative numbers count from the end of the sequence. `True` for all positions."""
 
 PositionDim: TypeAlias = "int | Mapping[str, int] | None"
-"""Which dimension runs along the sequence: of all values, or by path."""
+"""The sequence dimension: of all values, or by path."""
 
 
 def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: PositionDim) -> dict[str, int]:
-    """Returns, for each path, which dimension of its value runs along the sequence.
+    """Returns the sequence dimension of the value at each path.
 
     Args:
         pg: The graph.
         paths: The paths.
-        position_dim: What the user says of all of them, or of some in a dict by path; needed for models that take no
-            tokens.
+        position_dim: The dimension given by the user, for all paths or in a dict by path. Required for models that do
+            not take tokens.
 
     Raises:
-        ExperimentError: It cannot be told; the message has each reason once, with the paths.
+        ExperimentError: A sequence dimension is unknown. The message has each reason once, with its paths.
     """
     root = pg.nodes.root
     if isinstance(position_dim, Mapping):
@@ -48,14 +48,14 @@ def position_dims(pg: PatchableGraph, paths: Sequence[str], position_dim: Positi
 
 
 def check_problems(problems: Mapping[str, str]) -> None:
-    """Raises an `ExperimentError` if there are paths for which no dimension is known to run along the sequence."""
+    """Raises an `ExperimentError` if the sequence dimension of some paths is unknown."""
     if problems:
-        told = "\n  ".join(by_problem(problems))
-        raise ExperimentError(f"which dimension runs along the sequence cannot be told:\n  {told}")
+        reasons = "\n  ".join(by_problem(problems))
+        raise ExperimentError(f"the sequence dimension is unknown:\n  {reasons}")
 
 
 def by_problem(problems: Mapping[str, str]) -> list[str]:
-    """Returns each problem once, with the paths that have it; the most common first."""
+    """Returns each problem once with its paths, the most common first."""
     paths: dict[str, list[str]] = {}
     for path, problem in problems.items():
         paths.setdefault(problem, []).append(path)
@@ -63,13 +63,13 @@ def by_problem(problems: Mapping[str, str]) -> list[str]:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    """Returns some paths in words: of many, the first."""
+    """Returns up to three paths as text."""
     few = ", ".join(map(repr, paths[:3]))
     return few if len(paths) <= 3 else f"{few} and {len(paths) - 3} others"
 
 
 def _dim(root: Frame, target: Target, given: int | None) -> int | str:
-    """Returns the dimension, or why it cannot be told."""
+    """Returns the dimension, or why it is unknown."""
     if _takes_tokens(root):
         try:
             restriction = restriction_of(root, target, ProbePatch(positions=0, position_dim=given))
@@ -77,11 +77,11 @@ def _dim(root: Frame, target: Target, given: int | None) -> int | str:
             return str(problem)
         return restriction.dim if restriction is not None else 0
     if given is None:
-        return "the model takes no input_ids or inputs_embeds; say which it is, position_dim=1 or another"
+        return "the model does not take input_ids or inputs_embeds; give the dimension, such as position_dim=1"
     if type(given) is not int:
-        return f"position_dim must be an int, or a dict of these by path, not {given!r}"
+        return f"position_dim must be an int, or a dict from paths to ints, not {given!r}"
     if not isinstance(target.spec, TensorSpec):
-        return f"positions are those of a tensor, but this was {target.spec} when it was captured"
+        return f"only tensors have positions, but this was {target.spec} when it was captured"
     rank = len(target.spec.shape)
     if not -rank <= given < rank:
         return f"position_dim={given} is out of range for a value of shape {tuple(target.spec.shape)}"
@@ -95,36 +95,36 @@ def _takes_tokens(root: Frame) -> bool:
 
 
 def chosen_positions(given: Positions, values: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[int]:
-    """Returns the positions that a user gave, counted from the start of the sequence.
+    """Returns the given positions, counted from the start of the sequence.
 
     Args:
-        given: A number or several, negative ones counted from the end; `True` or `None` for all.
-        values: What the paths hold.
-        dims: Which dimension of these runs along the sequence.
+        given: A number or several; negative numbers count from the end. `True` or `None` for all.
+        values: The values at the paths.
+        dims: The sequence dimension of each path.
 
     Raises:
-        ExperimentError: A position is out of range, or the values are those of sequences of different lengths.
+        ExperimentError: A position is out of range, or the values have sequences of different lengths.
     """
     lengths = {path: values[path].shape[dim] for path, dim in dims.items()}
     first, length = next(iter(lengths.items()))
     for path, other in lengths.items():
         if other != length:
             raise ExperimentError(
-                f"{path!r} has {other} positions and {first!r} {length}: give paths of one sequence at a time"
+                f"{path!r} has {other} positions, but {first!r} has {length}; give paths of one sequence at a time"
             )
     return counted_positions(given, length, f"{first!r} has {length} positions, shape {tuple(values[first].shape)}")
 
 
 def counted_positions(given: Positions, length: int, whose: str) -> list[int]:
-    """Returns the positions that a user gave, counted from the start of a sequence, in the order in which he gave them.
+    """Returns the given positions, counted from the start of the sequence, in the given order.
 
     Args:
-        given: A number or several, negative ones counted from the end; a slice; `True` or `None` for all.
-        length: How long the sequence is.
-        whose: What has so many positions, in words.
+        given: A number or several, or a slice; negative numbers count from the end. `True` or `None` for all.
+        length: The length of the sequence.
+        whose: What has that length, for the message.
 
     Raises:
-        ExperimentError: A position is out of range, or given twice, or there is none.
+        ExperimentError: A position is out of range or repeated, or there are no positions.
 
     Example:
         >>> counted_positions([2, -1], 7, ""), counted_positions(slice(-2, None), 7, "")
@@ -136,7 +136,7 @@ def counted_positions(given: Positions, length: int, whose: str) -> list[int]:
     if isinstance(numbers, slice):
         if chosen := range(length)[numbers]:
             return list(chosen)
-        raise ExperimentError(f"positions={given!r} selects none: {whose}")
+        raise ExperimentError(f"positions={given!r} selects nothing: {whose}")
     if bad := [position for position in numbers if not -length <= position < length]:
         raise ExperimentError(f"position {bad[0]} is out of range: {whose}")
     counted = [position % length for position in numbers]
@@ -150,7 +150,7 @@ def counted_positions(given: Positions, length: int, whose: str) -> list[int]:
 
 
 def counts_from_end(given: Positions) -> bool:
-    """Whether positions that a user gave depend on how long the sequence is."""
+    """Whether positions count from the end of the sequence."""
     if given is None or given is True:
         return False
     numbers = whole_numbers(given)
@@ -159,15 +159,15 @@ def counts_from_end(given: Positions) -> bool:
 
 
 def whole_numbers(given: Any) -> list[int] | slice:
-    """Returns positions as Python's own numbers, checked; a slice as it is.
+    """Returns positions as Python integers; a slice is returned unchanged.
 
     Raises:
-        ExperimentError: They are no whole numbers, or none at all.
+        ExperimentError: They are not integers, or there are none.
     """
     if isinstance(given, slice):
         parts = (given.start, given.stop, given.step)
         if any(part is not None and type(part) is not int for part in parts) or given.step == 0:
-            raise ExperimentError(f"positions are whole numbers, or True for all, not {given!r}")
+            raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")
         return given
     listed = given.tolist() if hasattr(given, "tolist") else given
     several = [listed] if isinstance(listed, int) else listed
@@ -175,12 +175,12 @@ def whole_numbers(given: Any) -> list[int] | slice:
         if not isinstance(listed, bool):
             if numbers := [operator.index(number) for number in several]:
                 return numbers
-            raise ExperimentError("positions is empty: give at least one, or True for all")
+            raise ExperimentError("positions is empty; give at least one, or True for all")
     except TypeError:
         pass
-    raise ExperimentError(f"positions are whole numbers, or True for all, not {given!r}")
+    raise ExperimentError(f"positions must be integers, or True for all, not {given!r}")
 
 
 def at_position(dim: int, position: Any) -> tuple[Any, ...]:
-    """Returns the index of a position, or of several in a list, along dimension `dim`."""
+    """Returns the index of a position, or of a list of positions, along dimension `dim`."""
     return (*(slice(None),) * dim, position)

@@ -1,4 +1,4 @@
-"""The values that some nodes have in one run."""
+"""Runs without patches: their values and metrics, which other runs are compared with."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What one run without patches gave.
+class ReferenceRun:
+    """The results of one run without patches.
 
     Attributes:
-        values: The values of some paths: the model's own tensors, detached.
-        measurement: What the metric gave.
-        drawn: Of which generators the model drew random numbers.
+        values: The values at some paths: the model's tensors, detached.
+        measurement: The metric of the run.
+        drawn: The random generators that the model used.
     """
 
     values: Mapping[str, Tensor]
@@ -40,24 +40,24 @@ class Recording:
     drawn: Sequence[str] = ()
 
     def warn_if_random(self, pg: PatchableGraph) -> None:
-        """Warns where the run, and so each later one, drew random numbers of its own."""
+        """Warns if the model draws random numbers, which differ in each run."""
         if self.drawn:
             repair = "; call pg.eval() first" if pg.training else ""
             warn_each_time(
-                f"the model draws random numbers (of {' and '.join(self.drawn)}), others in each run: what is compared "
-                f"here differs by these, too{repair}",
+                f"the model draws random numbers (of {' and '.join(self.drawn)}) in each run, so the compared runs "
+                f"also differ by these{repair}",
                 ExperimentWarning,
             )
 
 
 def record(
     pg: PatchableGraph, inputs: Inputs, paths: Iterable[str], metric: Callable[[Any], Any] | None = None
-) -> Recording:
-    """Runs the model once, without gradients, and returns the values at `paths` and what the metric gives.
+) -> ReferenceRun:
+    """Runs the model once without gradients, and returns the values at `paths` and the metric.
 
     Raises:
-        ExperimentError: A value is no tensor.
-        PatchNotFiredError: A path did not come up.
+        ExperimentError: A value is not a tensor.
+        PatchNotFiredError: A path was not reached.
     """
     check_inputs(pg, inputs)
     probes: dict[str | NodePath, ProbePatch] = {path: ProbePatch() for path in paths}
@@ -73,25 +73,25 @@ def record(
     for path, probe in probes.items():
         value = probe.activation
         if not isinstance(value, Tensor):
-            raise ExperimentError(f"{str(path)!r} holds {value!r}, which is no tensor: give paths of tensors")
+            raise ExperimentError(f"{str(path)!r} holds {value!r}, which is not a tensor; give paths of tensors")
         values[str(path)] = value.detach()
-    return Recording(values, given, drawn)
+    return ReferenceRun(values, given, drawn)
 
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What the metric gives in the two runs.
+class MetricRange:
+    """The metric on the clean and on the corrupted inputs, between which results are scaled.
 
     Args:
-        clean: On the clean inputs.
-        corrupted: On the corrupted ones.
-        normalize: Whether results are told as shares of the way from `corrupted` (0) to `clean` (1).
+        clean: The metric on the clean inputs.
+        corrupted: The metric on the corrupted inputs.
+        normalize: Whether results are scaled such that `corrupted` is 0 and `clean` is 1.
 
     Raises:
-        ExperimentError: There is no such way.
+        ExperimentError: The two metrics are equal or not finite, and `normalize` is set.
     """
 
     clean: Array
@@ -99,20 +99,20 @@ class Comparison:
     normalize: bool
 
     def __post_init__(self) -> None:
-        with np.errstate(invalid="ignore"):  # of infinite numbers
-            way = self.clean - self.corrupted
-        if self.normalize and (not np.all(np.isfinite(way)) or np.any(way == 0)):
+        with np.errstate(invalid="ignore"):  # infinite metrics
+            span = self.clean - self.corrupted
+        if self.normalize and (not np.all(np.isfinite(span)) or np.any(span == 0)):
             raise ExperimentError(
-                f"there is nothing to normalize by: the metric is {self.clean.tolist()} on the clean inputs and "
-                f"{self.corrupted.tolist()} on the corrupted ones; leave normalize out, or change the inputs"
+                f"cannot normalize: the metric is {self.clean.tolist()} on the clean inputs and "
+                f"{self.corrupted.tolist()} on the corrupted inputs; remove normalize=True, or change the inputs"
             )
 
     def result_of(self, run: Callable[[], DataArray], form: Callable[[DataArray], DataArray]) -> DataArray:
-        """Returns what a sweep gives, with the numbers of the two runs in its `attrs`.
+        """Returns the result of a sweep, scaled, with the metrics of the two runs in its `attrs`.
 
         Args:
-            run: Does the sweep. If it is interrupted, what is done gets the same form.
-            form: Takes away dimensions that nobody asked for, and keeps the `attrs`.
+            run: Runs the sweep. If it is interrupted, the partial result is finished in the same way.
+            form: Removes dimensions that are not part of the result, and keeps the `attrs`.
         """
         try:
             swept = run()

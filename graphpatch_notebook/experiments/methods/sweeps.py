@@ -1,4 +1,4 @@
-"""Sweeps: one number for each combination of the values of some axes."""
+"""Sweeps: a metric for each combination of the values of some axes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from xarray import DataArray
 
 _FEW = 4
-"""Fewer cells do not share forwards: to find out how costs more."""
+"""With fewer cells, planning shared forwards costs more than it saves."""
 
 
 def sweep(
@@ -49,56 +49,57 @@ def sweep(
     recipe: Any = None,
     **input_kwargs: Any,
 ) -> DataArray:
-    """Returns what `metric` gives for each combination of the values of `axes`: `pg.sweep(...)` as a function.
+    """Returns the metric for each combination of the values of `axes`: `pg.sweep(...)` as a function.
 
-    A sweep is the loop `for ...: with pg.patch(make_patches(...)): metric(pg(*inputs))`. Cells share work where that is
-    known to change nothing: where their patches are `ZeroPatch`, `AddPatch` and `ReplacePatch`, which hold plain data
-    and tensors. These are copied when they are made, so you may reuse tensors and patches. From the first other
-    patch on (a `CustomPatch`, a `ProbePatch`, a kind of your own), each cell is made just before it runs, runs as a
-    whole, once, and may use what earlier cells left behind. `attrs["remarks"]` says so.
+    A sweep is the loop `for ...: with pg.patch(make_patches(...)): metric(pg(*inputs))`. Cells share work only if this
+    cannot change results: if their patches are `ZeroPatch`, `AddPatch` and `ReplacePatch` with plain data and tensors.
+    These are copied when they are made, so you may reuse tensors and patches. From the first other patch on (a
+    `CustomPatch`, a `ProbePatch`, your own kind), each cell is made just before it runs, runs once by itself, and may
+    use state that earlier cells changed. `attrs["remarks"]` says so.
 
-    A cell that fails does not lose the others: it is NaN, `attrs["errors"]` says why, and one `ExperimentWarning` is
-    given at the end. So does a cell that is made just before it runs and cannot be made, or names an unknown path.
+    If a cell fails, it is NaN, `attrs["errors"]` has the reason, and the other cells run; one `ExperimentWarning` is
+    raised at the end. This includes cells that are made just before they run, if `make_patches` fails or names an
+    unknown path.
 
     Args:
         pg: The graph.
-        axes: From names to values, the dimensions of the result.
-        make_patches: From a value of each axis to the patch map of a cell. It is called once for each cell, in order,
-            but before earlier cells run as long as all are of the first kind: then it cannot use what the metric keeps
-            of these, and if it changes the model or its inputs, that is an error.
-        *inputs: What the model runs on, positional; or all of it as one `Inputs`.
-        metric: From the output of the model to a number, an array of numbers, or a dict of numbers by name. It is
-            called without patches first (more than once, where a part of the output may be left out), then once for
-            each cell: in their order, if a call changes what it refers to, or if cells do not share forwards.
-        batch: `"auto"`, the number of cells in one forward, or `None` for one after the other.
-        progress: Whether to show how far it is, how many cells are done in a second, and how long it will take.
-        backward: Whether the metric of each cell is differentiated, with gradients that add up. Neither with
-            `checkpoint` nor with `executor`, which do not keep gradients.
-        checkpoint: The name of a file in which each chunk of cells is kept when it is done. The same call goes on from
-            it, after an interrupt, a crash or a power cut: cells that are done are not run again, cells that failed
-            are. The file of another sweep (axes, patches, metric, inputs, weights, the metric without patches, or
-            `checkpoint_key`) is refused and left as it is. Numbers are those of an uninterrupted sweep, bit for bit,
-            in the same environment. All patch maps are made before any cell runs, as with `executor`: functions that
-            use what others left behind do not find what cells left that ran earlier, or elsewhere.
-        checkpoint_key: What else tells this sweep from another, say the version of what your functions do: change it
-            when they change. Code is not looked at, so a key is needed with `checkpoint` unless patches are
-            `ZeroPatch`, `AddPatch` and `ReplacePatch`, the metric is one of the package's, or of torch's such as
-            `torch.sum`, and the inputs are plain data.
-        executor: What runs the chunks: an executor as in `concurrent.futures`, with a method `submit` that returns a
-            future. Threads share this process's graph. Other executors (processes, `joblib`'s, a Dask `Client` or its
-            `get_executor()`) need a `recipe`, and no weights go through them. Where a worker is lost, its chunk is
-            submitted again; where the executor breaks or has no worker left, the rest is run here, with an
-            `ExperimentWarning`, but not what its workers may have been lost with.
-        recipe: How another process gets the graph: a function without arguments that returns it, in the mode, dtype
-            and with the weights that it has here, or the name of a file that `pg.save` wrote. Each process does it
-            once, and its model must give what this one gives without patches, up to rounding: its cells fail
-            otherwise.
-        **input_kwargs: What the model runs on, by keyword.
+        axes: The dimensions of the result: a dict from names to values.
+        make_patches: Maps a value of each axis to the patch map of a cell. It is called once for each cell, in order.
+            Cells that share work are made before any of them runs: they cannot use state that the metric changes, and
+            it is an error if they change the model or its inputs.
+        *inputs: Positional inputs of the model; or all inputs as one `Inputs`.
+        metric: Maps the output of the model to a number, an array of numbers, or a dict from names to numbers. It is
+            first called on the run without patches (more than once, if parts of the output may be skipped), then once
+            for each cell: in order, if a call changes the state of the metric or if cells do not share forwards.
+        batch: The number of cells in one forward, `"auto"`, or `None` for one cell at a time.
+        progress: Whether to show the progress, the cells per second, and the remaining time.
+        backward: Whether to call `backward` on the metric of each cell; gradients accumulate. Not with `checkpoint` or
+            `executor`, which do not keep gradients.
+        checkpoint: The name of a file to which finished cells are saved, chunk by chunk. After an interrupt, a crash or
+            a power cut, the same call continues from it; cells that failed run again. The file of another sweep (with
+            other axes, patches, metric, inputs, weights, metric without patches, or `checkpoint_key`) is refused and
+            left unchanged. In the same environment, the result has the same bits as that of an uninterrupted sweep. As
+            with `executor`, all patch maps are made before any cell runs, so functions cannot use state that earlier
+            cells changed.
+        checkpoint_key: A text that identifies the version of your functions; change it when you change them. The code
+            of functions is not compared, so `checkpoint` requires a key unless patches are `ZeroPatch`, `AddPatch` and
+            `ReplacePatch`, the metric belongs to this package or to torch (such as `torch.sum`), and the inputs are
+            plain data.
+        executor: An executor that runs the chunks, as in `concurrent.futures`: its method `submit` returns a future.
+            Threads share the graph of this process. Other executors (processes, `joblib`'s, a Dask `Client` or its
+            `get_executor()`) need a `recipe`; weights are not sent to workers. If a worker is lost, its chunk is
+            submitted again. If the executor breaks or loses all workers, the remaining chunks run in this process, with
+            an `ExperimentWarning`, except those that may have caused the loss.
+        recipe: How another process gets the graph: a function without arguments that returns it, with the same mode,
+            dtype and weights as here, or the name of a file written by `pg.save`. Each process calls it once. The
+            metric without patches must be the same there up to rounding; otherwise its cells fail.
+        **input_kwargs: Keyword inputs of the model.
 
     Raises:
-        SweepInterrupted: On an interrupt, once cells are run; a `KeyboardInterrupt`, whose `.result` has what is done.
-        ExperimentError: Something cannot be done like this, said before any cell is run; or all cells failed.
-        UnknownPathError, PatchMapError: Before any cell is run: paths or patches that `pg.patch` would refuse.
+        SweepInterrupted: On an interrupt while cells run. It is a `KeyboardInterrupt`; its `.result` has the finished
+            cells.
+        ExperimentError: Arguments are not valid (raised before any cell runs), or all cells failed.
+        UnknownPathError, PatchMapError: `pg.patch` would refuse a path or patch. Raised before any cell runs.
 
     Example:
         >>> import torch
@@ -132,7 +133,7 @@ def sweep(
     plan = planned(pg, making, given, metric, is_all=checkpoint is not None or executor is not None, backward=backward)
     batch = batch if len(plan.shared) >= _FEW else None
     runner = CellRunner(pg, given, metric, plan.paths, batch=batch, backward=backward)
-    metric_dims(runner.baseline, values)  # refuses names before anything is run
+    metric_dims(runner.baseline, values)  # checks the names of axes before anything runs
     file = None
     if checkpoint is not None:
         own = identity(values, checkpoint_key, metric, runner.baseline, given, captured(pg).module, plan.made)
@@ -154,10 +155,10 @@ def sweep(
     remarks = [*plan.remarks, *runner.remarks, *(dispatch.remarks if dispatch is not None else ())]
     remarks = list(dict.fromkeys(remarks))
     if not is_whole:
-        remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells were not run and are NaN")
+        remarks.append(f"interrupted: {len(cells) - len(results)} of {len(cells)} cells did not run and are NaN")
     result = None
     try:
-        with interrupts.deferred():  # what is done does not get lost while it is put together
+        with interrupts.deferred():  # an interrupt now must not lose the finished cells
             result = data_array(values, cells, results, runner.baseline, metric, remarks)
     except KeyboardInterrupt:
         is_whole = False
@@ -177,7 +178,7 @@ def _made_and_run(runner: CellRunner, cells: Cells, number: int) -> CellResult:
 
 
 def _runs_through(run: Callable[[Progress], None], total: int, done: int, is_shown: bool) -> bool:
-    """Returns whether `run` comes to its end without an interrupt."""
+    """Calls `run` and returns whether it finished without an interrupt."""
     try:
         with shown_progress(total, done, is_shown) as shown:
             run(shown)
@@ -193,18 +194,18 @@ def _check_options(batch: Any, backward: bool, checkpoint: Any, checkpoint_key: 
         raise ExperimentError(f"checkpoint_key must be a text, not {checkpoint_key!r}")
     if backward and checkpoint is not None:
         raise ExperimentError(
-            "backward=True accumulates gradients, which checkpoint= does not keep: they would lack the cells that were "
-            "done before; use one of the two"
+            "backward=True accumulates gradients, which checkpoint= does not keep, so those of earlier cells would be "
+            "missing; use one of the two"
         )
     if backward and executor is not None:
         raise ExperimentError(
-            "backward=True accumulates gradients in this process, executor= runs cells elsewhere; use one of the two"
+            "backward=True accumulates gradients here, but executor= runs cells elsewhere; use one of the two"
         )
 
 
 def _stopped(done: int, total: int, checkpoint: str | os.PathLike[str] | None) -> str:
-    again = f"; the same call goes on from {os.fspath(checkpoint)!r}" if checkpoint is not None else ""
+    again = f"; the same call continues from {os.fspath(checkpoint)!r}" if checkpoint is not None else ""
     return (
-        f"stopped after {done} of {total} cells, which are in .result of this exception (at a prompt: "
+        f"stopped after {done} of {total} cells; the result is in .result of this exception (at a prompt: "
         f"import sys; sys.last_value.result){again}"
     )

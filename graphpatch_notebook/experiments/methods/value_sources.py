@@ -1,4 +1,4 @@
-"""One step back in the records of a capture: what a value is directly made of, part by part, across frames."""
+"""The values that a captured value is computed from directly, across module calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphpatch_notebook.values import Key, dict_key
 
 @dataclass(frozen=True)
 class SourceValue:
-    """A value: that of a node, or what lies at `dig` in it."""
+    """The value of a node, or the item of it at `dig`."""
 
     node: Node
     frame: Frame
@@ -21,7 +21,7 @@ class SourceValue:
 
     @property
     def key(self) -> tuple[int, tuple[Key, ...]]:
-        """What tells it from others."""
+        """A key that identifies the value."""
         return id(self.node), self.dig
 
 
@@ -31,7 +31,7 @@ def maker_of(node: Node) -> Node:
 
 
 def sources_of(value: SourceValue) -> Iterator[SourceValue]:
-    """Yields the values that a value is directly made of; none where the records do not tell."""
+    """Yields the values that a value is computed from directly; nothing where the capture does not record them."""
     node, frame, dig = value.node, value.frame, value.dig
     if node.kind == "call":
         if isinstance(node, CallNode) and node.frame.nodes:
@@ -51,7 +51,7 @@ def sources_of(value: SourceValue) -> Iterator[SourceValue]:
 
 
 def _referred(recorded: Any, dig: tuple[Key, ...], frame: Frame) -> Iterator[SourceValue]:
-    """Yields what lies at `dig` in something that was recorded."""
+    """Yields the values at `dig` in recorded arguments."""
     for depth, key in enumerate(dig):
         if isinstance(recorded, Ref):
             yield SourceValue(recorded.node, frame, (*recorded.dig, *dig[depth:]))

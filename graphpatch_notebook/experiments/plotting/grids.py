@@ -1,4 +1,4 @@
-"""A result as a grid of numbers, with what its rows and columns are called: what heatmaps are drawn from."""
+"""The grid of numbers, labels and colors that heatmaps draw."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 IN_FULL = f" ({WHOLE} in full)"
-"""Stands behind what paths have in common, where some of them have not."""
+"""Appended to a title if some paths are written in full."""
 _POSITIONS = ("position", "token", "pos")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What the colours of numbers mean.
+    """The color scale of numbers.
 
     Attributes:
-        name: What the numbers are.
-        center: The number that has no colour; `None`: colours go from the least to the greatest.
-        limits: What the first and the last colour stand for.
-        missing: Why cells have no number, in words; `None`, if all have one.
+        name: The name of the numbers.
+        center: The number without color; `None` if colors go from the minimum to the maximum.
+        limits: The numbers of the first and the last color.         missing: Why some cells have no number; `None` if
+            all have one.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class Side:
-    """The rows, or the columns, of a grid.
+    """The rows or the columns of a grid.
 
     Attributes:
-        name: The dimension.
+        name: The name of the dimension.
         values: Its coordinates: node paths, numbers, texts.
-        labels: What each is called beside the others.
-        title: What all of them are.
-        is_tokens: Whether the labels are texts of tokens, in which any character may be.
+        labels: The label of each row or column.
+        title: The title of the dimension.
+        is_tokens: Whether the labels are texts of tokens, which may contain any character.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Grid:
     """A result with two dimensions.
 
     Attributes:
-        values: Of shape (rows, columns), float64; NaN where there is no finite number.
-        rows: What the rows are.
-        columns: What the columns are.
-        scale: What their colours mean.
+        values: Of shape (rows, columns), float64; NaN for numbers that are not finite.
+        rows: The rows.
+        columns: The columns.
+        scale: The color scale.
     """
 
     values: Numbers
@@ -78,19 +78,19 @@ class Grid:
 
     @property
     def is_missing(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Where there is no number, of shape (rows, columns)."""
+        """Which cells have no number, of shape (rows, columns)."""
         return np.isnan(self.values)
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """How a user wants the numbers of a result to be shown.
+class DisplayOptions:
+    """How the numbers of a result are shown.
 
     Attributes:
-        center: The number that has no colour; `"auto"`: what the result says it was compared with; `None`: none.
-        limits: What the first and the last colour stand for.
-        labels: What dimensions are called, and under the result's own name, what the numbers are called.
-        relative_to: What to take off all numbers: one, or the name of an attribute of the result.
+        center: The number without color; `"auto"` for the baseline of the result; `None` for none.
+        limits: The numbers of the first and the last color.
+        labels: Titles of dimensions, and of the numbers under the name of the result.
+        relative_to: A number to subtract, or the name of an attribute of the result.
     """
 
     center: float | str | None = "auto"
@@ -99,13 +99,13 @@ class Wishes:
     relative_to: str | float | None = None
 
     def label(self, name: str, otherwise: str) -> str:
-        """Returns what a dimension or the numbers are called."""
+        """Returns the title of a dimension or of the numbers."""
         return (self.labels or {}).get(name, otherwise)
 
 
 def grid_of(
     result: Any,
-    wishes: Wishes,
+    options: DisplayOptions,
     *,
     tokens: Sequence[str] | None = None,
     rows: str | None = None,
@@ -115,42 +115,44 @@ def grid_of(
 
     Args:
         result: A `DataArray` with two dimensions.
-        wishes: How its numbers are to be shown.
-        tokens: Texts of the tokens at its positions: one for each of them, or those of the whole sequence.
-        rows: The dimension that goes down; the first, if none is given.
-        instead: What draws other results, for the message.
+        options: How its numbers are shown.
+        tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence.
+        rows: The vertical dimension; by default, the first.
+        instead: A function for other results, for the message.
 
     Raises:
-        ExperimentError: The result, or what it was to be drawn with, does not fit.
+        ExperimentError: The result or an option is not valid.
     """
     array = checked(result, 2, instead)
     if rows is not None:
         array = array.transpose(dimension(array, rows, "rows"), ...)
-    values, scale = numbers_of(array, wishes)
-    down, across = sides_of(array, tokens, wishes)
+    values, scale = numbers_of(array, options)
+    down, across = sides_of(array, tokens, options)
     return Grid(values, down, across, scale)
 
 
-def facets_of(array: DataArray, wishes: Wishes, facet: str, tokens: Sequence[str] | None) -> tuple[list[Grid], Side]:
-    """Returns a grid of heads for each coordinate of a third dimension, in the same colours, and what these are.
+def facets_of(
+    array: DataArray, options: DisplayOptions, facet: str, tokens: Sequence[str] | None
+) -> tuple[list[Grid], Side]:
+    """Returns a grid of heads for each coordinate of a third dimension, with one color scale, and that dimension.
 
     Raises:
-        ExperimentError: There is no such dimension; or as for `grid_of`.
+        ExperimentError: The dimension does not exist; or as for `grid_of`.
     """
     dimension(array, facet, "facet")
     if facet == "head":
-        raise ExperimentError("facet='head' leaves no heads for the columns: give another dimension")
+        raise ExperimentError("facet='head' leaves no heads for the columns; give another dimension")
     array = array.transpose(facet, ..., "head")
-    values, scale = numbers_of(array, wishes)
-    side, rows, columns = sides_of(array, tokens, wishes)
+    values, scale = numbers_of(array, options)
+    side, rows, columns = sides_of(array, tokens, options)
     return [Grid(part, rows, columns, scale) for part in values], side
 
 
 def is_upward(grid: Grid, origin: str | None) -> bool:
-    """Whether the first row is the lowest: as wished; if nothing is, layers go up, and tokens down.
+    """Whether the first row is the lowest: by default, for layers, and not for tokens.
 
     Raises:
-        ExperimentError: The wish is neither `"lower"` nor `"upper"`.
+        ExperimentError: `origin` is neither `"lower"` nor `"upper"`.
     """
     if origin is None:
         return not grid.rows.is_tokens and grid.rows.name not in _POSITIONS
@@ -159,27 +161,27 @@ def is_upward(grid: Grid, origin: str | None) -> bool:
     raise ExperimentError(f"origin={origin!r} must be 'lower' or 'upper'")
 
 
-def numbers_of(array: DataArray, wishes: Wishes) -> tuple[Numbers, Scale]:
-    """Returns the numbers that are shown, and what their colours mean."""
+def numbers_of(array: DataArray, options: DisplayOptions) -> tuple[Numbers, Scale]:
+    """Returns the numbers to show, and their color scale."""
     name = str(array.name) if array.name is not None else "value"
-    if "metric" in array.coords and "metric" not in array.dims:  # one of several was picked
+    if "metric" in array.coords and "metric" not in array.dims:  # one of several was selected
         picked = str(array.coords["metric"].item())
         name = picked if name == "<lambda>" else f"{name} {picked}"
     metric = array.attrs.get("metric")
-    shown = wishes.label(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
+    shown = options.label(name, f"{name} ({metric})" if isinstance(metric, str) and metric != name else name)
     values = np.where(np.isfinite(array.values), array.values, np.nan).astype(np.float64)
-    center = center_of(array, wishes.center)
-    if wishes.relative_to is not None:
-        base = base_of(array, wishes.relative_to)
+    center = center_of(array, options.center)
+    if options.relative_to is not None:
+        base = base_of(array, options.relative_to)
         values = values - base.value
         shown = f"{shown} \N{MINUS SIGN} {base}"
-        if wishes.center == "auto":
+        if options.center == "auto":
             center = Center(0.0)
-    return values, Scale(shown, center, _limits(values, center, wishes.limits), _missing_words(array, values))
+    return values, Scale(shown, center, _limits(values, center, options.limits), _missing_words(array, values))
 
 
 def _limits(values: Any, center: Center | None, given: tuple[float, float] | None) -> tuple[float, float]:
-    """Returns the numbers of the first and the last colour: as far from the centre, if there is one."""
+    """Returns the numbers of the first and the last color, symmetric around the center if there is one."""
     finite = values[np.isfinite(values)]
     if given is not None:
         low, high = map(float, given)
@@ -208,18 +210,18 @@ def _missing_words(array: DataArray, values: Any) -> str | None:
     return "no finite value" if np.isinf(array.values).any() else "no value"
 
 
-def sides_of(array: DataArray, tokens: Sequence[str] | None, wishes: Wishes) -> list[Side]:
-    """Returns what stands along each dimension.
+def sides_of(array: DataArray, tokens: Sequence[str] | None, options: DisplayOptions) -> list[Side]:
+    """Returns the rows and columns.
 
     Raises:
-        ExperimentError: The tokens do not fit any.
+        ExperimentError: The tokens do not fit any dimension.
     """
     place, texts = _token_texts(array, tokens) if tokens is not None else (None, None)
-    return [_side(array, str(name), texts if name == place else None, wishes) for name in array.dims]
+    return [_side(array, str(name), texts if name == place else None, options) for name in array.dims]
 
 
-def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, wishes: Wishes) -> Side:
-    title = wishes.label(name, name)
+def _side(array: DataArray, name: str, tokens: tuple[str, ...] | None, options: DisplayOptions) -> Side:
+    title = options.label(name, name)
     raw = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
     values = tuple(map(_plain, raw))
     if tokens is not None:
@@ -243,33 +245,33 @@ def _plain(value: Any) -> Any:
 
 
 def _token_texts(array: DataArray, tokens: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Returns the dimension that tokens stand along, and the text of each of its coordinates."""
+    """Returns the dimension of tokens, and the text of each of its coordinates."""
     if isinstance(tokens, str) or not all(isinstance(token, str) for token in tokens):
-        raise ExperimentError("tokens must be a list of texts, one for each position; decode numbers first")
+        raise ExperimentError("tokens must be a list of texts, one for each position; decode token ids first")
     texts = tuple(tokens)
     known = [str(name) for name in array.dims if name in _POSITIONS]
     fitting = [str(name) for name in array.dims if len(texts) == array.sizes[name]]
     name = (known or fitting[::-1] or [str(array.dims[-1])])[0]
     positions = array.coords[name].values.tolist() if name in array.coords else list(range(array.sizes[name]))
     if all(type(place) is int and -len(texts) <= place < len(texts) for place in positions):
-        return name, tuple(texts[place] for place in positions)  # those of the whole sequence
+        return name, tuple(texts[place] for place in positions)  # texts of the whole sequence
     if len(texts) == len(positions):
         return name, texts
     places = f"{len(positions)} along {name!r}"
-    raise ExperimentError(f"{len(texts)} tokens do not fit the result, which has {places}: give one for each")
+    raise ExperimentError(f"{len(texts)} tokens do not fit the result, which has {places}; give one for each")
 
 
-_ZERO_CENTRED = ("attribution", "integrated")
-"""Methods of `attribute`, whose scores are differences."""
+_ZERO_CENTERED = ("attribution", "integrated")
+"""Methods of `attribute`, which return differences."""
 
 
 @dataclass(frozen=True)
 class Center:
-    """The number that has no colour.
+    """The number without color.
 
     Attributes:
         value: The number.
-        name: What it is the number of; empty for zero.
+        name: The name of the number; empty for zero.
     """
 
     value: float
@@ -281,16 +283,16 @@ class Center:
 
 
 def center_of(array: DataArray, center: float | str | None) -> Center | None:
-    """Returns the number that has no colour.
+    """Returns the number without color.
 
     Raises:
-        ExperimentError: It is neither a finite number, `None`, nor `"auto"`.
+        ExperimentError: `center` is neither a finite number, `None`, nor `"auto"`.
     """
     if center is None:
         return None
     if isinstance(center, str):
         if center != "auto":
-            raise ExperimentError(f"center={center!r} must be a number, None (no centre), or 'auto'")
+            raise ExperimentError(f"center={center!r} must be a number, None (no center), or 'auto'")
         return _found_center(array)
     if not math.isfinite(center):
         raise ExperimentError(f"center={center!r} must be finite")
@@ -299,7 +301,7 @@ def center_of(array: DataArray, center: float | str | None) -> Center | None:
 
 def _found_center(array: DataArray) -> Center | None:
     attrs = array.attrs
-    if attrs.get("method") in _ZERO_CENTRED:
+    if attrs.get("method") in _ZERO_CENTERED:
         return Center(0.0)
     value = _attribute(array, "baseline")
     if value is not None:
@@ -309,19 +311,19 @@ def _found_center(array: DataArray) -> Center | None:
 
 
 def base_of(array: DataArray, relative_to: str | float) -> Center:
-    """Returns what is to be taken off all numbers.
+    """Returns the number to subtract.
 
     Raises:
-        ExperimentError: It is the name of no attribute that is a number.
+        ExperimentError: `relative_to` is not the name of an attribute that is a number.
     """
     if not isinstance(relative_to, str):
         return Center(float(relative_to))
-    if array.attrs.get("method") in _ZERO_CENTRED:
-        raise ExperimentError(f"relative_to={relative_to!r}: attribution scores are differences already")
+    if array.attrs.get("method") in _ZERO_CENTERED:
+        raise ExperimentError(f"relative_to={relative_to!r}: attribution scores are already differences")
     ends = [array.attrs.get(name) for name in ("corrupted", "baseline")]
     if relative_to in ("clean", "corrupted") and None not in ends and ends[0] != ends[1]:
         words = "0 is the corrupted run, 1 the clean one"
-        raise ExperimentError(f"relative_to={relative_to!r}: the result is normalized already: {words}")
+        raise ExperimentError(f"relative_to={relative_to!r}: the result is already normalized: {words}")
     value = _attribute(array, relative_to)
     if value is None:
         raise ExperimentError(f"relative_to={relative_to!r} {_repair(array, relative_to)}")
@@ -329,7 +331,7 @@ def base_of(array: DataArray, relative_to: str | float) -> Center:
 
 
 def _attribute(array: DataArray, name: str) -> float | None:
-    """Returns the number that an attribute is; of one with several by metric, that of the metric that was picked."""
+    """Returns an attribute that is a number; if it has one for each metric, that of the selected metric."""
     value: Any = array.attrs.get(name)
     names = array.attrs.get("metrics")
     if names is None or np.ndim(value) != 1 or "metric" not in array.coords or "metric" in array.dims:
@@ -342,13 +344,13 @@ def _repair(array: DataArray, name: str) -> str:
     value: Any = array.attrs.get(name)
     if np.ndim(value) and np.asarray(value).dtype.kind in "if":
         if "metrics" in array.attrs:
-            picks = f"pick a metric before, result.sel(metric={array.attrs['metrics'][0]!r})"
+            picks = f"select a metric first, result.sel(metric={array.attrs['metrics'][0]!r})"
         else:
             picks = f"give one of them: relative_to={np.asarray(value).ravel()[0]:.4g}"
-        return f"is {np.size(value)} numbers, one for each number of the metric: {picks}"
+        return f"is {np.size(value)} numbers, one for each number of the metric; {picks}"
     known = [repr(other) for other in array.attrs if _attribute(array, str(other)) is not None]
     others = f"it has {', '.join(known)}" if known else "it has none; give a number"
-    return f"is no number among the attributes of the result: {others}"
+    return f"is not a number among the attributes of the result: {others}"
 
 
 def _number(value: Any) -> float | None:
@@ -362,37 +364,37 @@ def _number(value: Any) -> float | None:
 
 
 def checked(result: Any, dimensions: int, instead: str) -> DataArray:
-    """Returns a result that has this many dimensions and is made of real numbers.
+    """Returns the result, if it has this number of dimensions and real numbers.
 
     Args:
-        result: What a user gave.
-        dimensions: How many it must have.
-        instead: What draws other ones, as the end of the message; may be empty.
+        result: The argument of a plot.
+        dimensions: The required number of dimensions.
+        instead: A function for other results, appended to the message; may be empty.
 
     Raises:
-        ExperimentError: It is something else; the message says how to get there.
+        ExperimentError: It is something else. The message has a repair.
     """
     extra("xarray", "a plot")
     from xarray import DataArray, Dataset
 
     if isinstance(result, Dataset):
         names = ", ".join(map(repr, result.data_vars))
-        raise ExperimentError(f"a Dataset holds several results: give one of them, result[name]; it has {names}")
+        raise ExperimentError(f"a Dataset contains several results; give one of them, result[name]: it has {names}")
     if not isinstance(result, DataArray):
         example = f"xarray.DataArray(values, dims={['path', 'position', 'head'][:dimensions]})"
-        raise ExperimentError(f"a result is an xarray.DataArray, not {type(result).__name__}; make one: {example}")
+        raise ExperimentError(f"expected an xarray.DataArray, not {type(result).__name__}; make one: {example}")
     if result.ndim != dimensions:
         raise ExperimentError(_dimension_message(result, dimensions, instead))
     if not result.size:
-        raise ExperimentError(f"the result is empty: {form_of(result)}")
+        raise ExperimentError(f"the result is empty: {dimensions_text(result)}")
     if result.dtype.kind not in "biuf":
-        raise ExperimentError(f"the result holds {result.dtype}, not real numbers; use result.astype(float)")
+        raise ExperimentError(f"the result has dtype {result.dtype}, not real numbers; use result.astype(float)")
     return result
 
 
 def _dimension_message(result: DataArray, dimensions: int, instead: str) -> str:
     count = "one dimension" if result.ndim == 1 else f"{result.ndim} dimensions"
-    message = f"the result has {count}, {form_of(result)}; a plot of it needs {dimensions}"
+    message = f"the result has {count}, {dimensions_text(result)}; a plot of it needs {dimensions}"
     if result.dims == ("path",):
         return f"{message}; plot_scores(result) draws one number for each path"
     if result.ndim < dimensions:
@@ -407,24 +409,24 @@ def _dimension_message(result: DataArray, dimensions: int, instead: str) -> str:
         if names[0] in result.coords
         else f"result.isel({names[0]}=0)"
     )
-    return f"{message}: pick one with {pick}, or take result.mean({reduced!r}){instead}"
+    return f"{message}: select one with {pick}, or use result.mean({reduced!r}){instead}"
 
 
 def _new_name(result: DataArray) -> str:
     return next(name for name in ("path", "position", "head") if name not in result.dims)
 
 
-def form_of(result: DataArray) -> str:
-    """Returns the names and sizes of the dimensions, in words."""
+def dimensions_text(result: DataArray) -> str:
+    """Returns the names and sizes of the dimensions as text."""
     return ", ".join(f"{name}: {size}" for name, size in result.sizes.items()) or "a single number"
 
 
 def dimension(array: DataArray, name: str, argument: str) -> str:
-    """Returns a name, if it is that of a dimension.
+    """Returns the name, if it is a dimension.
 
     Raises:
-        ExperimentError: It is not.
+        ExperimentError: It is not a dimension.
     """
     if name not in array.dims:
-        raise ExperimentError(f"{argument}={name!r} is no dimension of the result, which has {form_of(array)}")
+        raise ExperimentError(f"{argument}={name!r} is not a dimension of the result: {dimensions_text(array)}")
     return name

@@ -1,4 +1,4 @@
-"""Node paths as labels: only the part in which they differ."""
+"""Labels of rows and columns: the parts in which paths differ, in characters that every font has."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 _SEGMENT = re.compile(r"[^.|]*[.|]?")
 _MOST = 0.8
-"""The share of paths whose common beginning is left out, also where others begin otherwise."""
+"""The share of paths that must have a common prefix for it to be left out, although others do not have it."""
 WHOLE = "/"
-"""Stands before a path that is written in full among shortened ones."""
+"""The prefix of a full path among shortened ones."""
 
 
 @dataclass(frozen=True)
 class PathLabels:
-    """What paths are called where they stand side by side.
+    """The labels of paths in one plot.
 
     Attributes:
-        labels: One for each path; after a `WHOLE`, where it is not one of those that have something in common.
-        common: What all (or all but few) have in common, with `*` for the part in which they differ; `None` where
-            there is nothing.
+        labels: One for each path; with the prefix `WHOLE` if it is a full path among shortened ones.
+        common: What all (or nearly all) paths have in common, with `*` for the rest; `None` if they have nothing in
+            common.
     """
 
     labels: tuple[str, ...]
@@ -37,12 +37,12 @@ class PathLabels:
 
     @property
     def has_whole(self) -> bool:
-        """Whether some of the labels are whole paths, unlike the others."""
+        """Whether some of the labels are full paths among shortened ones."""
         return any(label.startswith(WHOLE) for label in self.labels)
 
 
 def path_labels(paths: Sequence[str]) -> PathLabels:
-    """Returns the part of each path in which it differs from the others.
+    """Returns the part of each path that differs from the others.
 
     Example:
         >>> path_labels(["transformer.h_0.mlp.output", "transformer.h_1.mlp.output"])
@@ -58,7 +58,7 @@ def path_labels(paths: Sequence[str]) -> PathLabels:
 
 
 def are_paths(texts: Sequence[str]) -> bool:
-    """Whether labels may be shortened: they are paths, nearly all of them with several segments.
+    """Whether texts are paths, nearly all of them with several segments.
 
     Example:
         >>> are_paths(["transformer.h_0"]), are_paths(["h_0", "h_1"]), are_paths(["e.g. this"])
@@ -70,7 +70,7 @@ def are_paths(texts: Sequence[str]) -> bool:
 
 
 def _alike(paths: Sequence[str]) -> list[bool]:
-    """Returns which paths have the longest beginning in common that most have, if that makes labels shorter."""
+    """Returns which paths have the longest prefix that most paths share, if this makes labels shorter."""
     split = list(map(_segments, paths))
     beginnings = Counter(tuple(parts[:end]) for parts in split for end in range(1, len(parts)))
     least = math.ceil(_MOST * len(paths))
@@ -102,29 +102,29 @@ def _segments(path: str) -> list[str]:
 
 
 def _common(split: Sequence[Sequence[str]]) -> int:
-    """Returns how many segments all have in common, at the beginning."""
+    """Returns the number of leading segments that all paths share."""
     shared = (len(set(segments)) == 1 for segments in zip(*split, strict=False))
     return sum(itertools.takewhile(bool, shared))
 
 
 _NAMED = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
 _LONGEST, _BEFORE = 32, 7
-"""The most letters of a label, and how many of these are from its beginning: paths differ at their end."""
+"""The maximum length of a label, and how much of that is its beginning, since paths differ at their end."""
 _LONGEST_TOKEN = 18
 
 
 def any_glyph(_: str) -> bool:
-    """Whether a font has a character, where the page finds one that has."""
+    """Returns true: browsers find a font for each character."""
     return True
 
 
 def shown_labels(side: Side, has_glyph: Callable[[str], bool] = any_glyph) -> list[str]:
-    """Returns what is written beside the rows or columns: not too long, and the same only where they are the same."""
+    """Returns the labels of rows or columns, shortened; different labels stay different."""
     return tick_texts(side.labels, has_glyph, is_token=side.is_tokens)
 
 
 def tick_texts(texts: Sequence[str], has_glyph: Callable[[str], bool], *, is_token: bool) -> list[str]:
-    """Returns texts as they stand side by side in a picture: long ones cut, and numbered where two become alike.
+    """Returns texts as labels: long ones are shortened, and numbered if two would be equal.
 
     Args:
         texts: The texts.
@@ -134,7 +134,7 @@ def tick_texts(texts: Sequence[str], has_glyph: Callable[[str], bool], *, is_tok
     seen = [tick_text(text, has_glyph, is_token=is_token) for text in texts]
     short: dict[str, str] = {}
     taken: set[str] = set()
-    for text in sorted(dict.fromkeys(seen), key=len):  # what is short enough keeps its own text
+    for text in sorted(dict.fromkeys(seen), key=len):  # texts that are short enough stay as they are
         cut = _cut(text, is_token=is_token)
         names = (cut if number == 1 else f"{cut}({number})" for number in itertools.count(1))
         short[text] = next(name for name in names if name not in taken)
@@ -149,7 +149,7 @@ def _cut(text: str, *, is_token: bool) -> str:
 
 
 def tick_text(text: str, has_glyph: Callable[[str], bool] = any_glyph, *, is_token: bool) -> str:
-    r"""Returns a whole text as it can be drawn: what cannot be seen, or what the font does not have, by its number.
+    r"""Returns a text with invisible characters, and those that the font does not have, replaced by their code.
 
     Example:
         >>> tick_text(" the", is_token=True), tick_text(chr(0), is_token=True)
@@ -158,7 +158,7 @@ def tick_text(text: str, has_glyph: Callable[[str], bool] = any_glyph, *, is_tok
     if is_token and not text:
         return "(empty)"
     if text and unicodedata.category(text[0]).startswith("M"):
-        text = f"◌{text}"  # or an accent would land on nothing
+        text = f"◌{text}"  # a combining character needs a base
     return "".join(_seen(character, has_glyph, is_token=is_token) for character in text)
 
 
@@ -174,7 +174,7 @@ def _seen(character: str, has_glyph: Callable[[str], bool], *, is_token: bool) -
 
 
 def glyphs_of_font() -> Callable[[str], bool]:
-    """Returns what says whether the fonts that matplotlib is set to have a character."""
+    """Returns a function that checks whether matplotlib's current fonts have a character."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]

@@ -1,4 +1,4 @@
-"""Pictures of results: heatmaps, grids of heads, and bars with matplotlib; heatmaps to click in notebooks."""
+"""Plots of results: heatmaps, heads, and bars with matplotlib; interactive heatmaps in notebooks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from graphpatch_notebook.errors import ExperimentError
 from graphpatch_notebook.experiments.attribution.ranking import names_in, ranked
 from graphpatch_notebook.experiments.extras import extra
 from graphpatch_notebook.experiments.plotting.grids import (
+    DisplayOptions,
     Grid,
     Scale,
     Side,
-    Wishes,
     checked,
     facets_of,
     grid_of,
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
 
-_FOR_HEADS = "; for an array of paths and heads at several positions there is plot_heads(result, facet='position')"
+_FOR_HEADS = "; for paths and heads at several positions, use plot_heads(result, facet='position')"
 _ACROSS = 4
-"""How many grids stand side by side."""
+"""The number of grids in a row."""
 _FOR_PAPER: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "path"}
-"""TrueType in PDF and PostScript, as journals refuse Type 3; outlines in SVG, which look the same anywhere."""
+"""TrueType fonts in PDF and PostScript, since journals refuse Type 3; outlines in SVG, which need no fonts."""
 
 
 def plot_heatmap(
@@ -58,37 +58,36 @@ def plot_heatmap(
     relative_to: str | float | None = None,
     colorbar: bool = True,
 ) -> Axes:
-    """Returns the axes of a heatmap of a result with two dimensions, such as `("path", "position")`.
+    """Draws a heatmap of a result with two dimensions, such as `("path", "position")`, and returns its axes.
 
-    Nothing is shown: notebooks show the figure at the end of the cell; elsewhere `save_figure(axes, file)` saves it.
-    The settings of matplotlib stay as they are.
+    Notebooks show the figure at the end of the cell; elsewhere, save it with `save_figure(axes, file)`. The settings of
+    matplotlib are not changed.
 
     Args:
-        result: A `DataArray` of real numbers. Cells without a finite number (failed ones, ones that were not run) are
-            hatched.
-        tokens: Texts of the tokens: one for each position of the result, or those of the whole sequence. They become
-            the ticks, with spaces and what cannot be seen made visible.
-        ax: Where to draw; without, a new figure of a fitting size.
-        rows: The dimension that goes down; the first, if none is given. `rows="position"` draws as ROME does: tokens
-            down, layers to the right.
-        origin: Whether the first row is the `"lower"` or the `"upper"` one. If nothing is given, layers go up, and
-            tokens down.
-        center: The number that has no colour, colours diverging from it. `"auto"`: what the metric gives where nothing
-            is patched or restored (the attribute `baseline` of the result), zero for attribution scores and for
-            numbers on both sides of it; `None`: none, colours go from the least to the greatest number.
-        limits: What the first and the last colour stand for; the least and the greatest number, if nothing is given.
-            Around a centre, colours always reach as far on both sides.
-        colormap: A colormap of matplotlib; without, one that is safe for the colour-blind.
+        result: A `DataArray` of real numbers. Cells without a finite number (that failed or did not run) are hatched.
+        tokens: The texts of the tokens: one for each position of the result, or those of the whole sequence. They are
+            the tick labels, with spaces and invisible characters made visible.
+        ax: The axes to draw into; by default, those of a new figure.
+        rows: The vertical dimension; by default, the first. `rows="position"` draws as ROME does, with tokens from top
+            to bottom and layers from left to right.
+        origin: Whether the first row is the `"lower"` or the `"upper"` one. By default, lower for layers and upper for
+            tokens.
+        center: The number without color, from which colors diverge. `"auto"`: the metric without patches (the attribute
+            `baseline` of the result), or zero for attribution scores and for numbers on both sides of zero. `None`:
+            colors go from the minimum to the maximum.
+        limits: The numbers of the first and the last color; by default, the minimum and the maximum. With a center,
+            limits are symmetric around it.
+        colormap: A colormap of matplotlib; by default, one that is safe for color-blind readers.
         title: The title.
-        labels: What dimensions are called, `{"path": "layer"}`, and, under the result's own name, the numbers.
-        relative_to: What to take off all numbers: one, or the name of an attribute: `"corrupted"`, `"baseline"`. Not
-            `plot_heatmap(result - result.corrupted)`: a difference may keep the attributes, and with them the number
-            that has no colour.
-        colorbar: Whether there is a colour bar.
+        labels: Titles of dimensions, such as `{"path": "layer"}`, and of the numbers under the name of the result.
+        relative_to: A number to subtract, or the name of an attribute: `"corrupted"`, `"baseline"`. Do not use
+            `plot_heatmap(result - result.corrupted)`: a difference may keep the attributes, and with them the wrong
+            center.
+        colorbar: Whether to draw a color bar.
 
     Raises:
-        ExperimentError: The result does not have two dimensions, tokens or options do not fit it (the message says
-            how to mend it), or matplotlib is missing.
+        ExperimentError: The result does not have two dimensions, tokens or options do not fit it (the message has a
+            repair), or matplotlib is not installed.
 
     Example:
         >>> import xarray
@@ -99,10 +98,10 @@ def plot_heatmap(
         (['The', '␣cat'], ['h_0', 'h_1'])
 
     Source:
-        Meng et al., Locating and Editing Factual Associations in GPT (ROME), 2022, for the form of the picture.
+        Meng et al., Locating and Editing Factual Associations in GPT (ROME), 2022, for the layout.
     """
-    wishes = Wishes(center, limits, labels, relative_to)
-    grid = grid_of(result, wishes, tokens=tokens, rows=rows, instead=_FOR_HEADS)
+    options = DisplayOptions(center, limits, labels, relative_to)
+    grid = grid_of(result, options, tokens=tokens, rows=rows, instead=_FOR_HEADS)
     return _drawn(grid, ax, colormap, origin, title, colorbar=colorbar)
 
 
@@ -120,21 +119,20 @@ def plot_heads(
     labels: Mapping[str, str] | None = None,
     relative_to: str | float | None = None,
 ) -> Any:
-    """Returns the axes of a picture of attention heads: a cell for each layer and head.
+    """Draws a heatmap of attention heads, with a cell for each layer and head, and returns its axes.
 
     Args:
         result: A `DataArray` with a dimension `"head"` and one of paths or layers; with `facet`, a third one.
-        facet: The dimension for each coordinate of which there is a grid, all in the same colours; such as
-            `"position"`.
-        tokens: Texts of the tokens, as titles of the grids of positions: as for `plot_heatmap`.
-        ax: Where to draw, without `facet`.
-        origin: As for `plot_heatmap`, and so are all that follow.
-        center: The number that has no colour.
-        limits: What the first and the last colour stand for.
+        facet: A dimension, such as `"position"`: draws a heatmap for each of its coordinates, with one color scale.
+        tokens: The texts of the tokens, as titles of positions, as for `plot_heatmap`.
+        ax: The axes to draw into, if there is no `facet`.
+        origin: As for `plot_heatmap`, like all that follow.
+        center: The number without color.
+        limits: The numbers of the first and the last color.
         colormap: A colormap of matplotlib.
         title: The title.
-        labels: What dimensions and numbers are called.
-        relative_to: What to take off all numbers.
+        labels: Titles of dimensions and numbers.
+        relative_to: A number to subtract, or the name of an attribute.
 
     Returns:
         The axes; with `facet`, an array of them, one for each coordinate.
@@ -150,14 +148,14 @@ def plot_heads(
     """
     array = checked(result, 2 if facet is None else 3, "" if facet is not None else "; or give facet=, a dimension")
     if "head" not in array.dims:
-        raise ExperimentError(f"heads stand along a dimension 'head'; the result has {', '.join(map(str, array.dims))}")
-    wishes = Wishes(center, limits, labels, relative_to)
+        raise ExperimentError(f"heads need a dimension 'head'; the result has {', '.join(map(str, array.dims))}")
+    options = DisplayOptions(center, limits, labels, relative_to)
     if facet is None:
-        grid = grid_of(array.transpose(..., "head"), wishes, tokens=tokens)
+        grid = grid_of(array.transpose(..., "head"), options, tokens=tokens)
         return _drawn(grid, ax, colormap, origin, title, colorbar=True)
     if ax is not None:
-        raise ExperimentError("with facet= there are several axes: leave ax= out")
-    parts, side = facets_of(array, wishes, facet, tokens)
+        raise ExperimentError("facet= draws into several axes; remove ax=")
+    parts, side = facets_of(array, options, facet, tokens)
     return _drawn_facets(parts, side, colormap, origin, title)
 
 
@@ -171,19 +169,19 @@ def plot_scores(
     labels: Mapping[str, str] | None = None,
     relative_to: str | float | None = None,
 ) -> Axes:
-    """Returns the axes of a picture of the scores that are farthest from zero, as bars, the farthest on top.
+    """Draws the scores with the largest magnitude as bars, the largest on top, and returns the axes.
 
     Args:
-        result: A `DataArray` with one dimension, such as what `attribute` gives for each path.
-        top: How many to draw; `None`: all.
-        distinct: Whether names of one value with one score take one bar, as for `top_scores`.
-        ax: Where to draw; without, a new figure.
+        result: A `DataArray` with one dimension, such as the result of `attribute`.
+        top: The number of bars; `None` for all.
+        distinct: Whether names of one value with the same score share a bar, as for `top_scores`.
+        ax: The axes to draw into; by default, those of a new figure.
         title: The title.
-        labels: What the dimension and the numbers are called.
-        relative_to: What to take off all numbers: one, or the name of an attribute: `"corrupted"`, `"baseline"`.
+        labels: Titles of the dimension and the numbers.
+        relative_to: A number to subtract, or the name of an attribute: `"corrupted"`, `"baseline"`.
 
     Raises:
-        ExperimentError: The result has other dimensions or no finite number; the message says how to mend it.
+        ExperimentError: The result has other dimensions, or no finite number. The message has a repair.
 
     Example:
         >>> import xarray
@@ -194,16 +192,16 @@ def plot_scores(
     count: Any = top
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ExperimentError(f"top={top!r} must be a number of bars, or None for all")
-    array = checked(result, 1, "; plot_heatmap(result) draws one with two")
-    wishes = Wishes(0.0, None, labels, relative_to)
-    values, scale = numbers_of(array, wishes)
+    array = checked(result, 1, "; plot_heatmap(result) draws two dimensions")
+    options = DisplayOptions(0.0, None, labels, relative_to)
+    values, scale = numbers_of(array, options)
     has_paths = distinct and "path" in array.coords and array.dims == ("path",)
     names = [(path,) for path in array.coords["path"].values.tolist()] if has_paths else [(None,)] * array.size
     ranks = ranked(values, names, names_in(array.attrs) if has_paths else {})
     if not ranks:
         raise ExperimentError(f"none of the {len(values):,} scores is finite")
     order = [rank.number for rank in ranks[:top]]
-    (side,) = sides_of(array.isel({array.dims[0]: order}), None, wishes)
+    (side,) = sides_of(array.isel({array.dims[0]: order}), None, options)
     left_out = int(np.isnan(values).sum())
     total = len(ranks) + left_out
     remark = f" ({len(order):,} of {total:,}" if len(order) < total else ""
@@ -216,15 +214,15 @@ def plot_scores(
 
 
 def save_figure(drawn: Any, file: str | os.PathLike[str], *, dpi: int = 300) -> None:
-    """Saves the figure that something was drawn in, for paper: fonts embedded, and no label cut off.
+    """Saves the figure of a plot for publication, with embedded fonts and all labels inside.
 
     Args:
-        drawn: What a plot gave: axes, an array of axes; or a figure.
-        file: The file; its suffix says the format: .pdf, .svg, .png, .eps...
-        dpi: Dots per inch, where the format has dots.
+        drawn: The result of a plot function (axes or an array of axes), or a figure.
+        file: The name of the file. The suffix determines the format: .pdf, .svg, .png, .eps, ...
+        dpi: Dots per inch, for raster formats.
 
     Raises:
-        ExperimentError: `drawn` is none of these, or matplotlib knows no such format.
+        ExperimentError: `drawn` is something else, or matplotlib does not support the format.
 
     Example:
         >>> import tempfile, xarray
@@ -240,7 +238,7 @@ def save_figure(drawn: Any, file: str | os.PathLike[str], *, dpi: int = 300) -> 
     first = drawn.flat[0] if hasattr(drawn, "flat") else drawn
     figure = first if isinstance(first, Figure) else getattr(first, "figure", None)
     if figure is None:
-        raise ExperimentError(f"a figure or what a plot gave is saved, not {type(drawn).__name__}")
+        raise ExperimentError(f"expected a figure or the result of a plot, not {type(drawn).__name__}")
     name = os.fspath(file)
     known = figure.canvas.get_supported_filetypes()
     suffix = Path(name).suffix.lstrip(".").lower()
@@ -262,22 +260,23 @@ def show_heatmap(
     labels: Mapping[str, str] | None = None,
     relative_to: str | float | None = None,
 ) -> ResultHeatmap:
-    """Returns a heatmap of a result for the notebook: to point at, to make larger, and to click.
+    """Returns an interactive heatmap of a result for the notebook, with tooltips, zoom and selection.
 
-    A click on a cell, or Enter, selects it: `selected` has its coordinates then. A second one gives it up. A notebook
-    that is opened without a kernel shows a table instead; outside of notebooks there is a line of text (`plot_heatmap`
-    draws figures anywhere). Of a result with more than 256 rows or columns a cell is the strongest of a block.
+    A click on a cell, or Enter, selects it: `selected` contains its coordinates. A second click clears the selection.
+    Without a kernel, notebooks show a table instead; outside of notebooks, the heatmap is a line of text (use
+    `plot_heatmap` there). In a result with more than 256 rows or columns, each cell shows the largest magnitude of a
+    block.
 
     Args:
         result: A `DataArray` of real numbers with two dimensions.
-        tokens: As for `plot_heatmap`, and so are all that follow.
-        rows: The dimension that goes down.
+        tokens: As for `plot_heatmap`, like all that follow.
+        rows: The vertical dimension.
         origin: Whether the first row is the `"lower"` or the `"upper"` one.
-        center: The number that has no colour.
-        limits: What the first and the last colour stand for.
+        center: The number without color.
+        limits: The numbers of the first and the last color.
         title: The title.
-        labels: What dimensions and numbers are called.
-        relative_to: What to take off all numbers.
+        labels: Titles of dimensions and numbers.
+        relative_to: A number to subtract, or the name of an attribute.
 
     Raises:
         ExperimentError: The result does not have two dimensions, or tokens or options do not fit it.
@@ -292,12 +291,12 @@ def show_heatmap(
     """
     from graphpatch_notebook.notebook.display.heatmap import ResultHeatmap
 
-    grid = grid_of(result, Wishes(center, limits, labels, relative_to), tokens=tokens, rows=rows)
+    grid = grid_of(result, DisplayOptions(center, limits, labels, relative_to), tokens=tokens, rows=rows)
     return ResultHeatmap(grid, title, is_upward=is_upward(grid, origin))
 
 
 def _axes_for(sides: Sequence[Side], ax: Axes | None) -> tuple[Axes, tuple[float, float]]:
-    """Returns where to draw, given or new, and how many inches wide and high it is."""
+    """Returns the given or new axes, and their width and height in inches."""
     if ax is not None:
         return ax, size_of(ax)
     table, size = new_axes(sides)
@@ -337,21 +336,21 @@ def _drawn_facets(parts: Sequence[Grid], side: Side, colormap: Any, origin: str 
 
 
 _DIVERGING, _SEQUENTIAL = "RdBu_r", "Purples"
-"""Both are safe for the color-blind."""
+"""Colormaps that are safe for color-blind readers."""
 _POSITIVE, _NEGATIVE = "#b2182b", "#4393c3"
-"""The two sides of the diverging map."""
+"""The two ends of the diverging colormap."""
 _MISSING: Any = {"facecolor": "0.88", "edgecolor": "0.6", "hatch": "////", "linewidth": 0.0}
 _PLAIN: Any = {"parse_math": False, "usetex": False}
-"""For texts of users, in which `$` and backslashes mean nothing."""
+"""For texts of users, in which `$` and backslashes have no meaning."""
 _SMALL: Any = {"fontsize": "small", **_PLAIN}
 
 
 def new_axes(sides: Sequence[Side], shape: tuple[int, int] = (1, 1)) -> tuple[Any, tuple[float, float]]:
-    """Returns an array of axes of this shape in a new figure, and about how many inches wide and high each is.
+    """Returns an array of axes in a new figure, and the approximate width and height of each in inches.
 
     Args:
-        sides: The rows, and the columns if there are any: they make the size.
-        shape: How many axes stand below each other, and side by side.
+        sides: The rows, and the columns if any, which determine the size.
+        shape: The number of rows and columns of axes.
 
     Raises:
         ExperimentError: matplotlib is not installed.
@@ -366,19 +365,19 @@ def new_axes(sides: Sequence[Side], shape: tuple[int, int] = (1, 1)) -> tuple[An
 
 
 def size_of(ax: Axes) -> tuple[float, float]:
-    """Returns how many inches wide and high axes are now."""
+    """Returns the current width and height of axes in inches."""
     box, dpi = ax.get_window_extent(), ax.figure.dpi
     return box.width / dpi, box.height / dpi
 
 
 def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *, is_upward: bool) -> Any:
-    """Draws cells and labels, and returns what has the colors; without a number, one sees the hatched background.
+    """Draws cells and labels, and returns the colored mesh. Cells without a number show the hatched background.
 
     Args:
         ax: The axes.
         grid: The grid.
-        size: How many inches wide and high the axes are.
-        colormap: The colormap; `None`: one that fits.
+        size: The width and height of the axes in inches.
+        colormap: The colormap; `None` for the default.
         is_upward: Whether the first row is the lowest.
     """
     rows, columns = grid.values.shape
@@ -388,7 +387,7 @@ def draw_grid(ax: Axes, grid: Grid, size: tuple[float, float], colormap: Any, *,
         np.ma.masked_invalid(grid.values),
         cmap=colormap or (_SEQUENTIAL if grid.scale.center is None else _DIVERGING),
         clim=grid.scale.limits,
-        rasterized=True,  # viewers of PDF and SVG show gaps between areas that touch
+        rasterized=True,  # viewers of PDF and SVG show gaps between adjacent areas
     )
     if grid.scale.missing is not None:
         ax.patch.set(**_MISSING)
@@ -409,9 +408,9 @@ def draw_bars(ax: Axes, values: Any, side: Side, size: tuple[float, float], name
     Args:
         ax: The axes.
         values: The length of each bar.
-        side: What the bars are of.
-        size: How many inches wide and high the axes are.
-        names: What the numbers are, and what the bars are.
+        side: The labels of the bars.
+        size: The width and height of the axes in inches.
+        names: The titles of the numbers and of the bars.
     """
     ax.barh(np.arange(len(values)), values, color=np.where(values < 0, _NEGATIVE, _POSITIVE).tolist())
     ax.axvline(0.0, color=ax.spines["bottom"].get_edgecolor(), linewidth=0.8)
@@ -428,7 +427,7 @@ def _draw_rows(ax: Axes, side: Side, height: float, title: str) -> None:
 
 
 def _thinned(count: int, room: float) -> list[int]:
-    """Returns which of so many ticks have a label, where there is room for this many."""
+    """Returns the indices of ticks with a label, if there is room for `room` labels."""
     from matplotlib.ticker import MaxNLocator
 
     if count <= room:
@@ -438,31 +437,31 @@ def _thinned(count: int, room: float) -> list[int]:
 
 
 def _line() -> float:
-    """Returns how many inches a line of small text needs."""
+    """Returns the height of a line of small text in inches."""
     from matplotlib import rcParams
 
     return 1.1 * float(rcParams["font.size"]) / 72
 
 
 def _length(labels: Sequence[str]) -> float:
-    """Returns about how many inches the longest label needs, with a gap."""
+    """Returns the approximate length of the longest label in inches, with a gap."""
     return 0.5 * _line() * (max(map(len, labels)) + 1)
 
 
 def _wrapped(name: str, room: float = 3.0) -> str:
-    """Returns a name in lines that fit this many inches."""
+    """Returns a name, wrapped to `room` inches."""
     return textwrap.fill(name, max(round(11 * room), 32)) or name
 
 
 def draw_color_bar(axes: Any, cells: Any, scale: Scale) -> None:
-    """Adds the color bar of one axes, or of an array of them, with the name of the numbers and of the center."""
+    """Adds the color bar of axes, with the names of the numbers and of the center."""
     bar = cells.axes.figure.colorbar(cells, ax=axes)
     named = scale.center if scale.center is not None and scale.center.name else None
-    bar.set_label(_wrapped(scale.name) + (f"\n(no colour: {named})" if named else ""), **_PLAIN)
+    bar.set_label(_wrapped(scale.name) + (f"\n(no color: {named})" if named else ""), **_PLAIN)
 
 
 def name_facet(ax: Axes, side: Side, number: int, *, is_left: bool, is_bottom: bool) -> None:
-    """Writes over one of several axes which one it is; only the outer ones keep their labels."""
+    """Sets the title of one of several axes, and hides the labels of inner axes."""
     ax.tick_params(labelleft=is_left, labelbottom=is_bottom)
     ax.xaxis.label.set_visible(is_bottom)
     ax.yaxis.label.set_visible(is_left)
@@ -472,7 +471,7 @@ def name_facet(ax: Axes, side: Side, number: int, *, is_left: bool, is_bottom: b
 
 
 def draw_legend(drawn: Any, scale: Scale, place: dict[str, Any]) -> None:
-    """Writes beside axes, or in a figure, what hatching means."""
+    """Adds a legend for hatched cells to axes or a figure."""
     from matplotlib.patches import Patch
 
     if scale.missing is not None:

@@ -1,4 +1,4 @@
-"""The `xarray.DataArray` that a sweep results in."""
+"""Results as labeled arrays: the `xarray.DataArray` that a sweep returns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def metric_dims(baseline: Measurement, axes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the dimensions that the metric's numbers have of their own.
+    """Returns the names of the dimensions that the metric adds to the result.
 
     Raises:
-        ExperimentError: An axis has such a name, too.
+        ExperimentError: An axis has the same name.
     """
     dims = ["metric"] if baseline.names is not None else [f"metric_{n}" for n in range(baseline.values.ndim)]
     if taken := [name for name in dims if name in axes]:
         raise ExperimentError(
-            f"the metric gives several numbers, which lie along dimension {taken[0]!r}: give the axis another name"
+            f"the metric returns several numbers, along the dimension {taken[0]!r}; give the axis another name"
         )
     return dims
 
@@ -40,14 +40,13 @@ def data_array(
     metric: Callable[[Any], Any],
     remarks: Sequence[str],
 ) -> DataArray:
-    """Returns the results as an array; NaN where a cell failed, or was not run.
+    """Returns the results as an array, with NaN for cells that failed or did not run.
 
-    Its attributes: `baseline`, what the metric gives without patches; `metrics`, the names of these numbers, if there
-    are several by name; `errors`, a dict with `cell` (the labels of a cell that failed) and `error` for each;
-    `remarks`, what else is to be known.
+    Its attributes: `baseline`, the metric without patches; `metrics`, the names of several metrics; `errors`, a list of
+    dicts with `cell` (the labels of a cell that failed) and `error`; `remarks`, a list of texts.
 
     Raises:
-        ExperimentError: All cells were run, and all of them failed: there is no number to be had.
+        ExperimentError: All cells failed.
     """
     from xarray import DataArray
 
@@ -60,13 +59,13 @@ def data_array(
         elif result is not None:
             labels = {name: plain_label(value) for name, value in cell.labels.items()}
             errors.append({"cell": labels, "error": result.error})
-    _tell(cells, results, len(errors))
+    _report_failures(cells, results, len(errors))
 
     plain = [(name, tuple(map(plain_label, values))) for name, values in axes.items()]
     attrs: dict[str, Any] = {"baseline": baseline.values.tolist(), "remarks": list(remarks), "errors": errors}
     if baseline.names is not None:
         plain.append(("metric", baseline.names))
-        attrs["metrics"] = list(baseline.names)  # which stay when one of them is picked
+        attrs["metrics"] = list(baseline.names)  # kept when one of them is selected
     sizes = [len(values) for values in axes.values()]
     return DataArray(
         data.reshape([*sizes, *baseline.values.shape]),
@@ -78,7 +77,7 @@ def data_array(
 
 
 def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]) -> Coordinates:
-    """Returns the coordinates of the dimensions, as `xarray` has them: a copy."""
+    """Returns the coordinates of the dimensions: a copy."""
     from xarray import Coordinates
 
     known = _known_coordinates(labels)
@@ -88,14 +87,14 @@ def _coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...
 
 @functools.lru_cache(maxsize=8)
 def _known_coordinates(labels: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...]) -> Coordinates:
-    # To make an index takes more time than all the rest of an array, and sweeps are mostly made over the same axes.
-    # Labels are equal that are not the same: 1 and True, 0.0 and -0.0. Hence they are also given as texts.
+    # Making an index takes longer than the rest of the array, and sweeps often have the same axes.
+    # The key has labels also as texts, since 1 == True and 0.0 == -0.0.
     from xarray import Coordinates
 
     return Coordinates({name: coordinate(name, values) for name, values, _ in labels})
 
 
-def _tell(cells: Sequence[Cell], results: Mapping[int, CellResult], failures: int) -> None:
+def _report_failures(cells: Sequence[Cell], results: Mapping[int, CellResult], failures: int) -> None:
     if not failures:
         return
     failed = [cell for cell in cells if cell.number in results and results[cell.number].measurement is None]
@@ -103,17 +102,17 @@ def _tell(cells: Sequence[Cell], results: Mapping[int, CellResult], failures: in
     if failures == len(cells):
         kinds = len({results[cell.number].error for cell in failed})
         others = f" (and {kinds - 1} other error{'s' if kinds > 2 else ''})" if kinds > 1 else ""
-        which = f"all {failures} cells failed, the first being" if failures > 1 else "the only cell failed:"
+        which = f"all {failures} cells failed, the first one:" if failures > 1 else "the only cell failed:"
         raise ExperimentError(f"{which} {first}{others}")
     warn_each_time(
-        f"{failures} of {len(cells)} cells failed and are NaN, the first being {first}; all of them are in "
+        f"{failures} of {len(cells)} cells failed and are NaN, the first one: {first}; all errors are in "
         'attrs["errors"]',
         ExperimentWarning,
     )
 
 
 def plain_label(value: Any) -> bool | int | float | str:
-    """Returns the value of an axis as one that coordinates and files can hold.
+    """Converts the value of an axis to a bool, int, float or text, as coordinates and files need.
 
     Example:
         >>> plain_label(np.int64(3)), plain_label("wte.output"), plain_label(slice(0, 2))
@@ -125,14 +124,14 @@ def plain_label(value: Any) -> bool | int | float | str:
 
 
 def coordinate(name: str, values: Sequence[Any]) -> tuple[str, np.ndarray[Any, Any]]:
-    """Returns the values of an axis as `xarray` takes coordinates; of mixed ones each keeps its type."""
+    """Returns the values of an axis as a coordinate for `xarray`; mixed values keep their types."""
     plain = [plain_label(value) for value in values]
     is_mixed = len({type(value) for value in plain}) > 1
     return (name, np.array(plain, dtype=object) if is_mixed else np.array(plain))
 
 
 def metric_name(metric: Callable[[Any], Any]) -> str:
-    """Returns what a metric is called: its `name`, that of the function, or its class.
+    """Returns the name of a metric: its attribute `name`, or the name of the function or class.
 
     Example:
         >>> metric_name(max), metric_name(functools.partial(max, 1))

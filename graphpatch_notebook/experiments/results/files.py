@@ -1,4 +1,4 @@
-"""Results in files: a table in parquet, which other tools read too, or JSON."""
+"""Results in files: Parquet tables, which other tools can read, or JSON."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _SUFFIXES = (".parquet", ".json")
 
 
 def save_result(result: DataArray, file: str | os.PathLike[str]) -> None:
-    """Writes a result to a file, whole or not at all; a file of that name is replaced.
+    """Writes a result to a file. The file is replaced only when the new one is complete.
 
-    A `.parquet` file holds a long table, with a column for each dimension and one for the values, named as the result
-    is (`value` where it has no name): `pandas.read_parquet(file)` reads it. A `.json` file can be read by eye. Both
-    hold the rest of it too: dtype, coordinates, attributes, name.
+    A `.parquet` file contains a long table with a column for each dimension and one for the values, which has the name
+    of the result (or `value`): `pandas.read_parquet(file)` reads it. A `.json` file is readable text. Both also contain
+    dtype, coordinates, attributes and name.
 
     Args:
-        result: What `pg.sweep`, `causal_trace` and others return, or a part of it.
-        file: The name of the file, which ends in `.parquet` or `.json`.
+        result: The result of `pg.sweep`, `causal_trace` and others, or a part of it.
+        file: The name of the file, ending in `.parquet` or `.json`.
 
     Raises:
-        ExperimentError: The name ends otherwise, the file cannot be written, or the result holds objects that are
-            neither numbers nor texts.
+        ExperimentError: The name has another suffix, the file cannot be written, or the result contains objects that
+            are neither numbers nor texts.
 
     Example:
         >>> import tempfile, xarray
@@ -50,10 +50,10 @@ def save_result(result: DataArray, file: str | os.PathLike[str]) -> None:
     """
     from_xarray = extra("xarray", "a result").DataArray
     if not isinstance(result, from_xarray):
-        raise ExperimentError(f"a result is an xarray.DataArray, not {type(result).__name__}")
+        raise ExperimentError(f"expected an xarray.DataArray, not {type(result).__name__}")
     target = _checked(file)
     document = _document(result)
-    values = encoded_array(np.asarray(result.values), "the result")  # refuses what none of the two can hold
+    values = encoded_array(np.asarray(result.values), "the result")  # checks what neither format can contain
     if target.suffix.lower() == ".json":
         data = json.dumps({**document, "data": values}, allow_nan=False, indent=1).encode()
     else:
@@ -66,13 +66,13 @@ def save_result(result: DataArray, file: str | os.PathLike[str]) -> None:
 
 
 def load_result(file: str | os.PathLike[str]) -> DataArray:
-    """Returns the result that `save_result` wrote: values, coordinates and attributes are the same, bit for bit.
+    """Returns the result that `save_result` wrote. Values, coordinates and attributes have the same bits.
 
     Args:
         file: The name of the file.
 
     Raises:
-        ExperimentError: It cannot be read, or was not written by `save_result`, or its rows were changed since.
+        ExperimentError: The file cannot be read, was not written by `save_result`, or its rows were changed.
 
     Example:
         >>> import tempfile, xarray
@@ -105,16 +105,16 @@ def load_result(file: str | os.PathLike[str]) -> DataArray:
 def _checked(file: str | os.PathLike[str]) -> Path:
     path = Path(file).expanduser()
     if path.suffix.lower() not in _SUFFIXES:
-        raise ExperimentError(f"{str(path)!r}: the name of a file with a result ends in {' or '.join(_SUFFIXES)}")
+        raise ExperimentError(f"{str(path)!r}: the name of a result file must end in {' or '.join(_SUFFIXES)}")
     return path
 
 
 def _document(result: DataArray) -> dict[str, Any]:
-    """Returns all of a result but its values."""
+    """Returns a result without its values."""
     coords = []
     for name, coord in result.coords.items():
         if getattr(coord.to_index() if coord.dims == (name,) else None, "nlevels", 1) > 1:
-            raise ExperimentError(f"coordinate {name!r} has several levels: call reset_index({name!r}) before")
+            raise ExperimentError(f"coordinate {name!r} has several levels; call reset_index({name!r}) first")
         where = f"coordinate {name!r}"
         items = encoded_array(np.asarray(coord.values), where)
         coords.append([encoded(name, where), encoded(list(coord.dims), where), items, encoded(coord.attrs, where)])
@@ -136,9 +136,9 @@ def _read_json(data: bytes) -> tuple[Any, np.ndarray[Any, Any]]:
 
 def _check_format(document: Any) -> None:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise ValueError(f'there is no "format": "{_FORMAT}" in it')
+        raise ValueError(f'it does not contain "format": "{_FORMAT}"')
     if document["version"] != _VERSION:
-        raise ExperimentError(f"it has version {document['version']!r} of the format; this package reads {_VERSION}")
+        raise ExperimentError(f"it has format version {document['version']!r}, but this package reads {_VERSION}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def _parquet(result: DataArray, document: dict[str, Any]) -> bytes:
 
 
 def _column(result: DataArray, axis: int) -> np.ndarray[Any, Any]:
-    """Returns the coordinate of each value along one dimension, as a table has it: of one type."""
+    """Returns the coordinate of each value along one dimension as a table column of one type."""
     dim, sizes = result.dims[axis], result.shape
     labels = np.asarray(result.coords[dim].values) if dim in result.coords else np.arange(sizes[axis])
     if labels.dtype.kind in "UO":
@@ -189,10 +189,10 @@ def _check_rows(table: Any, document: Any) -> None:
     for axis, dim in enumerate(frame.dims):
         expected, found = _column(frame, axis), table.column(axis).to_numpy()
         if [*map(repr, expected.tolist())] != [*map(repr, found.tolist())]:
-            raise ExperimentError(f"the rows were changed since save_result wrote them: column {dim!r} is another")
+            raise ExperimentError(f"the rows were changed after save_result wrote them: column {dim!r} differs")
 
 
-KINDS = "biufUO"  # of the arrays that can be written: booleans, numbers, texts, and objects that are one of these
+KINDS = "biufUO"  # dtype kinds that can be written: booleans, numbers, texts, and objects that are one of these
 
 
 def encoded(value: Any, where: str) -> Any:
@@ -200,10 +200,10 @@ def encoded(value: Any, where: str) -> Any:
 
     Args:
         value: `None`, a number, a text, an array of these, or a list, tuple or dict of such values.
-        where: What it is called in messages.
+        where: The name of the value in messages.
 
     Raises:
-        ExperimentError: It is none of these.
+        ExperimentError: The value is something else.
 
     Example:
         >>> encoded({"a": (1, float("nan"))}, "attrs")
@@ -233,7 +233,7 @@ def encoded(value: Any, where: str) -> Any:
 
 
 def decoded(data: Any) -> Any:
-    """Returns the value that `encoded` was given."""
+    """Returns the value that `encoded` converted."""
     if isinstance(data, list):
         return [decoded(item) for item in data]
     if not isinstance(data, dict):
@@ -256,19 +256,19 @@ def encoded_array(array: np.ndarray[Any, Any], where: str) -> dict[str, Any]:
     """Returns an array as JSON.
 
     Raises:
-        ExperimentError: Its items are no numbers and no texts.
+        ExperimentError: The items are neither numbers nor texts.
     """
-    if array.dtype.kind not in KINDS or array.dtype == np.longdouble:  # which Python's numbers do not hold
-        raise ExperimentError(f"{where} is of dtype {array.dtype}, which cannot be written: convert it by .astype(str)")
+    if array.dtype.kind not in KINDS or array.dtype == np.longdouble:  # Python's floats are less precise
+        raise ExperimentError(f"{where} has dtype {array.dtype}, which cannot be written; convert it with .astype(str)")
     items = [encoded(item, where) for item in array.ravel().tolist()]
     return {"dtype": array.dtype.str, "shape": list(array.shape), "values": items}
 
 
 def decoded_array(data: Any) -> np.ndarray[Any, Any]:
-    """Returns the array that `encoded_array` was given."""
+    """Returns the array that `encoded_array` converted."""
     items = decoded(data["values"])
     array: np.ndarray[Any, Any] = np.empty(len(items), dtype=np.dtype(data["dtype"]))
     for number, item in enumerate(items):
-        array[number] = item  # one by one: numpy would look into lists and tuples
+        array[number] = item  # one by one: NumPy would convert lists and tuples
     shaped: np.ndarray[Any, Any] = array.reshape(data["shape"])
     return shaped

@@ -1,4 +1,4 @@
-"""What `pg.browse()` and `%graphpatch show` do: make a browser of a graph, among the user's variables."""
+"""Creates the browser of a graph, for `pg.browse()` and `%graphpatch show`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def browser_of(
     typed: str | None = None,
     tokenizer: Any = None,
 ) -> Browser:
-    """Returns a new browser of a graph, which shares chosen patches and runs with the others of the same graph.
+    """Returns a new browser of a graph. All browsers of a graph share the chosen patches and the runs.
 
     Args:
         graph: The graph.
         workspace: The user's variables.
-        path: The path at which it is opened.
-        inputs: What *Run* runs on: a tuple of arguments, a dict of keyword arguments, or one value.
-        typed: The same as the arguments of a call, as Python, evaluated for each run.
-        tokenizer: Says what tokens are in words.
+        path: The path of the row to select.
+        inputs: The inputs of *Run*: a tuple of arguments, a dict of keyword arguments, or one value.
+        typed: The arguments of a call as Python code, evaluated for each run.
+        tokenizer: Turns tokens into text.
 
     Raises:
-        UnknownPathError: There is no such path; the message names the nearest.
-        TypeError: The tokenizer is none.
+        UnknownPathError: The path does not exist; the message lists the nearest paths.
+        TypeError: The tokenizer is not valid.
         GraphError: The front end is not built.
     """
     from graphpatch_notebook.notebook.browser.widget import Browser
@@ -45,9 +45,9 @@ def browser_of(
     _check_tokenizer(tokenizer)
     session = session_of(graph)
     names = [name for name, other in workspace.graphs().items() if other is graph]
-    if names:  # the session learns what the user calls the graph, and the model
+    if names:  # tells the session the variable names of the graph and the model
         workspace.named(session.origin.graph if session.origin.graph in names else names[0])
-    elif session.origin.graph in workspace.namespace:  # another graph may be called so: exports must not patch that
+    elif session.origin.graph in workspace.namespace:  # may be another graph, which exported code must not patch
         free = next(name for name in numbered(session.origin.graph) if name not in workspace.namespace)
         session.origin = replace(session.origin, graph=free)
     shared = SharedRuns.of(session, workspace)
@@ -66,7 +66,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
 
 
 def workspace_of_user(namespace: dict[str, Any]) -> Workspace:
-    """Returns the user's variables: those of IPython, where it runs; else `namespace`."""
+    """Returns the user's variables: those of IPython if it is running, else `namespace`."""
     if "IPython" in sys.modules:
         from IPython.core.getipython import get_ipython
 

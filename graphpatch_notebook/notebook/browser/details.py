@@ -1,4 +1,4 @@
-"""What the popup shows of a row: what it is, the code that makes it, and where its value comes from and goes."""
+"""The details of a row for the popup: notes, code, source lines, and the inputs and users of the value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_LINES = 2_000
 
 
 def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
-    """Returns what is known of a row: `Details` of js/src/kernel/protocol.ts. Runs nothing of the model's.
+    """Returns what is known of a row: `Details` of js/src/kernel/protocol.ts. Does not run the model.
 
     Args:
         pg: The graph.
@@ -32,7 +32,7 @@ def details(pg: PatchableGraph, skeleton: Skeleton, row: int) -> dict[str, Any]:
         row: One of them.
 
     Raises:
-        SessionError: There is no such row.
+        SessionError: The row does not exist.
 
     Example:
         >>> import torch
@@ -69,8 +69,8 @@ def _of_unused(skeleton: Skeleton, row: int) -> dict[str, Any]:
     above = skeleton.parent(row) or 0
     where = skeleton.path(above) or "the model"
     notes = [
-        f"{skeleton.op(row)}: the run on the example inputs did not call this module of {where}, so there is no graph "
-        "of it; parameters of it that were used all the same are nodes of the graph that used them"
+        f"{skeleton.op(row)}: the run on the example inputs did not call this module of {where}, so it does "
+        "not have a graph; if its parameters were used, they are nodes of the graph that used them"
     ]
     nothing: dict[str, Any] = {"shape": None, "dtype": None, "device": None, "code": "", "source": []}
     path = ".".join(filter(None, (skeleton.path(above), skeleton.name(row))))
@@ -78,7 +78,7 @@ def _of_unused(skeleton: Skeleton, row: int) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# In words
+# Notes
 
 
 def _notes(place: Location, skeleton: Skeleton, row: int) -> Iterator[str]:
@@ -138,21 +138,21 @@ def _notes_of_value(place: Location, node: Node, skeleton: Skeleton, row: int) -
         why = "the code unpacks it" if has_tensors else "it only carries sizes"
         yield f"{why}: hidden from the tree, unless it is asked for"
     if not is_patchable(node) and node.kind != "constant":
-        yield "it cannot be patched: arithmetic on sizes happens in plain Python, out of sight of a patch"
+        yield "it cannot be patched: arithmetic on sizes happens in plain Python, where a patch cannot see it"
     elif isinstance(spec, ContainerSpec):
         yield f"a container ({spec}): patch the values in it"
     elif not skeleton.flags(row) & PATCHABLE:
         yield "it cannot be patched: " + ("it is a constant" if node.kind == "constant" else f"it is {_a(str(spec))}")
     elif isinstance(spec, UnknownSpec):
-        yield "nothing is known of its value: it was added to the graph, and was not run yet"
+        yield "its value is not known yet: it was added to the graph and has not run"
     if node.is_mutated_later:
-        yield "the model writes into this very tensor later: what a patch changes here is written over where it does"
+        yield "the model writes into this tensor later, which overwrites the changes of a patch there"
     if node.is_view_filled_later:
-        yield "it is a view that the model fills in later: a patch cuts it off from the tensor that it is a view of"
+        yield "it is a view that the model writes into later: a patch detaches it from its base tensor"
 
 
 def _a(what: str) -> str:
-    return "no tensor and no number but " + ("None" if what == "NoneType" else f"an object ({visible(what)})")
+    return "neither a tensor nor a number but " + ("None" if what == "NoneType" else f"an object ({visible(what)})")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def _code(pg: PatchableGraph, place: Location) -> str:
 
 
 def _beginning(module: CompiledGraphModule) -> str:
-    """Returns the code of a graph, so much of it as anybody reads: a page takes its time over more."""
+    """Returns the code of a graph, cut off after `_MOST_LINES` lines, since long code is slow to display."""
     lines = module.code.strip("\n").splitlines()
     more = len(lines) - _MOST_LINES
     if more <= 0:
@@ -186,16 +186,16 @@ def _graph_module(pg: PatchableGraph, frame: Frame) -> CompiledGraphModule | Non
 
 
 def _line_of(module: CompiledGraphModule, place: Location) -> str:
-    """Returns the line of the code of a graph that makes the value of a node."""
+    """Returns the line of the code of a graph that computes the value of a node."""
     node, lines = place.node, module.code.strip("\n").splitlines()
-    assert node is not None  # only the root graph has none
+    assert node is not None  # only the root graph does not have a node
     if node.kind == "input":
         return lines[0].strip()
     if node.kind == "output":
         return next((line.strip() for line in reversed(lines) if line.strip().startswith("return")), "")
     names = {n.name for n in module.graph.nodes if n.meta.get(RECORD) is node} or {node.name}
     makes = re.compile(rf"\s*(?:.*;  )?({'|'.join(map(re.escape, names))})(?: : [^=]+)? = ")
-    # Behind two spaces fx lets go of values.
+    # After two spaces, fx deletes values.
     return next((re.sub(r";  [\w\s=]+ = None$", "", line).strip() for line in lines if makes.match(line)), "")
 
 
@@ -225,7 +225,7 @@ def _source(line: SourceLine) -> dict[str, Any]:
 
 
 def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[dict[str, Any]]:
-    """Yields a link for each value that has a row, each row once."""
+    """Yields a link for each value with a row, without duplicates."""
     here = format_path(place.frame.path)
     seen: set[int] = set()
     for ref in refs:
@@ -236,7 +236,7 @@ def _links(refs: list[Ref], place: Location, skeleton: Skeleton) -> Iterator[dic
 
 
 def _row(ref: Ref, skeleton: Skeleton) -> int | None:
-    """Returns the row of a value; of what a call returned, that of the output of its frame."""
+    """Returns the row of a value; for the result of a call, the output of its graph."""
     node = ref.node
     if isinstance(node, CallNode):
         node = node.frame.output_node
@@ -255,6 +255,6 @@ def _row(ref: Ref, skeleton: Skeleton) -> int | None:
 
 
 def _seen_from(graph: str, path: str) -> str:
-    """Returns a path from a graph that it leads into; the whole path, if it does not."""
+    """Returns a path relative to a graph; the whole path if it is outside of the graph."""
     inside = f"{graph}."
     return path.removeprefix(inside) if graph and path.startswith(inside) else path

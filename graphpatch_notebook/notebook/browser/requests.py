@@ -2,9 +2,9 @@
 
     {"id": 7, "request": "details", "payload": {"row": 3}}
       -> {"id": 7, "result": {...}}                          and binary parts
-      -> {"id": 7, "error": {"message": ..., "field": ...}}  whatever went wrong, in words
+      -> {"id": 7, "error": {"message": ..., "field": ...}}  a message for the user
 
-Nothing here runs the model: a request may come while the user's cell runs, in another thread.
+Requests never run the model in the current thread: a request may arrive while a cell of the user is running.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FIELDS = ("path", "kind", "slice", "value", "name", *RESTRICTIONS)
 def session_state(
     session: Session, skeleton: Skeleton, known: dict[ChosenPatch, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Returns the chosen patches, each with the row of its node and the shapes that it was chosen for.
+    """Returns the chosen patches (`SessionState` of the front end), each with its row and shapes.
 
     Args:
         session: The session.
         skeleton: The rows.
-        known: What was found out about patches on these rows before; is brought up to date.
+        known: A cache of earlier results for these rows; updated.
 
     Example:
         >>> import torch
@@ -69,11 +69,11 @@ def session_state(
 
 
 def patch_state(session: Session, skeleton: Skeleton, patch: ChosenPatch) -> dict[str, Any]:
-    """Returns one chosen patch."""
+    """Returns a chosen patch (`PatchState` of the front end)."""
     row = skeleton.find(patch.path)
     shape = sliced = warning = None
     try:
-        # Beside no others: what they do to each other was said when they were chosen.
+        # Without the other patches: warnings about combinations appear when a patch is added.
         found = session.check(patch, ())
     except ChosenPatchError as problem:  # the graph was edited since
         warning = str(problem)
@@ -93,20 +93,20 @@ def patch_state(session: Session, skeleton: Skeleton, patch: ChosenPatch) -> dic
 
 Answer: TypeAlias = "tuple[dict[str, Any], list[bytes]]"
 _LONGEST_NAME = 100
-_MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with what stands above in the log"
+_MISTAKE = "this is a mistake in graphpatch-notebook, not yours: please report it, with the traceback above in the log"
 
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What requests are about.
+    """The objects that requests read and change.
 
     Attributes:
         session: The session.
         workspace: The user's variables.
-        skeleton: Gives the rows that the front end has.
+        skeleton: Returns the rows that the front end shows.
         runs: The runs of the session.
-        arguments: The inputs of runs for which none are typed, as Python; `None` for those that `runs` has.
-        written: The same as far as anybody knows how they are written; for exports.
+        arguments: Returns the default arguments of a run as Python code; `None`: those of `runs`.
+        written: Returns the same for exported code; `None` if the code of the inputs is not known.
     """
 
     session: Session
@@ -118,13 +118,13 @@ class RequestContext:
 
 
 class Payload:
-    """What a request says. It may come from anywhere: everything is checked.
+    """The payload of a request. Everything is checked, since the front end is not trusted.
 
     Args:
         content: The content.
 
     Raises:
-        SessionError: It is none; or (by the methods) a part of it is missing or is something else.
+        SessionError: The content is not a dict. The methods raise it if a part is missing or has another type.
     """
 
     def __init__(self, content: Any) -> None:
@@ -133,32 +133,32 @@ class Payload:
         self._content: dict[str, Any] = content
 
     def number(self, name: str) -> int:
-        """Returns a whole number."""
+        """Returns an integer."""
         value = self._get(name)
         if type(value) is not int:
-            raise SessionError(f"{name!r} must be a whole number, not {_shown(value)}")
+            raise SessionError(f"{name!r} must be an integer, not {_shown(value)}")
         return value
 
     def numbers(self, name: str) -> list[int]:
-        """Returns a list of whole numbers."""
+        """Returns a list of integers."""
         value = self._get(name)
         if not isinstance(value, list) or any(type(one) is not int for one in value):
-            raise SessionError(f"{name!r} must be a list of whole numbers, not {_shown(value)}")
+            raise SessionError(f"{name!r} must be a list of integers, not {_shown(value)}")
         return list(value)
 
     def number_or_none(self, name: str) -> int | None:
-        """Returns a whole number, or `None`."""
+        """Returns an integer or `None`."""
         return None if self._get(name) is None else self.number(name)
 
     def text(self, name: str) -> str:
-        """Returns a text."""
+        """Returns a string."""
         value = self._get(name)
         if not isinstance(value, str):
-            raise SessionError(f"{name!r} must be a text, not {_shown(value)}")
+            raise SessionError(f"{name!r} must be a string, not {_shown(value)}")
         return value
 
     def text_or_none(self, name: str) -> str | None:
-        """Returns a text, or `None`."""
+        """Returns a string or `None`."""
         return None if self._get(name) is None else self.text(name)
 
     def flag(self, name: str) -> bool:
@@ -169,11 +169,11 @@ class Payload:
         return value
 
     def part(self, name: str) -> Payload:
-        """Returns a payload in it."""
+        """Returns a nested payload."""
         return Payload(self._get(name))
 
     def fields(self, *more: str) -> dict[str, Any]:
-        """Returns those fields of a patch that are given, as they are: whoever makes a patch of them checks them."""
+        """Returns the given fields of a patch. Their values are checked when the patch is created."""
         known = (*FIELDS, *more)
         unknown = next((name for name in self._content if name not in known), None)
         if unknown is not None:
@@ -187,7 +187,7 @@ class Payload:
 
 
 def answer(context: RequestContext, message: Any) -> Answer:
-    """Returns the reply to a message of the front end, whatever it says, and the binary parts of the reply."""
+    """Returns the reply to a message of the front end, and the binary parts of the reply. Never raises."""
     number = message.get("id") if isinstance(message, dict) else None
     number = number if type(number) is int else -1
     try:
@@ -263,23 +263,23 @@ def _change(context: RequestContext, edit: Payload, version: int) -> None:
 
 
 def _patch(context: RequestContext, fields: dict[str, Any], is_enabled: Any = True) -> ChosenPatch:
-    """Returns the patch that fields make, under a free name if it needs one.
+    """Returns a patch with the given fields, and with an unused name if it needs one.
 
     Raises:
-        ChosenPatchError: They make none.
+        ChosenPatchError: The fields are not valid.
     """
     for field in ("path", "kind"):
         if not isinstance(fields.get(field), str):
             raise ChosenPatchError(field, f"a patch needs a {field}, not {_shown(fields.get(field))}")
     if "name" in _fields_of(fields) and fields.get("name") is None:
-        # The path first: a mistake in it would make nonsense of a name.
+        # Check the path first, since the name is derived from it.
         path = context.session.check(ChosenPatch(fields["path"], "zero", any_shape=True)).patch.path
         fields = {**fields, "name": _free_name(context, path)}
     return ChosenPatch(**fields, is_enabled=is_enabled)
 
 
 def _fields_of(fields: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the fields of the kind that `fields` name; none, if there is no such kind."""
+    """Returns the fields that the kind of a patch has; empty for an unknown kind."""
     kind = PATCH_KINDS.get(str(fields.get("kind")))
     return () if kind is None else kind.fields
 
@@ -296,7 +296,7 @@ def _check(context: RequestContext, payload: Payload) -> Answer:
     if before is not None and fields.get("name") is None and "name" in _fields_of(fields):
         fields["name"] = before.name
     if fields.get("value") is None and "value" in _fields_of(fields):
-        # Before a value is typed, what the slice takes is known: as for a patch that needs none.
+        # Until a value is typed, check the slice as for a patch without a value.
         fields["kind"] = "zero"
     patch = _patch(context, fields, before.is_enabled if before is not None else True).numbered(number or 0)
     found = session.check(patch, others)
@@ -310,7 +310,7 @@ def _check(context: RequestContext, payload: Payload) -> Answer:
 
 
 def _notes(context: RequestContext, patch: ChosenPatch, before: ChosenPatch | None) -> list[str]:
-    """Returns what the magics say when they choose such a patch."""
+    """Returns the same notes as the magics when they add such a patch."""
     namespace = context.workspace.namespace
     unknown = [name for name in sorted(names_used([patch])) if name not in namespace and not hasattr(builtins, name)]
     notes = []
@@ -318,7 +318,7 @@ def _notes(context: RequestContext, patch: ChosenPatch, before: ChosenPatch | No
         notes.append(f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not defined yet")
     is_own = before is not None and before.name == patch.name
     if patch.name in namespace and not is_own and not context.workspace.results.is_own(str(patch.name)):
-        notes.append(f"the variable {patch.name} holds something, which the next run overwrites")
+        notes.append(f"the variable {patch.name} exists, and the next run overwrites it")
     return notes
 
 
@@ -326,7 +326,7 @@ def _export(context: RequestContext, payload: Payload) -> Answer:
     form = payload.text("form")
     if form not in ("graphpatch", "hooks"):
         raise SessionError(f"there is no form {_shown(form)}: it is 'graphpatch' or 'hooks'")
-    # On what *Run* runs: other inputs would give other numbers.
+    # With the inputs of *Run*, so that the numbers are equal.
     origin = replace(context.session.origin, arguments=payload.text_or_none("inputs") or context.written())
     return {"code": str(export(context.session, "hooks" if form == "hooks" else "graphpatch", origin=origin))}, []
 
@@ -361,7 +361,7 @@ def _activation(context: RequestContext, payload: Payload) -> Answer:
     skeleton, row = context.skeleton(), payload.number("row")
     path = skeleton.path(row) if 0 <= row < len(skeleton) else ""
     if not path:
-        raise SessionError(f"row {row} is no node: there is no activation to show")
+        raise SessionError(f"row {row} is not a node, so it does not have an activation")
     plane, is_patched = payload.text_or_none("plane"), payload.flag("is_patched")
     number = context.runs.start_activation(path, plane, is_patched, _inputs(context, payload))
     return context.runs.activation_status(number)

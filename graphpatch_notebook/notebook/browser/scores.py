@@ -1,4 +1,4 @@
-"""A number for each of some nodes and graphs, say from a sweep or an attribution: what colours the rows of the tree."""
+"""Scores of nodes and graphs, such as the results of a sweep or an attribution, which color the rows of the tree."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LARGEST = 3.4028234663852886e38  # of a float32
 
 
 def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleton) -> dict[str, float]:
-    """Returns scores by the paths of their rows.
+    """Returns scores by the canonical paths of their rows.
 
     Args:
-        scores: From paths of nodes, of values in containers, or of graphs to numbers: Python's, numpy's, or tensors
-            without dimensions. NaN stands for no score. Or an `xarray.DataArray` with the one dimension `path`.
+        scores: Maps paths of nodes, of values in containers, or of graphs to numbers: of Python or numpy, or tensors
+            without dimensions. NaN means that there is not a score. Or an `xarray.DataArray` with the dimension `path`.
         skeleton: The rows.
 
     Raises:
-        UnknownPathError: Some paths do not exist; the message names the nearest.
-        TypeError: A score is no number, or they are no mapping.
-        ValueError: A score is infinite, or too large to be shown, or an array has other dimensions.
+        UnknownPathError: Some paths do not exist; the message lists the nearest paths.
+        TypeError: A score is not a number, or `scores` is not a mapping.
+        ValueError: A score is infinite or too large, or the array has other dimensions.
     """
     if _is_data_array(scores):
         scores = _mapping_of(scores)
@@ -51,7 +51,7 @@ def scores_by_path(scores: Mapping[str | NodePath, Any] | Any, skeleton: Skeleto
 
 
 def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
-    """Returns a float32 for each row, little-endian; NaN where there is no score. Paths without a row are left out."""
+    """Returns a little-endian float32 for each row, NaN without a score. Ignores paths without a row."""
     column = [math.nan] * len(skeleton)
     for path, number in scores.items():
         if (row := skeleton.find(path)) is not None:
@@ -60,7 +60,7 @@ def packed_scores(scores: Mapping[str, float], skeleton: Skeleton) -> bytes:
 
 
 def _is_data_array(scores: Any) -> bool:
-    # By what it has: xarray need not be installed, and who has no such array need not wait for its import.
+    # By its attributes, since xarray may not be installed, and importing it is slow.
     return all(hasattr(scores, name) for name in ("dims", "coords", "values", "attrs")) and not callable(scores.values)
 
 
@@ -101,7 +101,7 @@ def _number(value: Any, path: str) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         shape = getattr(value, "shape", None)
         what = type(value).__name__ + (f" of shape {tuple(shape)}" if shape is not None else "")
-        raise TypeError(f"the score of {path!r} is no number but a {what}: {error}") from None
+        raise TypeError(f"the score of {path!r} is a {what}, not a number: {error}") from None
     if math.isinf(number) or abs(number) > _LARGEST:
-        raise ValueError(f"the score of {path!r} is {number}: scores are finite, or NaN where there is none")
+        raise ValueError(f"the score of {path!r} is {number}: scores must be finite, or NaN for no score")
     return number

@@ -1,4 +1,4 @@
-"""The skeleton of a capture: all rows of the tree as columns, small enough to be sent at once.
+"""The skeleton of a capture: all rows of the tree as columns, small enough for one message.
 
 records of the capture
   -> Skeleton          a row for each graph, node, value in a container, and module that was never called
@@ -29,17 +29,17 @@ KINDS = ("graph", "input", "parameter", "buffer", "attribute", "constant", "op",
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _GRAPH, _ITEM, _UNUSED = _NUMBERS["graph"], _NUMBERS["item"], _NUMBERS["unused"]
 
-# In columns with positions in a table: the first that did not come up yet. Long runs of it deflate to nothing.
+# In columns of positions in a table: the first position that was not used yet. Long runs of it compress well.
 NEXT = -2
 
 PLUMBING, HIDDEN, OPAQUE, PATCHABLE, MUTATED, VIEW_FILLED = 1, 2, 4, 8, 16, 32
 
 
 class Skeleton:
-    """The rows of the tree of one capture, each before those in it, and how they and paths lead to each other.
+    """The rows of the tree of one capture, parents before children, and the paths of the rows.
 
-    Paths and rows are one to one: every path of `pg.nodes` has a row, and so have graphs and containers. Only modules
-    that were never called have rows without a path. Immutable; it holds the records of the capture, not the graph.
+    Every path of `pg.nodes`, every graph and every container has exactly one row. Only the rows of modules that were
+    never called do not have a path. Immutable. It refers to the records of the capture, not to the graph.
 
     Args:
         nodes: The nodes of the capture.
@@ -83,17 +83,17 @@ class Skeleton:
 
     @property
     def node_count(self) -> int:
-        """How many values can be patched: the length of `pg.nodes`."""
+        """The number of values that can be patched: the length of `pg.nodes`."""
         return sum(bool(flags & PATCHABLE) for flags in self._rows.flags) - self._rows.absent_count
 
     # -- one row -------------------------------------------------------------------------------------------------------
 
     def kind(self, row: int) -> str:
-        """Returns what a row is: one of `KINDS`."""
+        """Returns the kind of a row, one of `KINDS`."""
         return KINDS[self._rows.kind[row]]
 
     def name(self, row: int) -> str:
-        """Returns the name of a row, as a path writes it."""
+        """Returns the name of a row, as it appears in paths."""
         return self._names[self._rows.name[row]]
 
     def op(self, row: int) -> str:
@@ -105,15 +105,15 @@ class Skeleton:
         return self._rows.flags[row]
 
     def note(self, row: int) -> str | None:
-        """Returns why a graph is opaque, and the like."""
+        """Returns the note of a row, such as why a graph is opaque."""
         return self._rows.notes.get(row)
 
     def parent(self, row: int) -> int | None:
-        """Returns the row that a row is in; `None` for the root."""
+        """Returns the parent of a row; `None` for the root."""
         return self._rows.parent[row] if row else None
 
     def children(self, row: int) -> Iterator[int]:
-        """Yields the rows that are directly in a row."""
+        """Yields the children of a row."""
         depth = self._rows.depth
         for below in range(row + 1, len(depth)):
             if depth[below] <= depth[row]:
@@ -122,7 +122,7 @@ class Skeleton:
                 yield below
 
     def node(self, row: int) -> Node | None:
-        """Returns the node of a row, for a value in a container that which holds it; `None` for root and modules."""
+        """Returns the node of a row, or the node of the container that holds it; `None` for the root and modules."""
         return self._rows.node[row]
 
     def path(self, row: int) -> str:
@@ -155,7 +155,7 @@ class Skeleton:
     # -- which row -----------------------------------------------------------------------------------------------------
 
     def find(self, path: str) -> int | None:
-        """Returns the row of a path, in whichever spelling; `None` if there is none. The root is `""` or `<root>`."""
+        """Returns the row of a path in any spelling; `None` if it does not exist. The root is `""` or `<root>`."""
         row = self._by_path.get(path)
         if row is not None:
             return row
@@ -169,7 +169,7 @@ class Skeleton:
         """Returns the row of a path.
 
         Raises:
-            UnknownPathError: There is none; the message names the nearest paths.
+            UnknownPathError: The path does not exist; the message lists the nearest paths.
         """
         row = self.find(path)
         if row is not None:
@@ -185,14 +185,14 @@ class Skeleton:
         return nearest_paths(self.nodes.root, parsed)
 
     def row_of_node(self, node: Node) -> int | None:
-        """Returns the row of a node, or of the graph that a call stands for."""
+        """Returns the row of a node, or of the graph of a call."""
         return self._by_node.get(id(node))
 
     @functools.cached_property
     def _by_node(self) -> dict[int, int]:
         rows = self._rows
         nodes = enumerate(zip(rows.node, rows.kind, strict=True))
-        # Backwards, so that of several rows the first counts.
+        # In reverse, so that the first of several rows wins.
         found = [(id(node), row) for row, (node, kind) in nodes if node is not None and kind != _ITEM]
         return dict(reversed(found))
 
@@ -211,11 +211,11 @@ class Skeleton:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How rows are made
+# Creating rows
 
 
 class _Numbered(dict[Any, int]):
-    """Numbers what it is asked for, in order."""
+    """Assigns consecutive numbers to keys."""
 
     def __missing__(self, key: Hashable) -> int:
         number = self[key] = len(self)
@@ -223,10 +223,10 @@ class _Numbered(dict[Any, int]):
 
 
 class _Rows:
-    """The columns. Lists, since an object for each of 50,000 rows takes longer than all else here together."""
+    """The columns, as lists: an object for each of 50,000 rows would take longer than everything else."""
 
     def __init__(self, root: Frame) -> None:
-        # A name of a node as it is; of a module that was never called, the names that lead to it.
+        # The name of a node, or all names on the way to a module that was never called.
         self.names = _Numbered()
         self.ops = _Numbered()
         self.specs: list[list[Any]] = []
@@ -246,7 +246,7 @@ class _Rows:
         self._add_graph("<root>", type(root.module).__name__, None, root, 0, 0)
 
     def written_names(self) -> list[str]:
-        """Returns the names as paths write them."""
+        """Returns the names as they appear in paths."""
         root = self.name[0]
         return [
             "<root>" if number == root else ".".join(map(format_segment, (name,) if isinstance(name, str) else name))
@@ -267,7 +267,7 @@ class _Rows:
 
     def _add_graph(self, name: Any, op: str, node: Node | None, frame: Frame | None, parent: int, flags: int) -> None:
         is_opaque = frame is None or frame.opaque_reason is not None
-        name = ("<root>",) if node is None else name  # no node's name, also where one is called like that
+        name = ("<root>",) if node is None else name  # differs from the name of any node
         row = self._add(name, op, _GRAPH, -1, flags | OPAQUE * is_opaque, node, parent)
         if frame is None:
             self.notes[row] = "nothing is known of this call: it was added to the graph"
@@ -291,7 +291,7 @@ class _Rows:
             if node.is_plumbing:
                 flags += PLUMBING
             op = node.op if kind == "op" else kind
-            if type(spec) is TensorSpec:  # nearly all of them, for which the general way takes twice as long
+            if type(spec) is TensorSpec:  # most nodes; the general code takes twice as long
                 number = tensors.get(spec)
                 if number is None:
                     number = self._number_of(spec)
@@ -318,8 +318,8 @@ class _Rows:
     def _add_items(self, container: ContainerSpec, node: Node, flags: int, parent: int) -> None:
         texts: set[str] = set()
         for text, _, spec in container.children:
-            if text in texts:  # of two keys that read the same (1 and "1"), a path means the first
-                self.notes[parent] = f"several of its keys read {visible(text)}: only the first can be told by a path"
+            if text in texts:  # of keys with the same text (1 and "1"), a path refers to the first
+                self.notes[parent] = f"several of its keys have the text {visible(text)}: a path refers to the first"
                 continue
             texts.add(text)
             own = flags if _is_leaf(spec) else flags & ~PATCHABLE
@@ -329,7 +329,7 @@ class _Rows:
                 self._add_items(spec, node, flags, row)
 
     def _number_of(self, spec: ValueSpec) -> int:
-        """Returns the number of a spec in the table."""
+        """Returns the position of a spec in the table."""
         if type(spec) is TensorSpec and (known := self._tensors.get(spec)) is not None:
             return known
         shape, dtype, what = None, None, _what(spec)
@@ -345,7 +345,7 @@ class _Rows:
 
 
 def _without_next(column: list[int]) -> list[int]:
-    """Returns a column of positions, each that comes up for the first time, in order, as `NEXT`."""
+    """Returns a column of positions with `NEXT` for each position that follows all earlier ones."""
     written, following = [], 0
     for position in column:
         is_next = position == following
@@ -367,11 +367,11 @@ def _what(spec: ValueSpec) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Where it is kept
+# Caching
 
 _skeletons = KeptByGraph(Skeleton)
 
 
 def skeleton_of(pg: PatchableGraph) -> Skeleton:
-    """Returns the skeleton of `pg`, which is kept as long as `pg` and made anew when its graphs were edited."""
+    """Returns the skeleton of `pg`, cached until a graph of `pg` is edited."""
     return _skeletons.of(pg)

@@ -1,6 +1,6 @@
-"""The tree as HTML that lives without a kernel: what a saved notebook, nbconvert or GitHub shows of a browser.
+"""The tree as static HTML, which a saved notebook, nbconvert or GitHub shows in place of the browser.
 
-Plain `<details>`: no script, no style sheet, no style attribute. The live widget hides it by its classes.
+It uses `<details>` without scripts, style sheets or style attributes. The live widget hides it by its classes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MOST_PATCHES = 100
 
 @dataclass(frozen=True)
 class StaticTree:
-    """What is shown of a graph.
+    """The static tree of a graph.
 
     Attributes:
         model_id: The id of the widget that hides it.
-        title: What it is, in a line.
+        title: A line above the tree.
         entry: The tree.
         patches: The chosen patches.
     """
@@ -109,7 +109,7 @@ _entries: weakref.WeakKeyDictionary[Skeleton, TreeEntry] = weakref.WeakKeyDictio
 
 
 def entry_of(skeleton: Skeleton) -> TreeEntry:
-    """Returns the tree of a capture, which is kept as long as its skeleton."""
+    """Returns the tree of a capture, cached as long as its skeleton exists."""
     entry = _entries.get(skeleton)
     if entry is None:
         entry = _entries[skeleton] = Location.of_root(skeleton.nodes.root).entry()

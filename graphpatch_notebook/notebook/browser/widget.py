@@ -1,8 +1,8 @@
-"""The tree browser: the widget, as the kernel has it. Its front end is js/.
+"""The widget of the tree browser in the kernel. Its front end is js/.
 
-front end  -- expanded, selected, query, shows_plumbing -->  traits, checked
+front end  -- expanded, selected, query, shows_plumbing -->  traits, validated
 front end  -- requests ---------------------------------->  `requests.answer`
-session    -- each change, by whomever ----------------->  trait `session`
+session    -- each change ------------------------------>  trait `session`
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LONGEST_QUERY = 10_000
 
 
 class Browser(DisplayedWidget):
-    """The tree of a graph, to look at and to patch by click: what `pg.browse()` returns.
+    """The tree of a graph, to inspect and to patch by clicking. `pg.browse()` returns it.
 
-    All browsers of a graph, the magics, and `pg.browse()` again have the same chosen patches: what one changes, all
-    show. A browser keeps its graph alive only where no variable of the user's holds it, and then until it is closed.
+    All browsers of a graph and the magics share the chosen patches: a change in one appears in all. A browser keeps its
+    graph alive only if the user does not have a variable with the graph, and only until it is closed.
 
-    In a notebook it shows the widget, and beside it a tree that lives without a kernel. Elsewhere it shows the tree.
+    A notebook shows the widget, together with static HTML for readers without a kernel. Elsewhere, it prints the tree.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ class Browser(DisplayedWidget):
         self._opened_at = skeleton.path(row)
         is_held = any(other is graph for other in workspace.graphs().values())
         self._kept = None if is_held else graph
-        # Front end and kernel change traits at the same time: while one is at it, what the other has is put off.
+        # The front end and the kernel may change traits at the same time: `renew` waits while a state is received.
         self._lock = threading.RLock()
         self._is_receiving = 0
         self._waiting: set[str] = set()
@@ -94,30 +94,30 @@ class Browser(DisplayedWidget):
         self._shared.add(self)
         self.on_msg(_answer_message)
 
-    # -- what the user does with it ------------------------------------------------------------------------------------
+    # -- public methods ------------------------------------------------------------------------------------------------
 
     @property
     def graph(self) -> PatchableGraph:
-        """The graph that is shown.
+        """The graph.
 
         Raises:
-            SessionError: It is gone.
+            SessionError: The graph was deleted.
         """
         return self._session.graph
 
     @property
     def selected_path(self) -> str | None:
-        """The path of the selected row; empty for the whole model, `None` for a module that was never called."""
+        """The path of the selected row: empty for the model, `None` for a module that was never called."""
         skeleton = self._skeleton()
         if skeleton.kind(self.selected) == "unused":
             return None
         return skeleton.path(self.selected)
 
     def select(self, path: str | NodePath) -> None:
-        """Selects the row of a node or graph, and opens those that it is in.
+        """Selects the row of a node or graph, and expands the rows above it.
 
         Raises:
-            UnknownPathError: There is no such path; the message names the nearest.
+            UnknownPathError: The path does not exist; the message lists the nearest paths.
         """
         skeleton = self._skeleton()
         row = skeleton.row(str(path))
@@ -126,18 +126,18 @@ class Browser(DisplayedWidget):
         self.selected = row
 
     def set_scores(self, scores: Mapping[str | NodePath, Any] | DataArray, name: str | None = None) -> None:
-        """Colours rows by a number each, instead of whatever scores there were.
+        """Colors the rows by scores, which replace any previous scores.
 
         Args:
-            scores: From paths of nodes, of values in containers, or of graphs to numbers: Python's, numpy's, or tensors
-                without dimensions. Or an `xarray.DataArray` with the one dimension `path`, as `attribute` gives it. NaN
-                stands for no score.
-            name: What the numbers are; by default the name of the array, or "score".
+            scores: Maps paths of nodes, of values in containers, or of graphs to numbers: of Python or numpy, or
+                tensors without dimensions. Or an `xarray.DataArray` with the dimension `path`, as `attribute` returns
+                it. NaN means that there is not a score.
+            name: The name of the scores. Default: the name of the array, or "score".
 
         Raises:
-            UnknownPathError: Some paths do not exist; nothing was changed, and the message names the nearest.
-            TypeError: A score is no number.
-            ValueError: A score is infinite, or an array has other dimensions than `path`.
+            UnknownPathError: Some paths do not exist; the message lists the nearest paths. Nothing was changed.
+            TypeError: A score is not a number.
+            ValueError: A score is infinite, or the array has other dimensions than `path`.
         """
         skeleton = self._skeleton()
         self._scores = scores_by_path(scores, skeleton)
@@ -146,7 +146,7 @@ class Browser(DisplayedWidget):
             self.renew("scores")
 
     def clear_scores(self) -> None:
-        """Takes the scores away."""
+        """Removes the scores."""
         self._scores = {}
         with self.hold_sync():
             self.set_trait("scores_name", "")
@@ -154,11 +154,11 @@ class Browser(DisplayedWidget):
 
     @property
     def last_run(self) -> RunResult | None:
-        """What the last run gave, of whichever browser of the graph: `output`, `unpatched_output`, `activations`."""
+        """The results of the last run in any browser of the graph; `None` before the first one."""
         return self._shared.runs.last
 
     def close(self) -> None:
-        """Takes the widget out of the notebook. Chosen patches and scores stay; it cannot be shown again."""
+        """Closes the widget, which cannot be shown again. The chosen patches stay."""
         stop: Callable[[], None] | None = self.__dict__.pop("_stop_listening", None)
         if stop is not None:
             stop()
@@ -166,10 +166,10 @@ class Browser(DisplayedWidget):
             self._kept = None
         super().close()
 
-    # -- what the front end says ---------------------------------------------------------------------------------------
+    # -- messages of the front end -------------------------------------------------------------------------------------
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Takes over what the front end has set, as far as it may set it, and it means something."""
+        """Sets the traits that the front end has changed, if it may set them and the values are valid."""
         accepted = {name: value for name, value in sync_data.items() if self._accepts(name, value)}
         with self._lock:
             self._is_receiving += 1
@@ -193,7 +193,7 @@ class Browser(DisplayedWidget):
         return proposal["value"]
 
     def _problem(self, name: str, value: Any) -> str | None:
-        """Returns what is wrong with a value of the right type."""
+        """Returns a message if a value of the right type is not valid; else `None`."""
         skeleton = self._shown()
         count = len(skeleton) if skeleton is not None else 0
         rows = {"selected": [value], "expanded": value or []}.get(name, [])
@@ -204,7 +204,7 @@ class Browser(DisplayedWidget):
         return None
 
     def _answer(self, message: Any) -> None:
-        """Answers a request, whatever comes of it."""
+        """Answers a request."""
         with self._requests_lock:
             reply, buffers = answer(self._request_context, message)
             result = reply.get("result")
@@ -213,24 +213,22 @@ class Browser(DisplayedWidget):
             self.send(reply, buffers)
         self._display.renew()
 
-    # -- what it shows -------------------------------------------------------------------------------------------------
+    # -- values of traits ----------------------------------------------------------------------------------------------
 
     def _rows(self) -> Skeleton:
-        """Returns the rows that the front end has.
+        """Returns the rows that the front end shows.
 
         Raises:
-            SessionError: Somebody has edited the graph since: the rows are others now.
+            SessionError: The graph was edited, so the rows have changed.
         """
         before = self._shown()
         skeleton = self._skeleton()
         if skeleton is not before:
-            raise SessionError(
-                "the graph was edited: the tree shows it as it is now, where rows may be others; look again"
-            )
+            raise SessionError("the graph was edited, and the tree was updated; check the row and try again")
         return skeleton
 
     def _skeleton(self) -> Skeleton:
-        """Returns the rows as they are now, and shows them, if they are others than before."""
+        """Returns the current rows, and updates the front end if they have changed."""
         skeleton = skeleton_of(self.graph)
         if skeleton is not self._shown():
             with self._lock:
@@ -270,7 +268,7 @@ class Browser(DisplayedWidget):
         }
 
     def renew(self, *names: str) -> None:
-        """Brings traits up to date, and sends them, if they have changed; without a graph, they stay as they are."""
+        """Updates traits, and sends those that have changed. Does nothing if the graph was deleted."""
         with self._lock:
             if self._is_receiving:
                 self._waiting |= {*names}
@@ -288,10 +286,10 @@ class Browser(DisplayedWidget):
         self.renew("session", "about")
 
     def follow_runs(self) -> None:
-        """Called when a run has begun or ended, or runs have other inputs."""
+        """Called when a run starts or ends, or the inputs of runs change."""
         self.renew("run", "about")
 
-    # -- where it is shown ---------------------------------------------------------------------------------------------
+    # -- display -------------------------------------------------------------------------------------------------------
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         place = self._place()
@@ -302,10 +300,10 @@ class Browser(DisplayedWidget):
 
     def __repr__(self) -> str:
         place = self._place()
-        return f"<Browser of {self._session.origin.graph}, which is gone>" if place is None else repr(place)
+        return f"<Browser of {self._session.origin.graph}, which was deleted>" if place is None else repr(place)
 
     def _place(self) -> NodePath | None:
-        """Returns the place at which it was opened; `None`, if the graph is gone."""
+        """Returns the node or graph that was opened; `None` if it does not exist any more."""
         with suppress(SessionError, UnknownPathError):
             root = self.graph.graph
             return root[self._opened_at] if self._opened_at else root
@@ -337,7 +335,7 @@ _IS_OF_FRONT_END: dict[str, Callable[[Any], bool]] = {
 
 
 def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[str, Any]:
-    """Returns the traits with which a row is to be seen; nothing for the root."""
+    """Returns the traits that make a row visible; empty for the root."""
     if not row:
         return {}
     above: list[int] = []
@@ -352,7 +350,7 @@ def _opened(skeleton: Skeleton, row: int, before: Iterable[int] = ()) -> dict[st
 
 
 def _listen(session: Session, browser: Browser) -> Callable[[], None]:
-    """Tells a browser of each change of a session, as long as it lives; returns what stops that."""
+    """Calls a browser after each change of a session, as long as it exists. Returns a function that stops this."""
     reference = weakref.ref(browser)
 
     def tell(_: ChosenPatches) -> None:

@@ -376,10 +376,10 @@ def argument_at_end(line: str, *, is_first: bool, may_lack_mark: bool = False) -
 def _argument(command: Arguments, words: list[str], typed: str, start: int, line: str) -> Argument | None:
     options = tuple(option for option in command.options if option not in words)
     kind = command.kind(words)
-    is_behind_option = bool(words) and command.options.get(words[-1]) is not None
-    if typed.startswith("-") and not is_behind_option and any(option.startswith(typed) for option in options):
+    follows_option = bool(words) and command.options.get(words[-1]) is not None
+    if typed.startswith("-") and not follows_option and any(option.startswith(typed) for option in options):
         return Argument("option", typed, start, options)
-    if kind is None or (kind == "new" and not typed and options and not is_behind_option):
+    if kind is None or (kind == "new" and not typed and options and not follows_option):
         return Argument("option", typed, start, options) if not typed and options else None
     if kind == "node" and (bracket := _bracket(typed)) is not None:
         if typed.endswith("]") and typed.count("[") == typed.count("]"):

@@ -45,8 +45,8 @@ def capture_progress(model: nn.Module, delay: float = DELAY) -> Iterator[None]:
     """
     count = FrameCount()
     expected = sum(not isinstance(module, _NEVER_CALLED) for module in model.modules())
-    work = _Work(f"Capturing {type(model).__name__}", count, expected)
-    with holding(frame_count, count), _shown(work, delay):
+    operation = _Operation(f"Capturing {type(model).__name__}", count, expected)
+    with holding(frame_count, count), _shown(operation, delay):
         yield
 
 
@@ -58,12 +58,12 @@ def busy(doing: str, delay: float = DELAY) -> Iterator[None]:
         doing: The displayed text, such as `"Building code"`.
         delay: The delay in seconds.
     """
-    with _shown(_Work(doing), delay):
+    with _shown(_Operation(doing), delay):
         yield
 
 
 @dataclass
-class _Work:
+class _Operation:
     """The state of an operation, which a display shows.
 
     Attributes:
@@ -98,25 +98,25 @@ class _Work:
 
 
 @contextmanager
-def _shown(work: _Work, delay: float) -> Iterator[None]:
+def _shown(operation: _Operation, delay: float) -> Iterator[None]:
     is_done = threading.Event()
     # The kernel uses context variables to assign output to cells.
-    thread = threading.Thread(target=copy_context().run, args=(_watch, work, is_done, delay), daemon=True)
+    thread = threading.Thread(target=copy_context().run, args=(_watch, operation, is_done, delay), daemon=True)
     thread.start()
     try:
         yield
-        work.has_succeeded = True
+        operation.has_succeeded = True
     finally:
         is_done.set()
         thread.join()
 
 
-def _watch(work: _Work, is_done: threading.Event, delay: float) -> None:
+def _watch(operation: _Operation, is_done: threading.Event, delay: float) -> None:
     # Two displays would overwrite each other, so only the first is shown.
     if is_done.wait(delay) or not _is_showing.acquire(blocking=False):
         return
     try:
-        display = _display_here(work)
+        display = _display_here(operation)
         if display is None or is_done.is_set():
             return
         try:
@@ -145,16 +145,16 @@ class _Display(Protocol):
         """Ends the display."""
 
 
-def _display_here(work: _Work) -> _Display | None:
+def _display_here(operation: _Operation) -> _Display | None:
     """Returns a display for the output of this process, or `None` if that can only be a pipe or a file."""
     if _is_in_kernel():
-        return _CellDisplay(work)
+        return _CellDisplay(operation)
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     from rich.console import Console
 
     console = Console(stderr=True)
-    return None if console.is_dumb_terminal else _TerminalDisplay(work, console)
+    return None if console.is_dumb_terminal else _TerminalDisplay(operation, console)
 
 
 def _is_in_kernel() -> bool:
@@ -170,12 +170,12 @@ class _TerminalDisplay:
 
     interval = 0.1
 
-    def __init__(self, work: _Work, console: Any) -> None:
-        self._work = work
-        self._progress = _progress(work, console)
+    def __init__(self, operation: _Operation, console: Any) -> None:
+        self._operation = operation
+        self._progress = _progress(operation, console)
 
     def draw(self) -> None:
-        _bring_up_to_date(self._progress, self._work)
+        _update(self._progress, self._operation)
         self._progress.start()  # only the first call has an effect
         self._progress.refresh()
 
@@ -188,15 +188,15 @@ class _CellDisplay:
 
     interval = 0.5
 
-    def __init__(self, work: _Work) -> None:
-        self._work = work
-        self._progress = _progress(work)
+    def __init__(self, operation: _Operation) -> None:
+        self._operation = operation
+        self._progress = _progress(operation)
         self._handle: Any = None
 
     def draw(self) -> None:
         from IPython.display import display
 
-        _bring_up_to_date(self._progress, self._work)
+        _update(self._progress, self._operation)
         if self._handle is None:
             self._handle = display(self._progress, display_id=True)  # type: ignore[no-untyped-call]
         else:
@@ -204,25 +204,25 @@ class _CellDisplay:
 
     def close(self) -> None:
         if self._handle is not None:
-            self._handle.update({"text/plain": self._work.summary}, raw=True)
+            self._handle.update({"text/plain": self._operation.summary}, raw=True)
 
 
-def _progress(work: _Work, console: Any = None) -> Progress:
+def _progress(operation: _Operation, console: Any = None) -> Progress:
     from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     spinner = "dots" if console is None or console.encoding.startswith("utf") else "line"
     columns: list[ProgressColumn] = [SpinnerColumn(spinner), TextColumn("{task.description}", markup=False)]
-    if work.count is not None:
+    if operation.count is not None:
         columns += [BarColumn(), TextColumn("{task.completed:,} of about {task.total:,} calls")]
     # Rich's own thread would also draw. It also replaces sys.stdout, and could restore it inside a block of the user's
     # code that has replaced it, too.
     settings = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False, "transient": True}
     progress = Progress(*columns, TimeElapsedColumn(), console=console, get_time=time.monotonic, **settings)
-    progress.add_task(work.doing, total=work.total)
-    progress.tasks[0].start_time = work.started
+    progress.add_task(operation.doing, total=operation.total)
+    progress.tasks[0].start_time = operation.started
     return progress
 
 
-def _bring_up_to_date(progress: Progress, work: _Work) -> None:
-    done = work.count.frames if work.count is not None else 0
-    progress.update(progress.task_ids[0], completed=done, total=work.total)
+def _update(progress: Progress, operation: _Operation) -> None:
+    done = operation.count.frames if operation.count is not None else 0
+    progress.update(progress.task_ids[0], completed=done, total=operation.total)

@@ -107,7 +107,7 @@ class Table(Sequence[Item]):
         """The lines below the table."""
         return tuple(map(visible, self._notes() if callable(self._notes) else self._notes))
 
-    # --- what it shows ----------------------------------------------------------------------------------------------
+    # --- display ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         rows = self._shown_rows()

@@ -422,7 +422,7 @@ class CellRun:
     """
 
     def __init__(self, workspace: Workspace, line: str, frame: FrameType, is_silent: bool) -> None:
-        leave_what_is_left()
+        remove_leftover_patches()
         outer = _current.get()
         if outer is not None and outer.is_running():
             raise SessionError("%%graphpatch cells cannot be nested: a cell runs under the patches of one graph")
@@ -434,9 +434,9 @@ class CellRun:
         resolved = active.session.resolve(workspace.namespace, chosen)
         context = active.graph.patch(dict(resolved.patch_map.items()))
         self._context = weakref.ref(context)  # a strong reference would keep the values of its probes alive
-        self._results: _Results | None = _Results(self, CellResults(workspace, active, chosen, resolved))
+        self._results: _ResultBlock | None = _ResultBlock(self, CellResults(workspace, active, chosen, resolved))
         context.after_call = self._results.put
-        self._entry: _Entry | None = _Entry(self, context)
+        self._entry: _PatchedBlock | None = _PatchedBlock(self, context)
         if not chosen.enabled:
             which = "all of these patches are disabled" if chosen.patches else "no patch is chosen"
             print(f"{which}: the cell runs without patches on {active.name}")
@@ -474,13 +474,13 @@ class CellRun:
         if context is not None:
             context.__exit__(KeyboardInterrupt, None, None)  # has no effect if the context was exited
 
-    def patches(self) -> _Entry:
+    def patches(self) -> _PatchedBlock:
         """Returns the context manager that applies the patches. Can be called once."""
         assert self._entry is not None
         entry, self._entry = self._entry, None
         return entry
 
-    def results(self) -> _Results:
+    def results(self) -> _ResultBlock:
         """Returns the inner context manager, which fills the variables. Can be called once."""
         if self._results is None:
             raise SessionError("no %%graphpatch cell is starting")
@@ -493,7 +493,7 @@ class CellRun:
             sys.displayhook(value)
 
 
-def leave_what_is_left() -> None:
+def remove_leftover_patches() -> None:
     """Removes the patches of an earlier cell that an interrupt left active."""
     run = _current.get()
     if run is not None and not run.is_running():
@@ -527,7 +527,7 @@ def chosen_for(workspace: Workspace, line: str) -> tuple[ActiveGraph, ChosenPatc
     return active, chosen.only(numbers_of(chosen, [word.rstrip(",") for word in specs]))
 
 
-class _Entry:
+class _PatchedBlock:
     """Enters a patch context. An error in the patches is raised as a one-line `UsageError`."""
 
     def __init__(self, run: CellRun, context: PatchContext) -> None:
@@ -550,7 +550,7 @@ class _Entry:
         return self._context.__exit__
 
 
-class _Results:
+class _ResultBlock:
     """Begins and ends the run, and fills the variables of its probes and records."""
 
     def __init__(self, run: CellRun, results: CellResults) -> None:

@@ -259,8 +259,8 @@ def refuse_arguments(text: str, command: str, hint: str = "") -> None:
         SessionError: It has some.
     """
     if given := arguments(text):
-        behind = f"; {hint}" if hint else ""
-        raise SessionError(f"{command} takes no arguments, but got {' '.join(given)!r}{behind}")
+        suffix = f"; {hint}" if hint else ""
+        raise SessionError(f"{command} takes no arguments, but got {' '.join(given)!r}{suffix}")
 
 
 def _difference(before: ChosenPatches, session: Session) -> str:

@@ -135,10 +135,10 @@ def split_options(text: str, known: Mapping[str, bool]) -> tuple[dict[str, str],
     found: dict[str, str] = {}
     rest = _take_options(text.strip(), known, found)
     start = next((start for start, word in words(rest) if _is_option(word, known)), len(rest))
-    behind = _take_options(rest[start:], known, found)
-    if behind:
+    after = _take_options(rest[start:], known, found)
+    if after:
         option = next(word for _, word in words(rest[start:]))
-        raise SessionError(f"{option!r} is in the middle of other text: write options last, after {behind!r}")
+        raise SessionError(f"{option!r} is in the middle of other text: write options last, after {after!r}")
     return found, rest[:start].rstrip()
 
 

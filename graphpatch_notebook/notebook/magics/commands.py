@@ -80,8 +80,8 @@ def commands() -> dict[str, Command]:
 
 def _choosing(kind: PatchKind) -> Command:
     place = "PATH[slice]" if kind.has_slice else "PATH"
-    behind = "[NAME] " if kind.keeps is not None else "" if kind.value is None else f"{kind.value.word} "
-    return Command(kind.name, f"{place} {behind}{_OPTIONS}", kind.summary, partial(_choose, kind))
+    after_path = "[NAME] " if kind.keeps is not None else "" if kind.value is None else f"{kind.value.word} "
+    return Command(kind.name, f"{place} {after_path}{_OPTIONS}", kind.summary, partial(_choose, kind))
 
 
 def _choose(kind: PatchKind, workspace: Workspace, text: str) -> None:

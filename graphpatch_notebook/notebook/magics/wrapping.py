@@ -25,7 +25,7 @@ from graphpatch_notebook.patchable_graph import PatchableGraph
 
 _USAGE = "write %graphpatch wrap NAME = MODEL(EXAMPLE INPUTS)"
 _PACKAGE = Path(__file__).parents[2]
-_TYPED = "<%graphpatch wrap>"  # stands for the file name of the typed line
+_TYPED = "<%graphpatch wrap>"  # the file name of the typed line in tracebacks
 _MAKE = "<graphpatch>"  # not a name that a user can define
 
 

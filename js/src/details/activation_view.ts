@@ -112,7 +112,7 @@ class Activation implements ActivationPart {
     this.poller.follow(this.hear(view.kernel.ask("activation", payload)));
   }
 
-  /** Remembers which job an answer is about, even if nobody waits for it any more. */
+  /** Stores the number of the job of an answer, even if the answer is not needed any more. */
   private async hear(asked: Promise<Reported<ActivationStatus>>): Promise<Reported<ActivationStatus>> {
     const answer = await asked;
     const { id } = answer.result;
@@ -142,7 +142,7 @@ class Activation implements ActivationPart {
     this.finish();
     for (const id of this.ids) if (id !== result.id) this.letGo(id);
     if (result.state === "done" && result.view !== null) this.fill(result.view, buffers);
-    else if (result.state === "interrupted") this.fail("Interrupted. Press “Show again” to start anew.");
+    else if (result.state === "interrupted") this.fail("Interrupted. Press “Show again” to start again.");
     else this.fail(`${result.error ?? "The run failed."}\nChange the inputs or the patches, then press “Show again”.`);
   }
 
@@ -238,7 +238,7 @@ class Activation implements ActivationPart {
   }
 }
 
-/** Shown in a node's popup; asks the kernel for nothing before somebody presses its button. */
+/** The activation section of a popup. It does not send requests before the user presses its button. */
 export function makeActivation(view: View, row: number): ActivationPart {
   return new Activation(view, row);
 }
@@ -264,7 +264,7 @@ function expand(slice: string, dimensions: number): string[] | null {
   return parts.length === dimensions && isPlain ? parts : null;
 }
 
-/** Empty for a slice that takes no single positions, or in which they cannot be told (`None`, names). */
+/** Empty for a slice without single positions, or with parts that cannot be parsed (`None`, names). */
 export function leadingOf(slice: string | null, shape: readonly number[]): Leading[] {
   const parts = slice === null ? null : expand(slice, shape.length);
   return (parts ?? []).flatMap((part, dimension) => {

@@ -101,7 +101,7 @@ class NodePopup implements Popup {
     const copy = async () => {
       const isCopied = await copyText(path, this.element);
       if (isCopied) this.view.notices.say("path copied");
-      else this.view.notices.error(`The browser lets nothing be copied from here. The path is: ${path}`);
+      else this.view.notices.error(`The browser does not allow copying. The path is: ${path}`);
       label.textContent = isCopied ? "Copied" : "Copy";
     };
     const label = element("span", {}, "Copy");
@@ -120,7 +120,7 @@ class NodePopup implements Popup {
       "div",
       { class: "gp-floating-body gp-waiting", role: "status" },
       element("span", { class: "gp-spinner", "aria-hidden": true }),
-      isBusy ? "The kernel is busy: this is answered when it is free." : "Asking the kernel …",
+      isBusy ? "The kernel is busy: the answer follows when it is idle." : "Asking the kernel …",
     );
   }
 

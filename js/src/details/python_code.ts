@@ -13,12 +13,12 @@ const TOKENS = new RegExp(
     "(?<self>(?<![\\w.])self(?!\\w))",
     "(?<number>(?<![\\w.])(?:0[xXbBoO][\\da-fA-F_]+|\\d[\\d_]*\\.?[\\d_]*(?:[eE][+-]?\\d+)?j?|\\.\\d+(?:[eE][+-]?\\d+)?)(?!\\w))",
     "(?<call>(?<!\\w)[A-Za-z_]\\w*(?=\\())",
-    // Names as a whole: what stands within one is nothing of the above.
+    // Whole names, so that keywords within a name do not match.
     "(?:\\w+)",
   ].join("|"),
   "gm",
 );
-/** More than anybody reads is left uncoloured, and all of it stays one text. */
+/** Longer code is not colored, and stays one text node. */
 const MOST_COLOURED = 60_000;
 
 /** Returns the code as text nodes and spans of class `gp-py-...`; together they say exactly `code`. */

@@ -8,7 +8,7 @@ import type { Reply, RequestError, RequestName, Requests } from "./protocol";
 export const PATIENCE_MS = 500;
 /** After the kernel says that a message was dealt with, how long its reply may still be under way. */
 const GRACE_MS = 2000;
-const UNANSWERED = "The kernel has no answer, perhaps it was restarted: run the cell again.";
+const UNANSWERED = "The kernel did not answer, perhaps since it was restarted: run the cell again.";
 
 interface Open {
   resolve(answer: Answer<RequestName>): void;
@@ -73,7 +73,7 @@ class Connection implements Kernel {
   }
 
   lost(why: string): void {
-    // Whoever is gone is disconnected, too: a new connection then is to another.
+    // A kernel that has stopped is disconnected, too: a later connection is to a new kernel.
     if (this.state === "lost" && why === UNCONNECTED) return;
     const isNews = this.state === "lost" && this.why !== why;
     this.why = why;
@@ -106,7 +106,7 @@ class Connection implements Kernel {
     this.patience = setTimeout(() => this.become("busy"), PATIENCE_MS);
   }
 
-  /** Hosts of ipywidgets say when the kernel has dealt with a message: without a reply then, nobody was there. */
+  /** Hosts of ipywidgets report when the kernel has processed a message. Without a reply by then, it was lost. */
   private heard(id: number, message: unknown): void {
     const content = (message as { content?: { execution_state?: unknown } } | undefined)?.content;
     if (content?.execution_state !== "idle" || !this.open.has(id)) return;
@@ -160,7 +160,7 @@ function views(buffers: unknown): DataView[] {
   );
 }
 
-/** What a promise was rejected with, for whoever shows it. */
+/** The reason of a rejected promise, for display. */
 export function wordsOf(reason: unknown): RequestError {
   if (reason instanceof RequestFailed) return reason.error;
   return { message: reason instanceof Error ? reason.message : String(reason), field: null };

@@ -1,5 +1,5 @@
 /**
- * What tells a front end that its kernel is gone. Every host has other signs, and none has all:
+ * How a front end notices that its kernel has stopped. Each host has other signs:
  * - ipywidgets: `comm_live` of the model, its event `comm_live_update`; `comm:close`, `destroy` (the widget was closed);
  * - JupyterLab, Notebook 7: the signals of `widget_manager.context.sessionContext`, for a kernel that died or was shut
  *   down: there `comm_live` stays true;
@@ -7,9 +7,9 @@
  */
 import type { Model } from "../view";
 
-export const GONE = "The kernel is gone: run the cell again, after those that make the graph.";
+export const GONE = "The kernel has stopped: run the cell again, after those that create the graph.";
 export const CLOSED = "The kernel has closed this view: run the cell again.";
-export const UNCONNECTED = "There is no connection to the kernel: reconnect to it, or run the cell again.";
+export const UNCONNECTED = "The kernel is not connected: reconnect to it, or run the cell again.";
 
 export interface Life {
   /** Nothing will be answered any more; in words, with what to do. */
@@ -26,7 +26,7 @@ interface Signal {
 
 const ENDS = new Set(["restarting", "autorestarting", "dead", "terminated"]);
 
-/** What is watched of a model, of whichever widget. */
+/** The part of a widget's model that is watched. */
 type Watched = Pick<Model, "on" | "off" | "widget_manager">;
 
 export function watchLife(
@@ -89,7 +89,7 @@ function isSignal(thing: unknown): thing is Signal {
   return typeof property(thing, "connect") === "function" && typeof property(thing, "disconnect") === "function";
 }
 
-/** `thing[name]`, of things of which nothing is known; getters of a host may throw. */
+/** `thing[name]`, of an unknown value; getters of a host may throw. */
 export function property(thing: unknown, name: string): unknown {
   if ((typeof thing !== "object" && typeof thing !== "function") || thing === null) return undefined;
   try {

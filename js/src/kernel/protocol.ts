@@ -32,7 +32,7 @@ export const FLAG = {
   viewFilled: 32, // ... which is a view, so that a patch cuts it off from its base
 } as const;
 
-/** In `name`, `op` and `spec`: the first position of the table that did not come up yet. Long runs of it deflate to nothing. */
+/** In `name`, `op` and `spec`: the first position of the table that was not used yet. Long runs of it compress well. */
 export const NEXT = -2;
 
 /** [label, shape, dtype, what]: `["[1, 8, 64] f32", [1, 8, 64], "float32", "tensor"]`, `["int(5)", null, null, "number"]`. */
@@ -79,7 +79,7 @@ export interface Traits {
   /** A float32 per row, little-endian; NaN where there is none. Empty: no scores. */
   scores: DataView;
   scores_name: string;
-  /** The run that goes on or went on last, of whichever view; `null`: none yet. */
+  /** The current or last run of any view; `null` before the first one. */
   run: { id: number; state: RunState } | null;
 }
 
@@ -99,7 +99,7 @@ export interface ResultHeatmap {
   name: string;
   rows: ResultSide;
   columns: ResultSide;
-  /** How many rows and columns the result has, of which cells may be blocks. */
+  /** The numbers of rows and columns of the result; a cell may be a block of these. */
   full: [rows: number, columns: number];
   map: "sequential" | "diverging";
   low: number;
@@ -120,7 +120,7 @@ export interface ResultSide {
   title: string;
   /** The coordinate of each row or column; of a block, the first and the last. */
   values: string[];
-  /** What stands beside the cells, short; `null`: nothing. */
+  /** The labels beside the cells, shortened; `null`: none. */
   labels: string[] | null;
   /** The whole texts of tokens, with what cannot be seen made visible; `null`: they are none. */
   tokens: string[] | null;
@@ -135,7 +135,7 @@ export interface About {
   nodes: number;
   /** The widget's model id, by which it is found among the outputs of a notebook. */
   model_id: string;
-  /** The example inputs as Python, as they stand in a call: `ids, attention_mask=mask`; `null` where nobody knows. */
+  /** The example inputs as the Python code of a call: `ids, attention_mask=mask`; `null` if unknown. */
   arguments: string | null;
   /** Why there are no example inputs that *Run* could use; `null`: there are some. */
   no_inputs: string | null;
@@ -254,7 +254,7 @@ export interface Statistics {
   dtype: string;
   device: string;
   count: number;
-  /** Of the finite values; `null` where there are none, or they are no numbers. */
+  /** Of the finite values; `null` without any, or if they are not numbers. */
   mean: number | null;
   std: number | null;
   min: number | null;
@@ -357,7 +357,7 @@ export interface JobStatus {
   seconds: number;
   /** Where it is: the path of the module that runs now. */
   at: string | null;
-  /** From 0 to 1; `null` where nobody knows. */
+  /** From 0 to 1; `null` if unknown. */
   fraction: number | null;
   /** Why it failed, in words. */
   error: string | null;

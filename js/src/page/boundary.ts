@@ -1,11 +1,11 @@
-/** The last resort: what goes wrong in the front end is said in the widget, in words, with what to do. */
+/** Shows errors of the front end in the widget, with advice. */
 
 import { BrokenSkeleton } from "../tree/skeleton";
 import { element } from "./dom";
 
 const AGAIN = "Run the cell again; if that does not help, save the notebook and reload the page.";
 
-/** An error in place of the view that it kept from coming. */
+/** Shows an error in place of the view. */
 export function showFailure(root: HTMLElement, error: unknown): void {
   const why = error instanceof Error ? error.message : String(error);
   const cause = error instanceof BrokenSkeleton ? "The tree cannot be shown" : "This widget failed";
@@ -16,14 +16,14 @@ export function showFailure(root: HTMLElement, error: unknown): void {
 }
 
 /**
- * Tells of errors in event handlers and promises that nobody caught, if they come from this code. Returns what stops that.
+ * Reports uncaught errors of event handlers and promises of this code. Returns a function that stops this.
  *
  * @param source The address that this code has in stack traces.
  */
 export function watchErrors(source: string, tell: (message: string) => void): () => void {
   const report = (error: unknown) => {
     const why = error instanceof Error ? error.message : String(error);
-    tell(`Something in this widget failed: ${why}. What is shown may be out of date. ${AGAIN}`);
+    tell(`This widget raised an error: ${why}. The view may be out of date. ${AGAIN}`);
   };
   const onError = (event: ErrorEvent) => {
     if (event.filename === source) report(event.error ?? event.message);

@@ -9,7 +9,7 @@ const GAP = 4;
 const LEAST_HEIGHT = 220;
 
 export interface Floating {
-  /** `role=dialog`; what it shows is put in by whoever made it. */
+  /** `role=dialog`; the caller adds the content. */
   readonly element: HTMLElement;
   readonly isOpen: boolean;
   /** Shows it beside `anchor`, under the name that screen readers say. */

@@ -3,8 +3,8 @@
 import type { Kernel, KernelState, Notices, Part } from "../view";
 import { element, icon } from "./dom";
 
-const BUSY = "The kernel is busy: this is answered when it is free.";
-const LOST_TOO = "The tree can still be looked through.";
+const BUSY = "The kernel is busy: the answer follows when it is idle.";
+const LOST_TOO = "You can still browse the tree.";
 
 /** Returns the notices, with their element, which goes above the tree. */
 export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void): Notices & Part {
@@ -44,7 +44,7 @@ export function makeNotices(kernel: Kernel, onRemove: (undo: () => void) => void
 function kernelNotice(state: KernelState, why: string | undefined): HTMLElement[] {
   if (state === "idle") return [];
   const isBusy = state === "busy";
-  const text = isBusy ? BUSY : `${why ?? "The kernel is gone."} ${LOST_TOO}`;
+  const text = isBusy ? BUSY : `${why ?? "The kernel has stopped."} ${LOST_TOO}`;
   return [
     element(
       "div",

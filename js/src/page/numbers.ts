@@ -28,7 +28,7 @@ function formatMagnitude(value: number, digits: number): string {
   return groupThousands(shortest(hasDecimals ? rounded : value.toFixed(1), value));
 }
 
-/** `null` (nobody knows): a dash. Large numbers keep a decimal, so that they don't look like integers. */
+/** A dash for `null` (unknown). Large numbers keep a decimal, so that they do not look like integers. */
 export function formatNumber(value: number | null, digits = 4): string {
   if (value === null) return "–";
   if (Number.isNaN(value)) return "NaN";

@@ -23,7 +23,7 @@ function escaped(character: string): string {
 const TOKEN_MARKS: Record<string, string> = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
 /** Controls, separators, what is put over other characters, and what turns the direction of writing around. */
 const UNSEEN_IN_TOKENS = /[\p{C}\p{Z}]/gu;
-/** An accent that would land on whatever stands before the token. */
+/** An accent that would combine with the text before the token. */
 const LOOSE_MARK = /^\p{M}/u;
 
 function seen(character: string): string {

@@ -219,7 +219,7 @@ class PatchEditor implements Editor {
   /** Returns why the patch cannot be applied now; `null` if it can. */
   private whyNotNow(draft: Draft): string | null {
     if (this.isApplying) return this.view.kernel.state === "busy" ? "It is applied when the kernel is free." : "";
-    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "The kernel is gone.";
+    if (this.view.kernel.state === "lost") return this.view.kernel.why ?? "The kernel has stopped.";
     if (mistake(draft) !== null) return "Correct the marked field first.";
     const toType = missing(draft);
     if (toType !== null) return toType;

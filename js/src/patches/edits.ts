@@ -3,8 +3,7 @@ import { wordsOf } from "../kernel/kernel";
 import type { Edit, PatchFields, PatchState } from "../kernel/protocol";
 import type { View } from "../view";
 
-const CHANGED_MEANWHILE =
-  "The patches were changed meanwhile, and are shown as they are now: look at them, and do it again.";
+const CHANGED_MEANWHILE = "The patches were changed meanwhile. Check the updated list, and try again.";
 
 interface Queue {
   last: Promise<unknown>;
@@ -57,7 +56,7 @@ export function describe(patch: PatchFields): string {
 
 /** What is chosen now, as a sentence. */
 export function describeAll(patches: readonly PatchState[]): string {
-  if (patches.length === 0) return "Now none is chosen.";
+  if (patches.length === 0) return "No patches are chosen now.";
   return `Now there are: ${patches.map((patch) => `#${patch.number} ${describe(patch)}`).join("; ")}.`;
 }
 

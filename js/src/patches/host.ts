@@ -49,7 +49,7 @@ function positionAfter(notebook: SharedNotebook, modelId: string, root: Element)
   return showing[0] === undefined ? notebook.cells.length : showing[0] + 1;
 }
 
-/** The position of the cell that the view is in, where the page tells: JupyterLab 4 and Notebook 7 number their cells. */
+/** The position of the cell that the view is in, if the page says so: JupyterLab 4 and Notebook 7 number their cells. */
 function cellOf(root: Element, count: number): number | null {
   const numbered = root.closest<HTMLElement>("[data-windowed-list-index]");
   const index = Number(numbered?.dataset.windowedListIndex ?? Number.NaN);

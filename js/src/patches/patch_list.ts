@@ -12,8 +12,8 @@ import { findPlace } from "./host";
 
 const EMPTY = "No patches yet. Choose a node in the tree and press +, or its + button, to patch it.";
 const NO_CELLS =
-  "This notebook's editor lets no widget insert cells: the code is in the clipboard, paste it in a new cell.";
-const TO_COPY = "The browser lets nothing be copied from here: copy this by hand (it is selected).";
+  "This notebook editor does not let widgets insert cells. The code is in the clipboard: paste it into a new cell.";
+const TO_COPY = "The browser does not allow copying: copy the selected text by hand.";
 
 export function makePatchList(view: View): Part {
   return new PatchList(view);
@@ -42,7 +42,7 @@ class PatchList implements Part {
         { class: "gp-panel-header" },
         element("h2", { class: "gp-panel-title" }, "Patches", this.count),
         group("Changes of the patches", this.undo, this.redo, this.clear),
-        group("Take the patches along", this.copy, this.insert),
+        group("Copy the patches as code", this.copy, this.insert),
       ),
       this.empty,
       this.list,
@@ -311,7 +311,7 @@ function trust(patch: PatchState, act: PatchAction): HTMLElement[] {
     class: "gp-button",
     "data-action": "trust",
     "aria-label": `Trust file ${file}, which #${number} is from`,
-    title: "All values of this file are run from now on, as long as the file stays as it is",
+    title: "Run the code of all values from this file, as long as the file does not change",
     onclick: (event: MouseEvent) => act("trust", patch, event.currentTarget as Element),
   };
   const button = element("button", attributes, "Trust file");

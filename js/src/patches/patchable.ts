@@ -18,7 +18,7 @@ export function whyUnpatchable(skeleton: Skeleton, row: number): Unpatchable | n
   }
   if (kind === "graph") {
     return {
-      why: "A module has no value of its own: patch what it returns, or what is inside.",
+      why: "A module does not have a value: patch its output, or a node inside of it.",
       instead: outputOf(skeleton, row),
     };
   }
@@ -26,7 +26,7 @@ export function whyUnpatchable(skeleton: Skeleton, row: number): Unpatchable | n
     return { why: "This constant is written in the code: patch the node that uses it.", instead: null };
   }
   if (skeleton.specOf(row)?.[3] === "container") {
-    return { why: "This value holds several: patch one of those in it.", instead: firstPatchable(skeleton, row) };
+    return { why: "This value is a container: patch one of the values in it.", instead: firstPatchable(skeleton, row) };
   }
   const label = skeleton.labelOf(row);
   return {

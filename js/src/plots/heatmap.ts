@@ -119,7 +119,7 @@ export function describeHeatmap(heatmap: Heatmap, summary: Summary, title: strin
   return `${parts.join("; ")}. Arrow keys read single values.`;
 }
 
-/** `row 3 (␣the)`, or `rows 6 to 8` where a cell stands for several: blocks of equal size, but for the last one. */
+/** `row 3 (␣the)`, or `rows 6 to 8` where a cell represents a block of several; all blocks but the last have the same size. */
 function describePosition(noun: string, index: number, count: number, full: number, labels: string[] | null): string {
   if (count !== full) {
     const block = Math.ceil(full / count);
@@ -376,7 +376,7 @@ export class HeatmapFigure {
     ].join(", ");
   }
 
-  /** What stands in place of a value while nobody points at one. */
+  /** The text shown while the pointer is not on a value. */
   private rest(): void {
     this.cursor.hidden = true;
     const { slice, full } = this.heatmap;

@@ -2,7 +2,7 @@
 import { element, icon, replaceChildren, setAttribute } from "../page/dom";
 import type { CellSize } from "./plane";
 
-/** What stands beside rows or columns. */
+/** The labels of the rows or columns. */
 export interface AxisLabels {
   texts: readonly string[];
   /** What a label is short for. */
@@ -124,7 +124,7 @@ export class HeatmapFrame {
     const had = this.hasMore;
     for (const [index, side] of SIDES.entries()) {
       const edge = this.edges[index];
-      if (edge) edge.hidden = beyond[side] < 4; // a margin is no cell
+      if (edge) edge.hidden = beyond[side] < 4; // the margin does not belong to the cells
     }
     if (had !== this.hasMore) this.onMore();
   }

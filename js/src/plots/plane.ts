@@ -4,7 +4,7 @@ import type { Heatmap } from "../kernel/protocol";
 export type ColourMap = "sequential" | "diverging";
 export type Rgb = [red: number, green: number, blue: number];
 
-/** What stands for NaN, infinities and fill values: in neither map. */
+/** The color of NaN, infinities and fill values, in neither map. */
 export const MISSING: Rgb = [134, 134, 134];
 export const MISSING_STRIPE: Rgb = [74, 74, 74];
 
@@ -59,7 +59,7 @@ export function cssGradient(map: ColourMap): string {
   return `linear-gradient(to right, ${STOPS[map].map(cssColour).join(", ")})`;
 }
 
-/** Fill values of masks (the least float32, bfloat16) are no amounts. */
+/** Fill values of masks (the least float32, bfloat16) do not count as values. */
 const LARGEST_AMOUNT = 1e30;
 /** Outliers lie so many times farther out than nearly all values. */
 const OUTLIER_FACTOR = 5;
@@ -73,7 +73,7 @@ export interface Plane {
   values: Float32Array;
 }
 
-/** A copy of the values. Buffers may start anywhere, so that a typed array over them is no option. */
+/** Copies the values. A typed array over the buffer would need an aligned start. */
 export function readPlane(heatmap: Heatmap, buffers: readonly DataView[]): Plane {
   const { rows, columns, buffer } = heatmap;
   const view = buffers[buffer];

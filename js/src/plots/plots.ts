@@ -1,4 +1,4 @@
-/** Whichever plot the kernel chose for a value. */
+/** The plot that the kernel chose for a value. */
 import type { Heatmap, Histogram, Plot } from "../kernel/protocol";
 import { element } from "../page/dom";
 import { formatCount, formatNumber, sentence } from "../page/numbers";

@@ -44,12 +44,12 @@ export function makeResultHeatmap(model: Model<HeatmapTraits>, onRemove: (undo: 
     try {
       model.save_changes();
     } catch {
-      lost(GONE); // hosts throw where there is no connection at all
+      lost(GONE); // hosts throw without a connection
     }
   };
   const warning = element("p", { class: "gp-note gp-error", role: "status", hidden: true });
   const lost = (why: string) => {
-    warning.textContent = `${why} What is selected here stays here.`;
+    warning.textContent = `${why} Selections are not sent to the kernel.`;
     warning.hidden = false;
   };
   const found = () => {

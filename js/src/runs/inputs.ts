@@ -13,7 +13,7 @@ export function setInputs(view: View, text: string): void {
   typed.set(view.root, text);
 }
 
-/** Inputs of which nobody knows how they are written, in words. */
+/** Describes inputs whose code is not known. */
 export function unwritten(isGiven: boolean): string {
   return isGiven ? "the inputs given to the browser" : "the example inputs";
 }

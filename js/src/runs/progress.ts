@@ -32,7 +32,7 @@ export class Progress {
   showWaiting(): void {
     const isBusy = this.kernel.state === "busy";
     this.bar.removeAttribute("value");
-    this.text.textContent = isBusy ? "The kernel is busy: this starts when it is free." : "Asking the kernel …";
+    this.text.textContent = isBusy ? "The kernel is busy: this starts when it is idle." : "Asking the kernel …";
     this.button.hidden = true;
     this.element.hidden = false;
     this.stopWaiting ??= this.kernel.onState(() => this.showWaiting());

@@ -21,12 +21,12 @@ class RunPanel implements Part {
   private readonly stale = element("p", { class: "gp-message gp-outdated", hidden: true });
   private readonly result = element("div", { class: "gp-run-result" });
   private readonly poller: Poller<RunStatus>;
-  /** The job that is followed; `null`: none yet, or one of which the kernel has not told the number. */
+  /** The number of the current job; `null` before the first one, and until the kernel replies. */
   private id: number | null = null;
   private isRunning = false;
-  /** Asked for here: is told to the user, also when it fails. */
+  /** Whether the run was started in this view, which then announces its end. */
   private isOwn = false;
-  /** The patches when the run that is followed began; `null`: nobody here saw it begin. */
+  /** The patches at the start of the current run; `null` if another view started it. */
   private choice: string | null = null;
   /** What is shown, and the patches that it was made with. */
   private report: RunReport | null = null;
@@ -156,7 +156,7 @@ class RunPanel implements Part {
     this.end();
     const isInputs = reason instanceof RequestFailed && reason.error.field === "inputs";
     if (isInputs) this.showInputsError(reason.message);
-    // A run from before the kernel was started anew is of no interest to anybody.
+    // A run of a kernel that was restarted does not matter any more.
     else if (this.isOwn || wasRunning) this.fail(reason.message);
     if (isInputs) {
       this.result.classList.remove("gp-dimmed");
@@ -175,7 +175,7 @@ class RunPanel implements Part {
     this.result.replaceChildren(makeRunReport(report, { buffers, revealPatch }));
     this.result.classList.remove("gp-dimmed");
     this.showStaleness();
-    if (this.isOwn) view.notices.say(`The run is done, in ${formatSeconds(report.seconds)}.`);
+    if (this.isOwn) view.notices.say(`The run finished in ${formatSeconds(report.seconds)}.`);
   }
 
   private showInterrupted(seconds: number): void {
@@ -200,7 +200,7 @@ class RunPanel implements Part {
     }
   }
 
-  /** Where nobody saw the run begin, only the numbers of the patches can be compared. */
+  /** For a run that another view started, only the numbers of the patches can be compared. */
   private showStaleness(): void {
     if (this.report === null || this.isRunning) return;
     const session = this.view.model.get("session");

@@ -64,7 +64,7 @@ function largest(change: Change): HTMLElement | null {
 
 const CHANGE_HEADS = ["Output", "Shape", "Norm before", "Norm after", "Norm of difference", "Change"];
 
-/** A row, and one below it for what is to be said. Where two outputs were not compared there is no difference to show. */
+/** A row, and a second one for the note. Outputs that were not compared do not have a difference. */
 function changeRows(change: Change): HTMLElement[] {
   const { shape, dtype, norm_before, norm_after, norm_difference, note } = change;
   const path = visible(change.path);

@@ -145,7 +145,7 @@ export class TreeKeys {
 
   private patch(id: number): void {
     if (id >= 0) this.view.editPatch({ row: id }, this.drawn.elementOf(id));
-    else this.view.notices.say("This row stands for several: open it, and patch one of them.");
+    else this.view.notices.say("This row represents several rows: expand it, and patch one of them.");
   }
 
   private openSiblings(): void {
@@ -167,7 +167,7 @@ export class TreeKeys {
     const path = this.view.skeleton.path(row);
     if (!path) this.view.notices.say("The whole model has an empty path.");
     else if (await this.actions.copy(path)) this.view.notices.say(`Copied ${path}`);
-    else this.view.notices.error(`The browser does not let this page copy. The path is ${path}`);
+    else this.view.notices.error(`The browser does not allow copying. The path is ${path}`);
   }
 
   private edit(change: Edit): void {

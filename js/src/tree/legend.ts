@@ -64,7 +64,7 @@ class Legend implements Part {
       {
         class: "gp-field",
         "aria-label": "Which scores",
-        title: "Rows with the same number share a place: most are names of one value",
+        title: "Rows with the same score have the same rank: most are names of one value",
         onchange: () => this.choose(),
       },
       element("option", { value: "all" }, `all ${scores.count.toLocaleString("en-US")}`),
@@ -123,7 +123,7 @@ class Legend implements Part {
     if (wanted !== undefined) tree.setFilter(wanted);
   }
 
-  /** `undefined`: what is typed is no number. */
+  /** `undefined`: the text is not a number. */
   private wanted(choice: string, typed: string): ScoreFilter | null | undefined {
     if (choice === "all") return null;
     if (choice !== "least") return { count: Number(choice) };

@@ -18,7 +18,7 @@ const MOST_BADGES = 2;
 /** What is shown of a line, apart from its place. */
 interface Shown {
   name: string;
-  /** What stands in a column of its own: torch function, class of the module, kind. */
+  /** The text of the op column: torch function, class of the module, or kind. */
   op: string;
   label: string;
   kind: string;

@@ -16,7 +16,7 @@ export interface Run {
 
 const GRAPH = KINDS.indexOf("graph");
 const LONGEST_PERIOD = 24;
-// A marker stands for three rows at least: for less it would be no shorter.
+// A marker replaces three rows at least: fewer would not save space.
 const FEWEST_ROWS = 3;
 // Ops without a graph between them are folded only among so many siblings, and from so many repetitions on.
 const MANY_SIBLINGS = 40;
@@ -113,7 +113,7 @@ export interface FoldedRun extends Run {
 /** What decides about the lines. */
 export interface Choice {
   isOpen(row: number): boolean;
-  /** Plumbing and clutter aside, if nobody asked for them. */
+  /** Without plumbing and clutter, unless these are shown. */
   isShown(row: number): boolean;
   /** `null`: all; else those that a search found or a score filter left, and what is above them. */
   kept: Uint8Array | null;
@@ -201,7 +201,7 @@ export class Lines {
 
 /** The lines of a choice. */
 export function layOut(skeleton: Skeleton, choice: Choice): Lines {
-  // A marker stands for three rows at least.
+  // A marker replaces three rows at least.
   const lines = new Lines(skeleton, skeleton.length + (choice.folding ? Math.ceil(skeleton.length / 3) : 0));
   const children = (row: number) => childrenOf(skeleton, row, choice);
 

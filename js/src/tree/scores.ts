@@ -1,4 +1,4 @@
-/** The numbers that somebody gave to nodes: what they are, which rows they keep, in which order, in which colour. */
+/** The scores of nodes: their values, filter, order and colours. */
 
 import type { Skeleton } from "./skeleton";
 
@@ -117,7 +117,7 @@ export class Scores {
   };
 }
 
-/** What a row says that has no number of its own: the strongest in it, of which the size is the bound for the others. */
+/** The text of a row without a score: the strongest score in it. */
 export function insideText(value: number, scores: Scores): string {
   return scores.isBySize ? `≤ |${scoreText(value)}|` : `≤ ${scoreText(value)}`;
 }

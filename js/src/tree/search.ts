@@ -90,7 +90,7 @@ export class SearchIndex {
     return this.madeCandidates;
   }
 
-  /** What tells of a row whether the term holds, not minding that it may be excluded. */
+  /** Returns a function that checks a row for a term, ignoring whether the term is negated. */
   private test(term: Term, patched: ReadonlySet<number>): Test {
     const { skeleton } = this;
     switch (term.kind) {
@@ -154,12 +154,12 @@ export class SearchIndex {
   }
 }
 
-/** Whether a row is an input that the example did not have: it can be patched, but there is no value to be found. */
+/** Whether a row is an input that the example inputs do not have: it can be patched, but does not have a value. */
 function isAbsent(skeleton: Skeleton, row: number): boolean {
   return skeleton.kind[row] === INPUT && skeleton.labelOf(row) === "NoneType";
 }
 
-/** By name: whether it is the one meant, upper and lower case being the same; `*` stands for any letters. */
+/** For each name, whether it matches, ignoring case; `*` matches any letters. */
 function among(names: readonly string[], pattern: string): boolean[] {
   const parts = pattern.split("*");
   return names.map((name) => name !== "" && isMade(name.toLowerCase(), parts));
@@ -184,7 +184,7 @@ function hasParts(text: string, parts: readonly string[]): boolean {
   return true;
 }
 
-/** Whether `wanted`, one name or several with the dots between them, stands in `path` as whole names. */
+/** Whether `path` contains `wanted`, one or several names with dots, as whole names. */
 export function hasNames(path: string, wanted: string): boolean {
   if (!path.includes('"')) {
     return path.includes(wanted) && `.${path.replaceAll("|", ".")}.`.includes(`.${wanted.replaceAll("|", ".")}.`);
@@ -206,7 +206,7 @@ export class Found {
   matches: number[] | null = null;
   /** How many more are in the plumbing, where nothing else was found. */
   inPlumbing = 0;
-  /** Why the text in the search field is no query. */
+  /** Why the text in the search field is not a valid query. */
   error: string | null = null;
   readonly index: SearchIndex;
 
@@ -214,7 +214,7 @@ export class Found {
     this.index = new SearchIndex(skeleton);
   }
 
-  /** Searches; where the text is no query, `error` says why and what was found before stays. */
+  /** Searches. If the text is not a valid query, `error` says why and what was found before stays. */
   search(text: string, patched: ReadonlySet<number>): void {
     this.error = null;
     try {

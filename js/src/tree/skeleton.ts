@@ -52,7 +52,7 @@ export class Skeleton {
     return parent === 0 ? name : this.path(parent) + this.separator(row) + name;
   }
 
-  /** What stands in a path before the name of a row: `|` between a container and what is inside, else a dot. */
+  /** The separator before the name of a row in a path: `|` after a container, else a dot. */
   separator(row: number): "|" | "." {
     return this.kind[row] === ITEM && this.kind[at(this.parent, row)] !== ITEM ? "|" : ".";
   }
@@ -145,7 +145,7 @@ export async function decodeSkeleton(data: DataView): Promise<Skeleton> {
   return new Skeleton(columns);
 }
 
-/** A column of positions in a table, where `NEXT` stands for the first that did not come up yet. */
+/** A column of positions in a table, where `NEXT` means the first position that was not used yet. */
 function numbered(column: number[]): Int32Array {
   let next = 0;
   return Int32Array.from(column, (position) => (position === NEXT ? next++ : position));

@@ -118,7 +118,7 @@ class ToolbarView implements Toolbar {
     }, SAY_AFTER);
   }
 
-  /** To the tree; at a match, if nobody has chosen a row since the query was typed. */
+  /** Focuses the tree; at a match, unless the user has selected a row since typing the query. */
   private toTree(): void {
     const { matches } = this.tree.found;
     const { activeRow } = this.tree;
@@ -145,8 +145,8 @@ class ToolbarView implements Toolbar {
     replaceChildren(this.count, this.countText());
     this.hint.hidden = tree.found.matches?.length !== 0 || tree.found.error !== null;
     this.hint.textContent = tree.found.inPlumbing
-      ? `Nothing found but ${tree.found.inPlumbing.toLocaleString("en-US")} in the plumbing, that only carries sizes: add is:plumbing.`
-      : "Nothing found: fewer or shorter terms find more.";
+      ? `No matches except ${tree.found.inPlumbing.toLocaleString("en-US")} in the plumbing, which only carries sizes: add is:plumbing.`
+      : "No matches. Try fewer or shorter terms.";
     for (const step of this.steps) step.disabled = !tree.found.matches?.length;
     setAttribute(this.plumbing, "aria-pressed", tree.showsPlumbing);
     setAttribute(this.folding, "aria-pressed", tree.isFolded);

@@ -1,5 +1,5 @@
 /**
- * What the tree shows, between the traits and the eye: tree and toolbar act on it and are told when it changes. Views of
+ * The state of the tree, which the tree and the toolbar change and listen to. Views of
  * one model share the traits `expanded`, `selected`, `query`, `shows_plumbing`; the rest is each view's own.
  */
 import type { PatchState } from "../kernel/protocol";
@@ -210,7 +210,7 @@ export class TreeState {
 
   // -- search ----------------------------------------------------------------------------------------------------------
 
-  /** Searches; where the text is no query, `found.error` says why and the rows found before stay. */
+  /** Searches. If the text is not a valid query, `found.error` says why and the rows found before stay. */
   search(text: string): void {
     this.traits.set("query", text);
   }

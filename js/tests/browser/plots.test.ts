@@ -295,15 +295,15 @@ it.each(["light", "dark"])("has no violations of accessibility (%s)", async (the
   for (const details of view.root.querySelectorAll("details")) details.open = true;
   expect(await violations(view)).toEqual([]);
   // The old result is paler then.
-  view.kernel.script.run = () => Promise.reject(new Error("The kernel is gone."));
+  view.kernel.script.run = () => Promise.reject(new Error("The kernel has stopped."));
   view.root.querySelector<HTMLButtonElement>(".gp-run .gp-primary")?.click();
-  await expect.poll(() => view.root.querySelector(".gp-run .gp-message")?.textContent).toContain("gone");
+  await expect.poll(() => view.root.querySelector(".gp-run .gp-message")?.textContent).toContain("stopped");
   expect(await violations(view)).toEqual([]);
 });
 
 it("has no violations of accessibility when a first run fails", async () => {
   const view = open();
-  view.kernel.script = { run: () => Promise.reject(new Error("The kernel is gone.")) };
+  view.kernel.script = { run: () => Promise.reject(new Error("The kernel has stopped.")) };
   view.root.append(makeRunPanel(view).element);
   view.root.querySelector("button")?.click();
   await expect.poll(() => view.root.querySelector("[role=alert]:not([hidden])")?.textContent).toBeTruthy();

@@ -332,13 +332,13 @@ test("where nothing hears of a click, it is said", async () => {
   const warning = query(".gp-result > [role=status]");
   expect(warning.hidden).toBe(true);
   model.trigger("comm:close");
-  expect(warning.textContent).toContain("run the cell again. What is selected here stays here.");
+  expect(warning.textContent).toContain("run the cell again. Selections are not sent to the kernel.");
   expect(warning.hidden).toBe(false);
   model.save_changes = () => {
     throw "Syncing error: no comm channel defined"; // as ipywidgets does
   };
   await userEvent.click(canvas, centre(canvas, 0, 0));
-  expect(warning.textContent).toContain("The kernel is gone");
+  expect(warning.textContent).toContain("The kernel has stopped");
   expect(query(".gp-result > .gp-note").textContent).toContain("Selected: path transformer.h_2");
 });
 

@@ -129,7 +129,7 @@ it("shows failures, interruptions and wrong inputs in words", async () => {
   [...part.element.querySelectorAll("button")].find((one) => one.textContent === "Interrupt")?.click();
   await settle();
   expect(view.kernel.last("activation_interrupt")).toEqual({ id: 2 });
-  expect(alerts()).toEqual(["Interrupted. Press “Show again” to start anew."]);
+  expect(alerts()).toEqual(["Interrupted. Press “Show again” to start again."]);
   const wrong = new RequestFailed({ message: "There is no variable idz.", field: "inputs" });
   view.kernel.script.activation = () => Promise.reject(wrong);
   await show();

@@ -79,7 +79,7 @@ describe("a popup", () => {
 
   it("of a module patches its output instead, and says why", async () => {
     await show("transformer.h_0", { kind: "graph", shape: null, dtype: null, device: null });
-    expect(text()).toContain("A module has no value of its own");
+    expect(text()).toContain("A module does not have a value");
     named(popup.element, "Patch output").click();
     expect(rig.view.calls[0]).toEqual(["editPatch", { row: rig.row("transformer.h_0.output") }, anchor]);
   });

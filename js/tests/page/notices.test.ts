@@ -7,7 +7,7 @@ function made(state: KernelState = "idle") {
   const listeners = new Set<(state: KernelState) => void>();
   const kernel = {
     state,
-    why: "The kernel is gone: run the cell again.",
+    why: "The kernel has stopped: run the cell again.",
     ask: () => Promise.reject(new Error("nobody")),
     onState: (listener: (state: KernelState) => void) => {
       listeners.add(listener);
@@ -52,11 +52,11 @@ it("shows an error as an alert that was there before, until it is closed", () =>
 it("says that the kernel is busy, and that it is lost and what to do", () => {
   const { become, text, undos, listeners } = made();
   become("busy");
-  expect(text()).toBe("The kernel is busy: this is answered when it is free.");
+  expect(text()).toBe("The kernel is busy: the answer follows when it is idle.");
   become("idle");
   expect(text()).toBe("");
   become("lost");
-  expect(text()).toContain("The kernel is gone: run the cell again.");
+  expect(text()).toContain("The kernel has stopped: run the cell again.");
   for (const undo of undos) undo();
   expect(listeners.size).toBe(0);
 });

@@ -381,7 +381,7 @@ describe("a kernel", () => {
 describe("rows that cannot be patched", () => {
   it("say why, and what to patch instead", () => {
     editor.open({ row: rig.row("transformer.h_0") }, anchor);
-    expect(text()).toContain("A module has no value of its own");
+    expect(text()).toContain("A module does not have a value");
     named(editor.element, `Patch ${PATH}`).click();
     expect(editor.element.getAttribute("aria-label")).toBe(`Patch ${PATH}`);
     expect(isShown("Slice")).toBe(true);
@@ -392,7 +392,7 @@ describe("rows that cannot be patched", () => {
     ["output", "Patch output|sub_0"],
   ])("of containers name the first part: %s", (path, button) => {
     editor.open({ row: rig.row(path) }, anchor);
-    expect(text()).toContain("holds several");
+    expect(text()).toContain("is a container");
     named(editor.element, button);
   });
 

@@ -286,7 +286,7 @@ describe("as Python", () => {
     clipboard(async (code) => void copied.push(code));
     await take("Insert cell");
     expect(copied).toEqual([CODE]);
-    expect(text(box())).toContain("lets no widget insert cells");
+    expect(text(box())).toContain("does not let widgets insert cells");
     expect(text(box())).toContain("clipboard");
     expect(box().querySelector("textarea")?.value).toBe(CODE);
   });

@@ -72,7 +72,7 @@ describe("a run", () => {
     expect(panel.textContent).toContain("pg(ids) ran with patch #1 in 250 ms.");
     expect(panel.textContent).toContain("logits[1, 8, 100] float3289225%");
     expect(panel.textContent).toContain("[0, 7, 42] 1.5 → -2.5");
-    expect(view.said).toEqual(["The run is done, in 250 ms."]);
+    expect(view.said).toEqual(["The run finished in 250 ms."]);
 
     const asked = view.kernel.asked.length;
     await vi.advanceTimersByTimeAsync(2000);
@@ -140,9 +140,9 @@ describe("a run", () => {
   });
 
   it("that cannot be asked for says why", async () => {
-    open({}, { run: () => Promise.reject(new RequestFailed({ message: "The kernel is gone.", field: null })) });
+    open({}, { run: () => Promise.reject(new RequestFailed({ message: "The kernel has stopped.", field: null })) });
     await run();
-    expect(alerts()).toEqual(["The kernel is gone."]);
+    expect(alerts()).toEqual(["The kernel has stopped."]);
   });
 
   it("is let go when the view is taken away", async () => {
@@ -267,7 +267,7 @@ describe("a report", () => {
     expect(rows).toEqual([
       "a[2] float32033from zero",
       "b[2] float322–––",
-      "Only there without the patches.",
+      "Only in the output without the patches.",
       "c[2] float32242100%",
       "With the patches 1 NaN of 2.",
     ]);

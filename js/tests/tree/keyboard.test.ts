@@ -210,7 +210,7 @@ test("where nothing is found, it is said where it may be", () => {
     return widget.toolbar.element.textContent;
   };
   expect(type("op:size")).toContain("5 in the plumbing");
-  expect(type("zzz")).toContain("Nothing found: fewer");
+  expect(type("zzz")).toContain("No matches. Try fewer");
   expect(widget.toolbar.element.querySelector<HTMLElement>(".gp-query-error.gp-muted")?.hidden).toBe(false);
   type("softmax");
   expect(widget.toolbar.element.querySelector<HTMLElement>(".gp-query-error.gp-muted")?.hidden).toBe(true);

@@ -182,9 +182,9 @@ def test_an_error_in_a_run_leaves_the_model_as_it_was(tiny: Any) -> None:
     ("metric", "message"),
     [
         (lambda output: output.argmax(), r"dtype torch\.int64"),
-        (lambda output: output.sum().item(), r"of type float: .*no \.item\(\)"),
+        (lambda output: output.sum().item(), r"of type float: .*without \.item\(\)"),
         (lambda output: output.detach().sum(), r"no gradient: .*argmax, \.item\(\), \.detach\(\)"),
-        (lambda output: output.sum(-1), r"shape \(2,\): .*single number, say its \.mean\(\)"),
+        (lambda output: output.sum(-1), r"shape \(2,\): .*single number, such as its \.mean\(\)"),
     ],
 )
 def test_metrics_that_have_no_gradient(tiny: Any, metric: Any, message: str) -> None:
@@ -197,7 +197,7 @@ def test_arguments_that_cannot_be(tiny: Any) -> None:
     _, pg, clean, corrupted = tiny
     with pytest.raises(ExperimentError, match="method must be one of 'attribution', 'integrated', not 'exact'"):
         attribute(pg, torch.sum, clean, corrupted, method="exact")  # type: ignore[arg-type]
-    with pytest.raises(ExperimentError, match="steps must be a whole number from 1 on, not 0"):
+    with pytest.raises(ExperimentError, match="steps must be a positive integer, not 0"):
         attribute(pg, torch.sum, clean, corrupted, method="integrated", steps=0)
     with pytest.raises(ExperimentError, match="max_bytes must be a number of bytes"):
         attribute(pg, torch.sum, clean, corrupted, max_bytes=0)
@@ -296,11 +296,11 @@ def test_what_has_no_score_is_said() -> None:
     assert skipped["rotated"] == "of dtype complex64: scores are of floating-point values"
     assert skipped["counted"].startswith("of dtype int64")
     assert "no gradient reaches it" in skipped["unused"]
-    assert "what cannot be differentiated" in skipped["constant"]
-    assert "of shape (3,) in the clean run, of shape (2,) in the corrupted one" in skipped["long"]
+    assert "only through operations without a gradient" in skipped["constant"]
+    assert "of shape (3,) in the clean run, of shape (2,) in the corrupted run" in skipped["long"]
     assert scores.isnull().values.tolist() == [path in skipped for path in chosen]
 
-    for is_long, why in (((True, True), "never came up"), ((False, True), "in the clean run only")):
+    for is_long, why in (((True, True), "was not computed"), ((False, True), "in the clean run only")):
         inputs = [{"x": x, "is_long": long} for x, long in zip((clean, corrupted), is_long, strict=True)]
         assert why in attribute(pg, torch.sum, *inputs).attrs["skipped"]["short"]
 
@@ -481,10 +481,10 @@ def test_positions_of_a_model_that_takes_no_tokens() -> None:
     [
         ([2, 6], "position 6 is out of range: the sequence has 6 positions"),
         (-7, "position -7 is out of range: the sequence has 6 positions"),
-        (slice(6, None), r"positions=slice\(6, None, None\) selects none: the sequence has 6 positions"),
-        (slice("a"), "positions are whole numbers, or True for all"),
-        ("last", "positions are whole numbers, or True for all, not 'last'"),
-        (False, "positions are whole numbers, or True for all, not False"),
+        (slice(6, None), r"positions=slice\(6, None, None\) selects nothing: the sequence has 6 positions"),
+        (slice("a"), "positions must be integers, or True for all"),
+        ("last", "positions must be integers, or True for all, not 'last'"),
+        (False, "positions must be integers, or True for all, not False"),
         ([], "positions is empty"),
     ],
 )
@@ -519,7 +519,7 @@ def test_inputs_of_other_shapes_are_refused(form: Any) -> None:
     model = token_model()
     pg = PatchableGraph(model, ids)
     model.register_forward_pre_hook(never)
-    message = r"'input_ids' is of shape \(1, 6\) on the clean inputs and of \(1, 4\) on the corrupted ones; .* \(pad"
+    message = r"'input_ids' has shape \(1, 6\) on the clean inputs and \(1, 4\) on the corrupted inputs; .* \(pad"
     with pytest.raises(ExperimentError, match=message):
         attribute(pg, last_logit, form(ids), ids[:, :4])
     with pytest.raises(ExperimentError, match=r"corrupted is Noise\(path='wte.output'.*noise is for causal_trace"):
@@ -683,4 +683,4 @@ def test_float8_values_have_no_score() -> None:
 
     clean, corrupted = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])
     scores = attribute(PatchableGraph(Small(), clean), torch.sum, clean, corrupted)
-    assert scores.attrs["skipped"] == {"small": "of dtype float8_e4m3fn, which knows no arithmetic"}
+    assert scores.attrs["skipped"] == {"small": "of dtype float8_e4m3fn, which has no arithmetic"}

@@ -62,7 +62,7 @@ def test_an_interrupt_keeps_what_is_done(pg: PatchableGraph) -> None:
     assert isinstance(caught.value, KeyboardInterrupt)
     assert result.values[:4].tolist() == whole.values[:4].tolist()
     assert np.isnan(result.values[4:]).all()
-    assert result.attrs["remarks"][-1] == "interrupted: 2 of 6 cells were not run and are NaN"
+    assert result.attrs["remarks"][-1] == "interrupted: 2 of 6 cells did not run and are NaN"
     assert result.attrs["errors"] == []
     assert caught.value.__context__ is None
     assert len(traceback.extract_tb(caught.value.__traceback__)) <= 3
@@ -89,7 +89,7 @@ def test_after_an_interrupt_the_same_call_goes_on(pg: PatchableGraph, tmp_path: 
             checkpoint_key="1",
         )
 
-    with pytest.raises(SweepInterrupted, match=r"the same call goes on from .*sweep\.jsonl"):
+    with pytest.raises(SweepInterrupted, match=r"the same call continues from .*sweep\.jsonl"):
         call()
     assert len(file.read_text().splitlines()) == 1 + 4
     assert not np.isnan(call().values).any()
@@ -183,7 +183,7 @@ def test_without_any_number_there_is_no_result(pg: PatchableGraph) -> None:
         return output.sum() if torch.equal(output, baseline) else fail()
 
     baseline = pg(X)
-    with pytest.raises(ExperimentError, match="all 3 cells failed, the first being unit=0: RuntimeError: no"):
+    with pytest.raises(ExperimentError, match="all 3 cells failed, the first one: unit=0: RuntimeError: no"):
         pg.sweep({"unit": range(3)}, halved, X, metric=metric, progress=False)
 
 
@@ -201,7 +201,7 @@ def test_numbers_of_another_shape_are_a_failure(pg: PatchableGraph) -> None:
 
 
 def test_the_numbers_of_a_metric_have_dimensions_of_their_own(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="dimension 'metric': give the axis another name"):
+    with pytest.raises(ExperimentError, match="dimension 'metric'; give the axis another name"):
         pg.sweep({"metric": range(3)}, halved, X, metric=lambda output: {"a": output.sum()}, progress=False)
 
 

@@ -132,7 +132,9 @@ def test_parameters_can_be_set_to_zero_and_no_more() -> None:
     with torch.no_grad():
         model.transformer.h[0].mlp.c_fc.weight.zero_()
         assert found.item() == METRIC(model(IDS)).item()
-    with pytest.raises(ExperimentError, match=r"c_fc.weight' is of shape \(16, 64\) on the inputs, which have 3 rows"):
+    with pytest.raises(
+        ExperimentError, match=r"c_fc.weight' has shape \(16, 64\) on the inputs, but the batch has 3 rows"
+    ):
         ablate(pg, [path], IDS, metric=METRIC, method="mean", reference=IDS, progress=False)
 
 
@@ -162,7 +164,7 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
     ("settings", "message"),
     [
         ({"method": "median"}, "method must be 'zero', 'mean' or 'resample', not 'median'"),
-        ({"method": "mean"}, r"method='mean' needs other inputs to take values from: reference="),
+        ({"method": "mean"}, r"method='mean' needs reference inputs: reference="),
         ({"reference": IDS}, "method='zero' takes no reference"),
         (MEAN | {"mean_over": "all"}, "mean_over must be 'batch' or 'batch and positions', not 'all'"),
         (MEAN | {"seed": 1}, "seed is for method='resample'"),
@@ -170,19 +172,19 @@ POOLED = MEAN | {"mean_over": "batch and positions"}
             {"method": "resample", "reference": IDS, "mean_over": "batch and positions"},
             "mean_over is for method='mean'",
         ),
-        ({"method": "resample", "reference": REFERENCE, "seed": "a"}, "seed is a whole number, not 'a'"),
-        ({"method": "resample", "reference": REFERENCE}, "the reference has 4 rows and the inputs have 3: .* seed=0"),
-        (MEAN | {"reference": REFERENCE[:, :4]}, r"\(3, 6, 16\) on the inputs and of \(4, 4, 16\) on the reference"),
-        (MEAN | {"reference": {"x": 3}}, "no tensor in reference whose first dimension could be the batch"),
-        (MEAN | {"paths": ["transformer.wpe.output"]}, r"\(1, 6, 16\) on the inputs, which have 3 rows"),
-        (MEAN | {"paths": ["transformer.wte.input"]}, "torch.int64; what is no floating point number can only be set"),
+        ({"method": "resample", "reference": REFERENCE, "seed": "a"}, "seed must be an integer, not 'a'"),
+        ({"method": "resample", "reference": REFERENCE}, "the reference has 4 rows and the inputs have 3; .* seed=0"),
+        (MEAN | {"reference": REFERENCE[:, :4]}, r"\(3, 6, 16\) on the inputs and \(4, 4, 16\) on the reference"),
+        (MEAN | {"reference": {"x": 3}}, "the batch size of reference is unknown"),
+        (MEAN | {"paths": ["transformer.wpe.output"]}, r"\(1, 6, 16\) on the inputs, but the batch has 3 rows"),
+        (MEAN | {"paths": ["transformer.wte.input"]}, "torch.int64; only floating-point values have other methods"),
         (POOLED | {"paths": ["transformer.h_0.mlp.c_fc.weight"]}, "a parameter has no positions"),
         ({"heads": 3}, r"\(3, 6, 16\): its last dimension cannot be split into 3 heads"),
-        ({"heads": 0}, "heads is how many there are, a number from 1 on, not 0"),
-        ({"positions": False}, "positions are whole numbers, or True for all, not False"),
-        ({"heads": 6, "paths": ["transformer.wte.input"], "positions": 0}, "runs along the sequence: no heads"),
+        ({"heads": 0}, "heads must be the number of heads, a positive integer, not 0"),
+        ({"positions": False}, "positions must be integers, or True for all, not False"),
+        ({"heads": 6, "paths": ["transformer.wte.input"], "positions": 0}, "is the sequence, and has no heads"),
         ({"positions": 6}, "position 6 is out of range"),
-        ({"paths": f"transformer.h_0.{GPT2_OUTPUT}"}, r"paths must be several"),
+        ({"paths": f"transformer.h_0.{GPT2_OUTPUT}"}, r"paths must be a list"),
     ],
 )
 def test_what_cannot_be_ablated_is_said(pg: PatchableGraph, settings: dict[str, Any], message: str) -> None:
@@ -199,7 +201,7 @@ def test_unknown_paths(pg: PatchableGraph) -> None:
 def test_a_sequence_first_value_has_no_rows() -> None:
     x: Tensor = torch.randn(5, 6)
     pg = PatchableGraph(mixer(), x)
-    with pytest.raises(ExperimentError, match="the first dimension of 'layers_0.output' runs along the sequence"):
+    with pytest.raises(ExperimentError, match="the first dimension of 'layers_0.output' is the sequence"):
         ablate(
             pg, ["layers_0.output"], x, metric=torch.sum, method="mean", reference=x, position_dim=0,
             mean_over="batch and positions",

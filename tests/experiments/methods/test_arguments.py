@@ -83,7 +83,7 @@ def test_each_reason_why_positions_cannot_be_told_comes_once() -> None:
     extraction = ExtractionOptions(decompose=["scaled_dot_product_attention"])
     pg = PatchableGraph(gpt2(6), CLEAN, extraction_options=extraction)
     paths = [path for path in pg.nodes if path.endswith(("attn_pattern", "attn_scores", "ln_1.weight", "mlp.output"))]
-    with pytest.raises(ExperimentError, match="cannot be told") as caught:
+    with pytest.raises(ExperimentError, match="the sequence dimension is unknown") as caught:
         causal_trace(pg, CLEAN, CORRUPTED, paths, None, METRIC)
     _, *lines = str(caught.value).splitlines()
     assert len(lines) == 2

@@ -180,7 +180,7 @@ def test_a_model_without_tokens_is_told_where_the_sequence_lies() -> None:
     clean, corrupted = torch.randn(2, 5, 6)
     pg = PatchableGraph(model, clean)
     paths = [f"layers_{number}.output" for number in range(3)]
-    with pytest.raises(ExperimentError, match=r"'layers_2.output': the model takes no input_ids.*position_dim=1"):
+    with pytest.raises(ExperimentError, match=r"'layers_2.output': the model does not take input_ids.*position_dim=1"):
         causal_trace(pg, clean, corrupted, paths, None, torch.sum, progress=False)
     found = causal_trace(pg, clean, corrupted, paths, None, torch.sum, position_dim=-2, progress=False, batch=None)
     for number in range(3):
@@ -212,24 +212,24 @@ def pg() -> PatchableGraph:
     [
         (
             {"corrupted": CORRUPTED[:, :5]},
-            rf"'{re.escape(PATH)}' is of shape \(1, 7, 16\) on the clean .* of \(1, 5, 16\) on the corrupted ones",
+            rf"'{re.escape(PATH)}' has shape \(1, 7, 16\) on the clean .* \(1, 5, 16\) on the corrupted inputs",
         ),
-        ({"paths": PATH}, rf"paths must be several, in a list: paths=\['{re.escape(PATH)}'\]"),
+        ({"paths": PATH}, rf"paths must be a list: paths=\['{re.escape(PATH)}'\]"),
         ({"paths": []}, "paths is empty"),
         ({"paths": [PATH, PATH]}, f"'{re.escape(PATH)}' more than once"),
         ({"paths": ["transformer.h_0.mlp.c_fc.weight"]}, "a parameter has no positions"),
         ({"positions": 7}, f"position 7 is out of range: '{re.escape(PATH)}' has 7 positions"),
         ({"positions": -8}, "position -8 is out of range"),
         ({"positions": []}, "positions is empty"),
-        ({"positions": "last"}, "positions are whole numbers, or True for all, not 'last'"),
-        ({"positions": [0.5]}, r"positions are whole numbers, or True for all, not \[0.5\]"),
+        ({"positions": "last"}, "positions must be integers, or True for all, not 'last'"),
+        ({"positions": [0.5]}, r"positions must be integers, or True for all, not \[0.5\]"),
         ({"paths": None}, "paths is None; give a list of paths"),
         ({"paths": CLEAN}, "paths is a Tensor; give a list of paths"),
         ({"corrupted": Noise}, r"corrupted is the class Noise; give Noise\(path, ...\)"),
         ({"metric": lambda output: None}, "the metric gave None: does it lack a return"),
         ({"metric": lambda output: output}, "'logits' is of shape .*: is it the whole output of the model"),
-        ({"window": 0}, "window is a number of paths from 1 on"),
-        ({"corrupted": CLEAN, "normalize": True}, "nothing to normalize by: the metric is"),
+        ({"window": 0}, "window must be a positive number of paths"),
+        ({"corrupted": CLEAN, "normalize": True}, "cannot normalize: the metric is"),
         ({"corrupted": Noise("transformer.emb.output")}, "no node 'emb' in transformer"),
         ({"corrupted": Noise("input_ids", scale=1.0)}, "'input_ids' has torch.int64"),
         ({"corrupted": Noise("transformer.wte.output", positions=9)}, "position 9 is out of range"),
@@ -248,8 +248,8 @@ def test_what_cannot_be_traced_is_said(pg: PatchableGraph, changes: dict[str, An
         ({"scale": 0.0}, "a positive number, not 0.0"),
         ({"deviations": float("nan")}, "a positive number, not nan"),
         ({"scale": "a"}, "a positive number, not 'a'"),
-        ({"seed": "a"}, "seed is a whole number, not 'a'"),
-        ({"samples": 0}, "samples is a whole number from 1 on"),
+        ({"seed": "a"}, "seed must be an integer, not 'a'"),
+        ({"samples": 0}, "samples must be a positive integer"),
     ],
 )
 def test_noise_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -289,9 +289,9 @@ def never(*_: Any, **__: Any) -> Any:
         (Probability, r"metric is the class Probability; give an instance: metric=Probability\(token\)"),
         (LogitDifference, r"metric=LogitDifference\(correct, wrong\)"),
         (nn.CrossEntropyLoss, "metric is the class CrossEntropyLoss"),
-        (None, "metric is None, which cannot be called"),
-        ("loss", "metric is 'loss', which cannot be called; .* metric=lambda output: output.loss"),
-        (CLEAN, "metric is a Tensor, which cannot be called"),
+        (None, "metric is None, which is not callable"),
+        ("loss", "metric is 'loss', which is not callable; .* metric=lambda output: output.loss"),
+        (CLEAN, "metric is a Tensor, which is not callable"),
     ],
 )
 def test_what_is_no_metric_is_said_before_anything_runs(metric: Any, message: str) -> None:
@@ -314,7 +314,10 @@ def test_what_is_no_metric_is_said_before_anything_runs(metric: Any, message: st
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (CLEAN.tolist(), r"'input_ids' is a list of numbers, but a tensor was captured there; give torch.as_tensor"),
+        (
+            CLEAN.tolist(),
+            r"'input_ids' is a list of numbers, but a tensor was captured; convert it with torch.as_tensor",
+        ),
         (CLEAN.numpy(), "'input_ids' is an array of numbers"),
     ],
 )
@@ -369,7 +372,7 @@ def test_unknown_paths_are_named_together(pg: PatchableGraph) -> None:
 def test_unknown_options_are_refused(pg: PatchableGraph) -> None:
     with pytest.raises(TypeError, match="causal_trace has no option 'normalise'; did you mean normalize="):
         causal_trace(pg, CLEAN, CORRUPTED, [PATH], None, METRIC, normalise=True)
-    with pytest.raises(TypeError, match="path_patch has no option 'width'; there are metric, batch, progress"):
+    with pytest.raises(TypeError, match="path_patch has no option 'width'; the options are metric, batch, progress"):
         path_patch(pg, PATH, None, CLEAN, CORRUPTED, METRIC, width=True)
 
 
@@ -378,9 +381,9 @@ def test_unknown_options_are_refused(pg: PatchableGraph) -> None:
     [("checkpoints", "checkpoint"), ("batch_size", "batch"), ("progres", "progress"), ("exec", "executor")],
 )
 def test_misspelt_options_do_not_go_to_the_model(pg: PatchableGraph, misspelt: str, option: str) -> None:
-    with pytest.raises(ExperimentError, match=f"sweep has no option '{misspelt}', .* did you mean {option}="):
+    with pytest.raises(ExperimentError, match=f"'{misspelt}' is neither an option of sweep .* did you mean {option}="):
         pg.sweep({"path": [PATH]}, never, CLEAN, metric=METRIC, **{misspelt: 2})
-    with pytest.raises(ExperimentError, match=f"ablate has no option '{misspelt}', .* did you mean {option}="):
+    with pytest.raises(ExperimentError, match=f"'{misspelt}' is neither an option of ablate .* did you mean {option}="):
         ablate(pg, [PATH], CLEAN, metric=METRIC, **{misspelt: 2})
 
 
@@ -388,7 +391,7 @@ def test_misspelt_options_do_not_go_to_the_model(pg: PatchableGraph, misspelt: s
     ("misspelt", "option"), [("head", "heads"), ("methd", "method"), ("ref", "reference"), ("position", "positions")]
 )
 def test_misspelt_options_of_ablations(pg: PatchableGraph, misspelt: str, option: str) -> None:
-    with pytest.raises(ExperimentError, match=f"ablate has no option '{misspelt}', .* did you mean {option}="):
+    with pytest.raises(ExperimentError, match=f"'{misspelt}' is neither an option of ablate .* did you mean {option}="):
         ablate(pg, [PATH], CLEAN, metric=METRIC, **{misspelt: 2})
 
 

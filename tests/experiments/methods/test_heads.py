@@ -176,7 +176,7 @@ def test_scores_of_heads_equal_autograd_by_hand(host: Any) -> None:
 
 
 def test_scores_of_heads_need_paths_of_heads(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="heads= needs values in which heads are apart: paths="):
+    with pytest.raises(ExperimentError, match="heads= needs values with separate heads: paths="):
         attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4)
     with pytest.raises(ExperimentError, match=r"give 'transformer.h_0.attn.c_proj.x'"):
         attribute(pg, METRIC, CLEAN, CORRUPTED, heads=4, paths=["transformer.h_0.attn.output|sub_0"])
@@ -247,7 +247,7 @@ def test_values_with_mixed_heads_are_refused_and_others_are_not(family: str) -> 
     options: dict[str, Any] = {"metric": total, "heads": 4, "progress": False, "batch": None}
     for name in mixed:
         message = re.escape(f"'{layer}.{name}': give '{layer}.{apart}'")
-        with pytest.raises(ExperimentError, match=f"(?s)in which heads are apart.*{message}"):
+        with pytest.raises(ExperimentError, match=f"(?s)values with separate heads.*{message}"):
             ablate(pg, [f"{layer}.{name}"], **inputs, **options)
     found = ablate(pg, [f"{layer}.{name}" for name in (apart, *right)], **inputs, **options)
     assert found.shape == (1 + len(right), 4)
@@ -362,7 +362,7 @@ def test_hook_points_of_transformer_lens() -> None:
                 expected = metric(lens().run_with_hooks(tokens, fwd_hooks=hooks)).item()
             assert found.values[row, number] == expected
     assert (np.ptp(found.values, axis=1) > 0).all()
-    with pytest.raises(ExperimentError, match="in which heads are apart"):
+    with pytest.raises(ExperimentError, match="values with separate heads"):
         ablate(pg, ["blocks_0.hook_attn_out.output"], tokens, metric=metric, heads=4)
 
 
@@ -402,7 +402,7 @@ def test_dimensions_of_heads_and_positions_of_one_size(pg: PatchableGraph) -> No
         gpt2(), ids, extraction_options=ExtractionOptions(decompose=["scaled_dot_product_attention"])
     )
     options: dict[str, Any] = {"metric": METRIC, "heads": 4, "progress": False, "batch": None}
-    with pytest.raises(ExperimentError, match=r"which of the dimensions 1, 2 has the 4 heads; give inputs of another"):
+    with pytest.raises(ExperimentError, match=r"could be in any of the dimensions 1, 2; give inputs of another"):
         ablate(opened, ["transformer.h_0.attn.attn_pattern"], ids, **options)
     paths = [
         "transformer.h_0.attn.view_2",
@@ -417,7 +417,7 @@ def test_heads_among_the_rows_of_the_batch_are_refused() -> None:
     pg = PatchableGraph(BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=23)).eval(), IDS)
     path = "transformer.h_0.self_attention.context_layer"
     assert pg.nodes[path].shape == (8, 5, 4)
-    with pytest.raises(ExperimentError, match=r"\(8, 5, 4\): its first dimension has the 4 heads of 2 rows"):
+    with pytest.raises(ExperimentError, match=r"\(8, 5, 4\): its first dimension combines 2 rows with 4 heads"):
         ablate(pg, [path], IDS, metric=total, heads=4)
 
 
@@ -430,7 +430,7 @@ def test_the_last_row_of_the_batch_is_named_by_what_is_said(pg: PatchableGraph) 
     options: dict[str, Any] = {"progress": False, "batch": None}
     whole = path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, **options)
     for index, repair in ((-1, "(slice(-1, None),)"), ([0], "([0],)"), (torch.tensor([0]), "(tensor([0]),)")):
-        with pytest.raises(ExperimentError, match=re.escape(f"for rows of the batch give ('{Z}', {repair})")):
+        with pytest.raises(ExperimentError, match=re.escape(f"for rows of the batch, give ('{Z}', {repair})")):
             path_patch(pg, (Z, index), None, CLEAN, CORRUPTED, METRIC, **options)
         given = eval(repair, {"slice": slice, "tensor": torch.tensor})
         assert path_patch(pg, (Z, given), None, CLEAN, CORRUPTED, METRIC, **options).item() == whole.item()
@@ -438,7 +438,7 @@ def test_the_last_row_of_the_batch_is_named_by_what_is_said(pg: PatchableGraph) 
 
 @pytest.mark.parametrize("heads", [True, 0, 2.0, range(4), "4"])
 def test_heads_are_a_number(pg: PatchableGraph, heads: Any) -> None:
-    with pytest.raises(ExperimentError, match="heads is how many there are, a number from 1 on, not"):
+    with pytest.raises(ExperimentError, match="heads must be the number of heads, a positive integer, not"):
         causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=heads)
     of_numpy = causal_trace(pg, CLEAN, CORRUPTED, [Z], False, METRIC, heads=np.int64(4), progress=False)
     assert of_numpy.sizes["head"] == 4
@@ -447,7 +447,7 @@ def test_heads_are_a_number(pg: PatchableGraph, heads: Any) -> None:
 @pytest.mark.parametrize("index", [0, (2,), (1, slice(None), slice(0, 4))])
 def test_a_number_in_the_first_dimension_is_no_head(pg: PatchableGraph, index: Any) -> None:
     first = index[0] if isinstance(index, tuple) else index
-    message = rf"{first} counts rows of the batch, the first dimension of the shape \(1, 7, 16\). To name a head"
+    message = rf"{first} selects rows of the batch, the first dimension of the shape \(1, 7, 16\). For a head"
     with pytest.raises(ExperimentError, match=message):
         path_patch(pg, (Z, index), None, CLEAN, CORRUPTED, METRIC)
     with pytest.raises(ExperimentError, match=message):
@@ -475,7 +475,7 @@ def test_rows_of_the_batch_are_named_by_slices() -> None:
 
 
 def test_heads_and_an_index_are_not_given_together(pg: PatchableGraph) -> None:
-    with pytest.raises(ExperimentError, match="heads= takes senders apart, but .* has an index"):
+    with pytest.raises(ExperimentError, match="heads= splits senders, but .* has an index"):
         path_patch(pg, (Z, (..., head(1))), None, CLEAN, CORRUPTED, METRIC, heads=4)
 
 
@@ -498,5 +498,5 @@ def test_gradients_of_cells_are_for_sweeps(pg: PatchableGraph) -> None:
         lambda: path_patch(pg, Z, None, CLEAN, CORRUPTED, METRIC, backward=True),
         lambda: ablate(pg, [Z], CLEAN, metric=METRIC, backward=True),
     ):
-        with pytest.raises(ExperimentError, match=r"takes no backward=: it compares numbers; .*pg.sweep"):
+        with pytest.raises(ExperimentError, match=r"does not take backward=, since it compares numbers; .*pg.sweep"):
             call()

@@ -118,7 +118,7 @@ def test_all_edges_equal_those_computed_by_hand(batch: Any) -> None:
                     assert abs(value - base) > 1e-4
     assert found.attrs["corrupted"] == found.attrs["baseline"] == pytest.approx(base)
     assert found.attrs["components"] == PARTS
-    assert "in 21 of 42 pairs the receiver does not run after the sender" in found.attrs["remarks"][-1]
+    assert "in 21 of 42 pairs, the receiver does not run after the sender" in found.attrs["remarks"][-1]
 
 
 def test_first_steps_of_all_paths_add_up_in_a_linear_model() -> None:
@@ -258,9 +258,9 @@ class OwnWeight(nn.Module):
 @pytest.mark.parametrize(
     ("model", "example", "message"),
     [
-        (bert, CLEAN, r"'bert.encoder.layer_0.attention.output.*' holds more than what its module adds"),
-        (lambda: gpt2(layers=1), CLEAN, "no stack of layers whose parts could be told.* components="),
-        (OwnWeight, torch.randn(2, 6), "the parts of layer 'layers_0' cannot be told: it computes by itself"),
+        (bert, CLEAN, r"'bert.encoder.layer_0.attention.output.*' contains its module's input"),
+        (lambda: gpt2(layers=1), CLEAN, "no components were found.* components="),
+        (OwnWeight, torch.randn(2, 6), "layer 'layers_0' has matrices of its own"),
     ],
 )
 def test_components_that_cannot_be_told(model: Any, example: Tensor, message: str) -> None:
@@ -281,19 +281,19 @@ FIRST, LAST = "transformer.h_0.mlp.output", "transformer.h_2.mlp.output"
     [
         ({"sender": LAST, "receiver": FIRST}, f"receiver '{FIRST}' does not run after sender '{LAST}'.*swapped"),
         ({"receiver": FIRST}, "does not run after sender"),
-        ({"sender": None}, r"a sender is a path, or a path and an index .*, not None"),
+        ({"sender": None}, r"a sender must be a path, or a path and an index .*, not None"),
         ({"sender": (FIRST, LAST)}, "give several in a list"),
         ({"sender": [FIRST, FIRST]}, "more than once"),
         ({"receiver": []}, "receiver is empty"),
         (
             {"sender": (FIRST, (slice(1), 0, 0, 0))},
-            rf"'{FIRST}\[:1, 0, 0, 0\]': no such part of the value, of shape \(1, 7, 16\)",
+            rf"'{FIRST}\[:1, 0, 0, 0\]': index does not fit the value of shape \(1, 7, 16\)",
         ),
         ({"sender": "transformer.h_0.mlp.outptu"}, "nearest: 'transformer.h_0.mlp.output'"),
-        ({"components": FIRST}, r"components must be several"),
+        ({"components": FIRST}, r"components must be a list"),
         ({"components": ["nothing"]}, "no node 'nothing'"),
-        ({"corrupted": CORRUPTED[:, 1:]}, r"\(1, 7, 16\) on the clean inputs and of \(1, 6, 16\) on the corrupted"),
-        ({"corrupted": CLEAN, "normalize": True}, "nothing to normalize by"),
+        ({"corrupted": CORRUPTED[:, 1:]}, r"\(1, 7, 16\) on the clean inputs and \(1, 6, 16\) on the corrupted"),
+        ({"corrupted": CLEAN, "normalize": True}, "cannot normalize"),
         ({"sender": "transformer.h_0.attn.past_key_values"}, "None"),
     ],
 )
@@ -312,7 +312,7 @@ def test_senders_that_are_held_at_once() -> None:
     expected = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, **settings)
     held = [path.replace("attn.output|sub_0", "attn.resid_dropout.output") for path in expected.components]
     assert held[0] == "transformer.h_0.attn.resid_dropout.output"
-    message = r"sender 'transformer.h_0.attn.c_proj.x\[..., 0:4\]' \(and 3 others\) .* component '{}' .* leave it out"
+    message = r"sender 'transformer.h_0.attn.c_proj.x\[..., 0:4\]' \(and 3 others\) .* reaches is '{}'.* leave it out"
     with pytest.warns(ExperimentWarning, match=message.format(held[0])):
         found = path_patch(pg, senders, receivers, CLEAN, CORRUPTED, components=held, **settings)
     assert (found.values == found.corrupted).all()
@@ -351,10 +351,10 @@ def test_what_rounding_loses_is_told_from_what_is_held() -> None:
     for sender in ("norm.output", "head.output"):
         for size in (1e-10, 1e-20, 1e-30):
             rounded = unreached(size, sender, ["mlp.output"])
-            assert "No held component is in its way: a larger change in the same direction would get there" in rounded
+            assert "No held component blocks it: a larger change in the same direction would reach" in rounded
             assert "mlp" not in rounded
     for size in (1e-10, 1.0):
         held = unreached(size, "norm.output", ["mlp.output", "head.output"])
-        assert "It is component 'head.output' that takes it up first and is held" in held
+        assert "The first held component that it reaches is 'head.output'" in held
     unchanged = unreached(0.0, "norm.output", ["mlp.output"])
-    assert "It is component 'mlp.output' that takes it up first and is held" in unchanged
+    assert "The first held component that it reaches is 'mlp.output'" in unchanged

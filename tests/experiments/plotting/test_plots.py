@@ -66,7 +66,7 @@ def legend_of(ax: Axes) -> list[str]:
 
 
 def pixels_of(ax: Axes) -> np.ndarray:
-    """Returns the colour at the middle of each cell, as it is drawn, of shape (rows, columns, 3)."""
+    """Returns the color at the middle of each cell, as it is drawn, of shape (rows, columns, 3)."""
     ax.figure.canvas.draw()
     image = np.asarray(ax.figure.canvas.buffer_rgba())
     rows, columns = numbers_of(ax).shape
@@ -116,12 +116,12 @@ def test_layers_go_up_and_tokens_down() -> None:
     assert plot_heatmap(a_result(), origin="upper").get_ylim() == (2.5, -0.5)
 
 
-def test_colours_are_where_the_numbers_are() -> None:
+def test_colors_are_where_the_numbers_are() -> None:
     result = a_result()
-    colours = pixels_of(plot_heatmap(result, center=None, colormap="gray")).mean(-1)
-    assert np.array_equal(colours.ravel().argsort(), np.arange(12))
-    assert colours[0, 0] == 0
-    assert colours[-1, -1] == 255
+    colors = pixels_of(plot_heatmap(result, center=None, colormap="gray")).mean(-1)
+    assert np.array_equal(colors.ravel().argsort(), np.arange(12))
+    assert colors[0, 0] == 0
+    assert colors[-1, -1] == 255
 
 
 @pytest.mark.parametrize("dpi", [72, 100, 144, 200, 300])
@@ -148,15 +148,15 @@ def test_cells_are_clean_rectangles(dpi: int) -> None:
             {"corrupted": 2.0, "clean": 9.0, "baseline": 2.0},
             {},
             (-7.0, 11.0),
-            "score\n(no colour: corrupted 2)",
+            "score\n(no color: corrupted 2)",
         ),
-        ({"baseline": 10.0}, {}, (0.0, 20.0), "score\n(no colour: baseline 10)"),
+        ({"baseline": 10.0}, {}, (0.0, 20.0), "score\n(no color: baseline 10)"),
         ({"baseline": [1.0, 2.0]}, {}, (0.0, 11.0), "score"),
         (
             {"corrupted": 2.0, "clean": 9.0, "baseline": 0.0},
             {},
             (-11.0, 11.0),
-            "score\n(no colour: corrupted 0)",
+            "score\n(no color: corrupted 0)",
         ),
         ({"baseline": 2.0, "method": "attribution"}, {}, (-11.0, 11.0), "score"),
         ({"metric": "Loss"}, {}, (0.0, 11.0), "score (Loss)"),
@@ -168,18 +168,18 @@ def test_cells_are_clean_rectangles(dpi: int) -> None:
             {"corrupted": 2.0, "baseline": 2.0},
             {"limits": (0, 4)},
             (0.0, 4.0),
-            "score\n(no colour: corrupted 2)",
+            "score\n(no color: corrupted 2)",
         ),
         ({}, {"labels": {"score": "logits"}}, (0.0, 11.0), "logits"),
     ],
 )
-def test_what_colours_mean(attrs: dict, options: dict, limits: tuple[float, float], words: str) -> None:
+def test_what_colors_mean(attrs: dict, options: dict, limits: tuple[float, float], words: str) -> None:
     ax = plot_heatmap(a_result(**attrs), **options)
     assert ax.collections[0].get_clim() == limits
     assert bar_of(ax).get_ylabel() == words
 
 
-def test_zero_is_the_centre_of_numbers_on_both_sides_of_it() -> None:
+def test_zero_is_the_center_of_numbers_on_both_sides_of_it() -> None:
     assert plot_heatmap(a_result() - 3).collections[0].get_clim() == (-8.0, 8.0)
 
 
@@ -310,21 +310,21 @@ def test_paths_that_differ_in_several_places() -> None:
     ("result", "options", "message"),
     [
         (np.zeros((2, 2)), {}, r"xarray\.DataArray\(values, dims=\['path', 'position'\]\)"),
-        (a_result().to_dataset(), {}, "give one of them, result.name.; it has 'score'"),
+        (a_result().to_dataset(), {}, "give one of them, result.name.: it has 'score'"),
         (a_result()[0], {}, r"one dimension, position: 4; .* needs 2: result\.expand_dims\('path'\)"),
         (a_result()[:, 0], {}, r"one dimension, path: 3; .* needs 2; plot_scores\(result\) draws one number"),
-        (a_result().expand_dims(head=[5]), {}, r"result\.sel\(head=5\), or take result\.mean\('head'\).*plot_heads"),
+        (a_result().expand_dims(head=[5]), {}, r"result\.sel\(head=5\), or use result\.mean\('head'\).*plot_heads"),
         (a_result()[:0], {}, "empty"),
         (a_result() * 1j, {}, "not real numbers"),
         (a_result(), {"tokens": ["a", "b"]}, "2 tokens do not fit the result, which has 4 along 'position'"),
-        (a_result(), {"tokens": [1, 2, 3, 4]}, "decode numbers first"),
-        (a_result(), {"rows": "layer"}, "rows='layer' is no dimension .* path: 3, position: 4"),
+        (a_result(), {"tokens": [1, 2, 3, 4]}, "decode token ids first"),
+        (a_result(), {"rows": "layer"}, "rows='layer' is not a dimension .* path: 3, position: 4"),
         (a_result(), {"origin": "top"}, "'lower' or 'upper'"),
         (a_result(), {"center": "mean"}, "'auto'"),
         (a_result(), {"center": float("nan")}, "finite"),
         (a_result(), {"limits": (2, 1)}, "the smaller one first"),
-        (a_result(baseline=0.0, clean=5.0, corrupted=1.0), {"relative_to": "clean"}, "normalized already"),
-        (a_result(method="attribution", corrupted=1.0), {"relative_to": "corrupted"}, "differences already"),
+        (a_result(baseline=0.0, clean=5.0, corrupted=1.0), {"relative_to": "clean"}, "already normalized"),
+        (a_result(method="attribution", corrupted=1.0), {"relative_to": "corrupted"}, "already differences"),
         (a_result(baseline=1.0), {"relative_to": "clean"}, "it has 'baseline'"),
     ],
 )
@@ -349,7 +349,7 @@ def test_heads_are_columns() -> None:
     assert (ax.get_ylabel(), ax.get_xlabel()) == ("layer", "head")
 
 
-def test_facets_have_the_same_colours() -> None:
+def test_facets_have_the_same_colors() -> None:
     array = heads()
     array.values[0, 0, 2] = np.nan
     axes = plot_heads(array, facet="position", tokens=["a", " b", "c"], title="Heads")
@@ -368,7 +368,7 @@ def test_facets_have_the_same_colours() -> None:
     [
         (heads(), {}, r"3 dimensions.*give facet="),
         (heads(), {"facet": "head"}, "leaves no heads"),
-        (heads(), {"facet": "path"}, "no dimension"),
+        (heads(), {"facet": "path"}, "not a dimension"),
         (a_result(), {}, "a dimension 'head'; the result has path, position"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_causal_trace(runs: tuple[PatchableGraph, Tensor, Tensor], tmp_path: P
     ax = plot_heatmap(result, tokens=tokens)
     low, high = ax.collections[0].get_clim()
     assert (low + high) / 2 == pytest.approx(result.attrs["corrupted"])
-    assert label(ax) == f"{METRIC.name} (no colour: corrupted {result.attrs['corrupted']:.4g})"
+    assert label(ax) == f"{METRIC.name} (no color: corrupted {result.attrs['corrupted']:.4g})"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == [f"␣{token}" for token in runs[1][0].tolist()]
     assert np.array_equal(ax.collections[0].get_array(), result.values)
     assert show_heatmap(result, tokens=tokens).heatmap["center"] == f"corrupted {result.attrs['corrupted']:.4g}"
@@ -81,8 +81,8 @@ def test_a_normalized_trace(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None
     ax = plot_heatmap(result)
     low, high = ax.collections[0].get_clim()
     assert low == -high
-    assert label(ax).endswith("normalized (no colour: corrupted 0)")
-    with pytest.raises(ExperimentError, match="normalized already"):
+    assert label(ax).endswith("normalized (no color: corrupted 0)")
+    with pytest.raises(ExperimentError, match="already normalized"):
         plot_heatmap(result, relative_to="corrupted")
 
 
@@ -104,7 +104,7 @@ def test_one_of_several_metrics(
         assert label(ax).startswith(f"{name} − corrupted")
         heatmap = show_heatmap(every.sel(metric=name))
         assert heatmap.heatmap["center"] == f"corrupted {alone.attrs['corrupted']:.4g}"
-    with pytest.raises(ExperimentError, match=r"2 numbers, .* pick a metric before, result\.sel\(metric='one'\)"):
+    with pytest.raises(ExperimentError, match=r"2 numbers, .* select a metric first, result\.sel\(metric='one'\)"):
         plot_heatmap(every[0].transpose("metric", ...), relative_to="corrupted")
 
 
@@ -143,4 +143,4 @@ def test_patched_edges(runs: tuple[PatchableGraph, Tensor, Tensor]) -> None:
     ax = plot_heatmap(result)
     assert ax.get_ylabel().startswith("sender")
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["h_0", "h_1"]
-    assert label(ax).endswith(f"(no colour: corrupted {result.attrs['corrupted']:.4g})")
+    assert label(ax).endswith(f"(no color: corrupted {result.attrs['corrupted']:.4g})")

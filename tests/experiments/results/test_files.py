@@ -157,7 +157,7 @@ def test_rows_in_another_order_are_noticed(swept: DataArray, tmp_path: Path) -> 
     save_result(swept, file)
     table = pyarrow.parquet.read_table(file)
     pyarrow.parquet.write_table(table.sort_by([("unit", "ascending")]), file)
-    with pytest.raises(ExperimentError, match=r"rows were changed since .* column 'path' is another"):
+    with pytest.raises(ExperimentError, match=r"rows were changed after .* column 'path' differs"):
         load_result(file)
     pyarrow.parquet.write_table(table.slice(1), file)
     with pytest.raises(ExperimentError, match="not written by save_result, or is damaged"):
@@ -184,10 +184,10 @@ def test_what_cannot_be_written_is_refused(swept: DataArray, tmp_path: Path, suf
     file = tmp_path / f"result.{suffix}"
     dates = swept.assign_coords(unit=np.array(["2024-01-01", "2024-01-02"], dtype="datetime64[ns]"))
     refused = [
-        (dates, r"coordinate 'unit' is of dtype datetime64.* convert it by \.astype\(str\)"),
-        (swept.astype(complex), "the result is of dtype complex128"),
-        (swept.stack(both=["path", "unit"]), r"coordinate 'both' has several levels: call reset_index\('both'\)"),
-        (swept.values, "a result is an xarray.DataArray, not ndarray"),
+        (dates, r"coordinate 'unit' has dtype datetime64.* convert it with \.astype\(str\)"),
+        (swept.astype(complex), "the result has dtype complex128"),
+        (swept.stack(both=["path", "unit"]), r"coordinate 'both' has several levels; call reset_index\('both'\)"),
+        (swept.values, "expected an xarray.DataArray, not ndarray"),
     ]
     for result, message in refused:
         with pytest.raises(ExperimentError, match=message):
@@ -214,9 +214,9 @@ def test_files_of_others_are_refused(tmp_path: Path, suffix: str) -> None:
 
 def test_names_of_files_say_the_format(swept: DataArray, tmp_path: Path) -> None:
     for name in ("result", "result.csv", "result.nc"):
-        with pytest.raises(ExperimentError, match=r"ends in \.parquet or \.json"):
+        with pytest.raises(ExperimentError, match=r"must end in \.parquet or \.json"):
             save_result(swept, tmp_path / name)
-        with pytest.raises(ExperimentError, match=r"ends in \.parquet or \.json"):
+        with pytest.raises(ExperimentError, match=r"must end in \.parquet or \.json"):
             load_result(tmp_path / name)
 
 
@@ -224,5 +224,5 @@ def test_files_of_later_versions_are_refused(swept: DataArray, tmp_path: Path) -
     file = tmp_path / "result.json"
     save_result(swept, file)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
-    with pytest.raises(ExperimentError, match="version 2 of the format; this package reads 1"):
+    with pytest.raises(ExperimentError, match="format version 2, but this package reads 1"):
         load_result(file)

@@ -117,7 +117,7 @@ def test_other_kinds(outer: PatchableGraph) -> None:
     output = of(outer, "output")
     assert output["code"].startswith("return ")
     assert output["notes"] == ["what Outer returned"]
-    assert any("the model writes into this very tensor later" in n for n in of(outer, "linear_1.output")["notes"])
+    assert any("the model writes into this tensor later" in n for n in of(outer, "linear_1.output")["notes"])
 
 
 def test_a_module_that_was_never_called(outer: PatchableGraph) -> None:

@@ -162,7 +162,7 @@ def test_check_says_what_a_patch_would_be_applied_to(front: Front) -> None:
     unknown = front.ask("check", patch=fields("sub_0.linear", "add", value="stear"), number=None)
     assert unknown["warning"] == "'stear' is not defined yet"
     taken = front.ask("check", patch=fields("sub_0.linear", "probe", name="steer"), number=None)
-    assert taken["warning"] == "the variable steer holds something, which the next run overwrites"
+    assert taken["warning"] == "the variable steer exists, and the next run overwrites it"
     assert front.session.chosen.version == 0
 
 
@@ -218,19 +218,19 @@ def test_a_slice_is_checked_before_a_value_is_typed(front: Front) -> None:
         ("text", "payload"),
         ({}, "'id' is missing"),
         ({"id": 1}, "'request' is missing"),
-        ({"id": True, "request": "details", "payload": {}}, "'id' must be a whole number"),
-        ({"id": 1, "request": 7, "payload": {}}, "'request' must be a text"),
+        ({"id": True, "request": "details", "payload": {}}, "'id' must be an integer"),
+        ({"id": 1, "request": 7, "payload": {}}, "'request' must be a string"),
         ({"id": 1, "request": "detail", "payload": {}}, "nearest: 'details'"),
         ({"id": 1, "request": "details"}, "'payload' is missing"),
         ({"id": 1, "request": "details", "payload": []}, "needs a payload"),
-        ({"id": 1, "request": "details", "payload": {"row": "3"}}, "'row' must be a whole number"),
+        ({"id": 1, "request": "details", "payload": {"row": "3"}}, "'row' must be an integer"),
         ({"id": 1, "request": "details", "payload": {"row": -1}}, "there is no row -1"),
         ({"id": 1, "request": "details", "payload": {"row": 10**9}}, "there is no row"),
         ({"id": 1, "request": "export", "payload": {"form": "perl"}}, "there is no form 'perl'"),
         ({"id": 1, "request": "edit", "payload": {"based_on": 0, "edit": {"action": "burn"}}}, "no edit 'burn'"),
         (
             {"id": 1, "request": "edit", "payload": {"based_on": 0, "edit": {"action": "remove", "numbers": "1"}}},
-            "a list of whole numbers",
+            "a list of integers",
         ),
         (
             {"id": 1, "request": "check", "payload": {"patch": {"path": "x", "colour": 1}, "number": None}},
@@ -329,7 +329,7 @@ def test_activations(front: Front) -> None:
     done = until_done(front, "activation_status", started)
     assert done["view"]["statistics"]["shape"] == [2, 3]
     assert front.ask("activation_close", id=done["id"]) == {}
-    assert "no node" in front.refused("activation", row=0, plane=None, is_patched=False, inputs=None)["message"]
+    assert "is not a node" in front.refused("activation", row=0, plane=None, is_patched=False, inputs=None)["message"]
 
 
 def test_threads_edit_at_the_same_time(front: Front) -> None:

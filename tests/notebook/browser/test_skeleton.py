@@ -176,7 +176,7 @@ def test_of_two_keys_that_read_the_same_the_first_has_the_row() -> None:
     place = skeleton.place(2)
     assert place is not None
     assert place.spec == tensor(2)
-    assert "several of its keys read 1" in str(skeleton.note(1))
+    assert "several of its keys have the text 1" in str(skeleton.note(1))
 
 
 def test_a_node_called_like_the_root_is_not_the_root() -> None:

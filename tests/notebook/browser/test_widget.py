@@ -308,7 +308,7 @@ def test_a_browser_keeps_no_graph_alive_that_a_variable_held(shell: Shell) -> No
     gc.collect()
     assert model() is None
     browser = shell.namespace["browser"]
-    assert repr(browser) == "<Browser of pg, which is gone>"
+    assert repr(browser) == "<Browser of pg, which was deleted>"
     assert "is gone" in line_of(browser).ask("details", row=0)["error"]["message"]
     line_of(browser).set(selected=0)
 
@@ -533,7 +533,7 @@ def test_show_takes_tokenizer_and_inputs(pg: Shell) -> None:
     assert torch.equal(pg.namespace["given"], 2 * pg.namespace["x"])
     assert "there is no variable 'tokk'; nearest: tok" in pg.refused("%graphpatch show --tokenizer tokk")
     assert "arguments of a call" in pg.refused('%graphpatch show --inputs "x)"')
-    assert "no option --tokenzer; nearest: --tokenizer" in pg.refused("%graphpatch show --tokenzer tok")
+    assert "unknown option --tokenzer; nearest: --tokenizer" in pg.refused("%graphpatch show --tokenzer tok")
 
 
 def test_variables_are_those_of_the_caller_outside_of_ipython(graph: PatchableGraph) -> None:

@@ -201,7 +201,7 @@ def test_what_cannot_be_shown() -> None:
 
 
 def test_in_a_terminal_it_is_a_line(shell: Shell) -> None:
-    shell.ok("from tests.notebook.display.test_heatmap_widget import a_result, show_heatmap")
+    shell.ok("from tests.notebook.display.test_heatmap import a_result, show_heatmap")
     said = shell.ok("show_heatmap(a_result())")
     assert "<Heatmap of score, 3 x 4 (path x position), from 0 to 11>" in str(said)
 
@@ -250,7 +250,7 @@ def test_no_number_at_all_is_said() -> None:
 def test_a_notebook_that_was_run_has_both_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    source = "from tests.notebook.display.test_heatmap_widget import a_result, show_heatmap\nshow_heatmap(a_result())"
+    source = "from tests.notebook.display.test_heatmap import a_result, show_heatmap\nshow_heatmap(a_result())"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     client = NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=True)
     client.execute()
